@@ -1,0 +1,70 @@
+"""Ithaca trains transformers on contexts of millions of tokens, on the GPUs you have.
+
+    model = ithaca.load_model("path/to/hf-folder")
+    model = ithaca.apply(model, ithaca.Plan(checkpoint="full"), mesh=ithaca.mesh())
+    batch = model.shard(tokens, labels=tokens)
+    model(batch).backward()
+    ithaca.save_model(model, "out-folder")
+
+The names below are public, everything else is not. Importing this package does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ithaca.assemble import Model, apply, save_model
+    from ithaca.errors import ConfigError, InputError, IthacaError, ModelError, PlanError
+    from ithaca.model.source import ModelSource, load_model
+    from ithaca.model.spec import Spec
+    from ithaca.parallel.batch import Batch
+    from ithaca.parallel.mesh import Mesh, mesh
+    from ithaca.schedule.plan import Plan
+
+_HOMES = {
+    "Batch": "ithaca.parallel.batch",
+    "ConfigError": "ithaca.errors",
+    "InputError": "ithaca.errors",
+    "IthacaError": "ithaca.errors",
+    "Mesh": "ithaca.parallel.mesh",
+    "Model": "ithaca.assemble",
+    "ModelError": "ithaca.errors",
+    "ModelSource": "ithaca.model.source",
+    "Plan": "ithaca.schedule.plan",
+    "PlanError": "ithaca.errors",
+    "Spec": "ithaca.model.spec",
+    "apply": "ithaca.assemble",
+    "load_model": "ithaca.model.source",
+    "mesh": "ithaca.parallel.mesh",
+    "save_model": "ithaca.assemble",
+}
+
+__all__ = [  # noqa: RUF022 (the order of use)
+    "load_model",
+    "Plan",
+    "mesh",
+    "apply",
+    "save_model",
+    "Model",
+    "ModelSource",
+    "Spec",
+    "Mesh",
+    "Batch",
+    "IthacaError",
+    "ModelError",
+    "PlanError",
+    "InputError",
+    "ConfigError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ithaca' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,125 @@
+"""A model put together: weights cut over ranks, a Plan to run it by, and the calls that train it.
+
+The order is fixed: modules without memory, then FSDP2, then this rank's shards from the source. Parallelism is applied
+here and nowhere else.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ithaca.attention.kernels import choose_kernel
+from ithaca.errors import IthacaError, ModelError, PlanError
+from ithaca.model.decoder import Decoder
+from ithaca.model.folder import check_vacant, write_folder
+from ithaca.model.precision import at_least_fp32
+from ithaca.model.source import DTYPES, ModelSource
+from ithaca.model.spec import Spec
+from ithaca.parallel.agree import same_everywhere, together
+from ithaca.parallel.batch import Batch, split_batch, whole_batch
+from ithaca.parallel.mesh import Mesh, alone
+from ithaca.parallel.sharding import cut, free_gathered, load, prepare_pass, total, whole_tensors
+from ithaca.schedule.forward import logits, loss_sum
+from ithaca.schedule.plan import Plan
+
+
+class Model(nn.Module):
+    """A decoder that runs by a Plan over a mesh. Made by `ithaca.apply`; every call is collective."""
+
+    def __init__(self, source: ModelSource, plan: Plan, mesh: Mesh):
+        super().__init__()
+        self.source, self.plan, self.mesh = source, plan, mesh
+        self.dtype = source.compute_dtype(mesh.device)
+        self.kernel = choose_kernel(plan.kernel, mesh.device, self.dtype, source.spec.head_size)
+        self.decoder = Decoder(source.spec, at_least_fp32(self.dtype))
+        cut(self.decoder, mesh, plan.zero, self.dtype)
+
+    @property
+    def spec(self) -> Spec:
+        return self.source.spec
+
+    def shard(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> Batch:
+        """This rank's part of a batch that every rank holds whole.
+
+        tokens     [S] or [B, S] ids
+        labels     the same shape, each beside its own token as in Hugging Face (`labels = tokens` learns everything,
+                   -100 is not learned): the shift by one happens here
+        documents  the same shape; a new id begins a new document, which sees nothing before it. Each row is a document
+                   of its own in any case
+        """
+        return split_batch(tokens, labels, documents, self.mesh, self.spec.vocab)
+
+    def forward(self, batch: Batch, valid_tokens: int | None = None, last: bool = True) -> Tensor:
+        """The mean cross-entropy over the valid tokens of all ranks: the same number on each of them.
+
+        With several micro-batches in an optimizer step, give the step's `valid_tokens` (the sum over its batches) so that
+        their losses and gradients add up to those of one large batch, and `last=False` for all but the last: ZeRO-1
+        and 2 then keep gathered weights, and ZeRO-1 unreduced gradients, until it comes.
+        """
+        prepare_pass(self.decoder, self.plan.zero, last)
+        mine = self.decoder(loss_sum, batch, self.plan, self.kernel)
+        if not torch.is_grad_enabled():
+            free_gathered(self.decoder)
+        valid = batch.valid_tokens if valid_tokens is None else valid_tokens
+        return total(mine, self.mesh) / max(valid, 1)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """[S, vocabulary] or [B, S, vocabulary], the same on every rank. For small inputs: all logits exist at once."""
+        batch = whole_batch(tokens, documents, self.mesh, self.spec.vocab)
+        flat = self.decoder(logits, batch, self.plan, self.kernel)
+        free_gathered(self.decoder)
+        return flat.view(*tokens.shape, -1)
+
+
+def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None) -> Model:
+    """Put a named model onto the ranks of a mesh (None: this process alone) and read its weights. Collective."""
+    mesh = mesh or alone()
+    same_everywhere(mesh, "model or Plan", (source.spec, source.dtype, plan))
+    if plan.recipe == "dense" and mesh.context_ranks > 1:
+        raise PlanError(
+            f"recipe 'dense' has no context parallelism, but the mesh has ulysses {mesh.ulysses} × ring {mesh.ring}: "
+            f"set both to 1 and shard to {mesh.shard * mesh.context_ranks}"
+        )
+
+    def assemble() -> Model:
+        model = Model(source, plan, mesh)
+        load(model.decoder, mesh, source.weights)
+        return model
+
+    return together(mesh, assemble)
+
+
+def save_model(model: Model, folder: str | Path, dtype: str | None = None) -> None:
+    """Write a Hugging Face folder that `transformers` loads. Collective; rank 0 writes.
+
+    Each weight leaves in the dtype it came in (`dtype` names another); a preset's in the dtype of the computation.
+    """
+    folder = Path(folder)
+    if dtype is not None and dtype not in DTYPES:
+        raise ModelError(f"dtype '{dtype}' is not supported: {', '.join(DTYPES)} are")
+    writes = model.mesh.rank == 0
+    together(model.mesh, lambda: check_vacant(folder) if writes else None)
+    dtypes = {name: _stored_dtype(model, name, dtype) for name, _ in model.spec.shapes()}
+    tensors = whole_tensors(model.decoder)
+    problem: IthacaError | None = None
+    if writes:
+        try:
+            write_folder(model.source, dtypes, tensors, folder)
+        except IthacaError as error:
+            problem = error
+    # The other ranks only take part in gathering; so does the writer for what a failed write left over
+    for _ in tensors:
+        pass
+    together(model.mesh, lambda: _raise(problem))
+
+
+def _stored_dtype(model: Model, name: str, dtype: str | None) -> torch.dtype:
+    return DTYPES[dtype] if dtype else model.source.weights.stored_dtype(name) or model.dtype
+
+
+def _raise(problem: Any) -> None:
+    if problem is not None:
+        raise problem

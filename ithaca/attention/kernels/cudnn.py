@@ -1,0 +1,69 @@
+"""cuDNN's attention, the fastest on Hopper: one causal square or full rectangle at a time, GQA without copies.
+
+It builds a plan for each new shape (0.1–0.3 s), so it is for few, large pieces. Backward takes two q-sized tensors of
+workspace and is not deterministic.
+"""
+
+import torch
+from torch import Tensor
+
+from ithaca.attention.kernels.seam import PieceByPiece
+
+aten = torch.ops.aten
+
+
+class Cudnn(PieceByPiece):
+    name = "cudnn"
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+        if device.type != "cuda":
+            return f"it runs on a CUDA GPU, the model is on {device.type}"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"it computes in bfloat16 or float16, the model in {str(dtype).removeprefix('torch.')}"
+        if head_size % 8 or head_size > 128:
+            return f"it takes head sizes up to 128 in steps of 8, the model has {head_size}"
+        return None
+
+    def one_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            _bhtd(q), _bhtd(k), _bhtd(v), None, True, 0.0, causal, False, scale=scale
+        )
+        return o[0].transpose(0, 1), lse.view(q.shape[1], q.shape[0])
+
+    def one_backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # The random state is that of dropout, of which there is none
+        state = torch.zeros((), dtype=torch.long, device=q.device)
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            _bhtd(do),
+            _bhtd(q),
+            _bhtd(k),
+            _bhtd(v),
+            _bhtd(o),
+            lse.contiguous()[None, ..., None],
+            state,
+            state,
+            None,
+            None,
+            None,
+            q.shape[0],
+            k.shape[0],
+            0.0,
+            causal,
+            scale=scale,
+        )
+        dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+        return dq, dk, dv
+
+
+def _bhtd(x_THD: Tensor) -> Tensor:
+    return x_THD.transpose(0, 1)[None]

@@ -1,0 +1,103 @@
+"""The seam between attention and what computes it: one signature, forward and backward, for every kernel.
+
+Layouts: q and o [T, Hq, D], k and v [U, Hkv, D] with query head h reading key/value head h // (Hq / Hkv), lse [Hq, T]
+in at least fp32, natural logarithm. `Pieces` says which rows see which keys. A kernel allocates its outputs and keeps
+nothing between calls. Rows that belong to no piece come back as zeros with lse = -inf.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ithaca.attention.documents import Pieces
+from ithaca.model.precision import at_least_fp32
+
+
+class Kernel(Protocol):
+    name: str
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+        """Why this kernel cannot run there, or None when it can."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
+        """(o, lse)"""
+        ...
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        pieces: Pieces,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv)"""
+        ...
+
+
+class PieceByPiece:
+    """A kernel that computes one rectangle at a time, called once for each piece."""
+
+    def one_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        raise AssertionError("a kernel defines this")
+
+    def one_backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise AssertionError("a kernel defines this")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
+        if _covers(pieces, q, k):
+            return self.one_forward(q, k, v, pieces.causal, scale)
+        o = torch.zeros_like(q)
+        lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=at_least_fp32(q.dtype))
+        for rows, keys in pieces.spans():
+            o[rows], lse[:, rows] = self.one_forward(q[rows], k[keys], v[keys], pieces.causal, scale)
+        return o, lse
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        pieces: Pieces,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if _covers(pieces, q, k):
+            return self.one_backward(do, q, k, v, o, lse, pieces.causal, scale)
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, keys in pieces.spans():
+            dq[rows], dk[keys], dv[keys] = self.one_backward(
+                do[rows], q[rows], k[keys], v[keys], o[rows], lse[:, rows], pieces.causal, scale
+            )
+        return dq, dk, dv
+
+
+def per_query_head(kv: Tensor, q: Tensor) -> Tensor:
+    """Each key/value head repeated for the query heads of its group."""
+    return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
+
+
+def per_kv_head(grad: Tensor, kv: Tensor) -> Tensor:
+    """Gradients of the repeated heads, summed over each group in at least fp32."""
+    return grad.unflatten(1, (kv.shape[1], -1)).sum(2, dtype=at_least_fp32(grad.dtype)).to(kv.dtype)
+
+
+def _covers(pieces: Pieces, q: Tensor, k: Tensor) -> bool:
+    return pieces.q_bounds == (0, q.shape[0]) and pieces.k_bounds == (0, k.shape[0])

@@ -1,0 +1,73 @@
+"""One transformer block as mathematics on slices: pure functions of weights, a token tile and a slice of heads.
+
+    project   x  -> q, k, v      norm, q/k/v rows of the heads, bias, q/k-norm, rope
+    mix       x, o -> x          output projection of the heads' columns, added to the residual
+    feed      x  -> x            norm, gated MLP, added to the residual
+
+They know nothing of ranks, chunks or where tensors live; a schedule decides over which tokens and heads they run,
+and differentiates a tile by running it again under autograd. `w` maps the Hugging Face names within a layer to
+tensors. Shapes: T tokens, H heads, D head size, E hidden.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ithaca.model.rope import Turn, rotate
+from ithaca.model.spec import Spec
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A slice of the heads: the query heads, and the key/value heads that they read."""
+
+    q: range
+    kv: range
+
+    @staticmethod
+    def all(spec: Spec) -> "Heads":
+        return Heads(range(spec.heads), range(spec.kv_heads))
+
+
+def project(spec: Spec, w: Weights, x_TE: Tensor, turn: Turn | None, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, Hq, D], k and v [T, Hkv, D] of these heads; `turn` is None in a layer without rope."""
+    normed = _norm(spec, x_TE, w["input_layernorm.weight"])
+    q = _head_rows(spec, w, "self_attn.q_proj", normed, heads.q)
+    k = _head_rows(spec, w, "self_attn.k_proj", normed, heads.kv)
+    v = _head_rows(spec, w, "self_attn.v_proj", normed, heads.kv)
+    if spec.qk_norm:
+        q = _norm(spec, q, w["self_attn.q_norm.weight"])
+        k = _norm(spec, k, w["self_attn.k_norm.weight"])
+    if turn is not None:
+        q, k = rotate(q, turn), rotate(k, turn)
+    return q, k, v
+
+
+def mix(spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads: Heads) -> Tensor:
+    """Add what these heads say. Over slices: mix(mix(x, o1, h1), o2, h2); the bias comes with head 0."""
+    columns = slice(heads.q.start * spec.head_size, heads.q.stop * spec.head_size)
+    bias = w.get("self_attn.o_proj.bias") if heads.q.start == 0 else None
+    return x_TE + F.linear(o_THD.flatten(1), w["self_attn.o_proj.weight"][:, columns], bias)
+
+
+def feed(spec: Spec, w: Weights, x_TE: Tensor) -> Tensor:
+    normed = _norm(spec, x_TE, w["post_attention_layernorm.weight"])
+    gate = F.linear(normed, w["mlp.gate_proj.weight"], w.get("mlp.gate_proj.bias"))
+    up = F.linear(normed, w["mlp.up_proj.weight"], w.get("mlp.up_proj.bias"))
+    return x_TE + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"], w.get("mlp.down_proj.bias"))
+
+
+def _norm(spec: Spec, x: Tensor, weight: Tensor) -> Tensor:
+    """RMS norm over the last dimension; torch keeps its statistics in at least fp32."""
+    return F.rms_norm(x, (x.shape[-1],), weight, spec.norm_eps)
+
+
+def _head_rows(spec: Spec, w: Weights, name: str, x_TE: Tensor, heads: range) -> Tensor:
+    rows = slice(heads.start * spec.head_size, heads.stop * spec.head_size)
+    bias = w.get(f"{name}.bias")
+    y = F.linear(x_TE, w[f"{name}.weight"][rows], None if bias is None else bias[rows])
+    return y.view(-1, len(heads), spec.head_size)

@@ -1,0 +1,96 @@
+"""A Hugging Face folder out: config.json, safetensors files with their index, and the tokenizer that came in.
+
+Weights arrive one by one and leave in files of at most 2 GB, so the host holds one file at a time. The folder appears
+under its name only when it is whole: a save that is killed leaves nothing that looks like a model.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ithaca.errors import ModelError
+from ithaca.model.source import ModelSource
+
+FILE_BYTES = 2 * 10**9
+
+# What stands beside the weights in a Hugging Face folder and goes with them
+_COMPANIONS = ("*token*.json", "vocab*", "merges.txt", "tokenizer.model", "generation_config.json", "*.jinja")
+
+
+def check_vacant(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"'{folder}' exists already: name a new folder, nothing is overwritten")
+
+
+def write_folder(
+    source: ModelSource, dtypes: dict[str, torch.dtype], tensors: Iterator[tuple[str, Tensor]], folder: Path
+) -> None:
+    """Write the tensors, which come in the order of `dtypes`, as the model that `source` describes."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        _write_files(partial, _files(source, dtypes), dtypes, tensors)
+        _write_json(partial / "config.json", _config(source, dtypes))
+        for pattern in _COMPANIONS if source.folder else ():
+            for file in sorted(source.folder.glob(pattern)):  # pyrefly: ignore
+                shutil.copy(file, partial / file.name)
+        partial.rename(folder)
+    except OSError as problem:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ModelError(f"'{folder}' could not be written ({problem})") from None
+
+
+def _files(source: ModelSource, dtypes: dict[str, torch.dtype]) -> list[list[str]]:
+    """The names of the weights, file by file."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, shape in source.spec.shapes():
+        count = torch.Size(shape).numel() * dtypes[name].itemsize
+        if files[-1] and size + count > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += count
+    return files
+
+
+def _write_files(
+    folder: Path,
+    files: list[list[str]],
+    dtypes: dict[str, torch.dtype],
+    tensors: Iterator[tuple[str, Tensor]],
+) -> None:
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(files, start=1):
+        whole = len(files) == 1
+        file = "model.safetensors" if whole else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        content = {}
+        for name in names:
+            given, tensor = next(tensors)
+            assert given == name
+            content[name] = tensor.to(dtypes[name]).contiguous()
+            total += content[name].nbytes
+            weight_map[name] = file
+        save_file(content, folder / file, metadata={"format": "pt"})
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _config(source: ModelSource, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
+    config = dict(source.config)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(dtypes["model.embed_tokens.weight"]).removeprefix("torch.")
+    return config
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,113 @@
+"""A batch, and a rank's part of it.
+
+Rows are laid end to end as one packed sequence in which each row is a document, or several. Labels are given as in
+Hugging Face, beside their own tokens; they are shifted here, over the whole batch and before it is split, so that no
+border between ranks loses one. The last token of a document predicts nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ithaca.attention.documents import attended_length, document_bounds, positions
+from ithaca.errors import InputError
+from ithaca.parallel.layout import batch_range
+from ithaca.parallel.mesh import Mesh
+
+IGNORED = -100  # a label that is not learned, as in Hugging Face
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank computes on; n tokens are local."""
+
+    tokens: Tensor  # [n]
+    labels: Tensor  # [n], what each token predicts, IGNORED where nothing
+    positions: Tensor  # [n], within the document
+    bounds: tuple[int, ...]  # offsets of the documents among the local tokens, 0 and n included
+    valid_tokens: int  # labels that count, over all ranks
+    total_tokens: int  # over all ranks
+    attended: float  # Σ length² / tokens over all documents of the batch: what a token's attention costs
+
+
+def split_batch(tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int) -> Batch:
+    """This rank's part of a batch that every rank holds whole."""
+    tokens = _check_tokens(tokens, vocab)
+    labels = labels[None] if labels.dim() == 1 else labels
+    if labels.shape != tokens.shape:
+        raise InputError(f"labels have shape {list(labels.shape)}, tokens {list(tokens.shape)}: they must agree")
+    _check_ids("label", labels[labels != IGNORED], vocab)
+    documents = _check_documents(documents, tokens)
+    rows = tokens.shape[0]
+    if rows < mesh.data_ranks:
+        raise InputError(
+            f"the batch has {rows} rows for {mesh.data_ranks} data ranks "
+            f"(replicate {mesh.replicate} × shard {mesh.shard}): give it {mesh.data_ranks} rows or more"
+        )
+    shifted = _shift(labels, documents)
+    mine = batch_range(rows, mesh.data_rank, mesh.data_ranks)
+    return _part(tokens, shifted, documents, mine, mesh)
+
+
+def whole_batch(tokens: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int) -> Batch:
+    """All of a batch on every rank, without labels."""
+    tokens = _check_tokens(tokens, vocab)
+    labels = torch.full_like(tokens, IGNORED)
+    return _part(tokens, labels, _check_documents(documents, tokens), range(len(tokens)), mesh)
+
+
+def _part(tokens: Tensor, shifted: Tensor, documents: Tensor, rows: range, mesh: Mesh) -> Batch:
+    part = slice(rows.start, rows.stop)
+    bounds = document_bounds(documents[part])
+    return Batch(
+        tokens=tokens[part].flatten().to(mesh.device, torch.int64),
+        labels=shifted[part].flatten().to(mesh.device, torch.int64),
+        positions=positions(bounds).to(mesh.device),
+        bounds=bounds,
+        valid_tokens=int((shifted != IGNORED).sum()),
+        total_tokens=tokens.numel(),
+        attended=attended_length(document_bounds(documents)),
+    )
+
+
+def _check_tokens(tokens: Tensor, vocab: int) -> Tensor:
+    """[B, S] of any [S] or [B, S] that the vocabulary covers."""
+    if tokens.dim() == 1:
+        tokens = tokens[None]
+    if tokens.dim() != 2 or tokens.numel() == 0:
+        raise InputError(f"tokens have shape {list(tokens.shape)}: [S] or [B, S] with at least one token is needed")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise InputError(f"tokens are {_name(tokens.dtype)}: whole numbers are needed")
+    _check_ids("token", tokens, vocab)
+    return tokens
+
+
+def _check_documents(documents: Tensor | None, tokens: Tensor) -> Tensor:
+    """Document ids in the shape of the tokens; without any, each row is one document."""
+    if documents is None:
+        return torch.zeros_like(tokens)
+    documents = documents[None] if documents.dim() == 1 else documents
+    if documents.shape != tokens.shape:
+        raise InputError(f"documents have shape {list(documents.shape)}, tokens {list(tokens.shape)}: they must agree")
+    return documents
+
+
+def _shift(labels: Tensor, documents: Tensor) -> Tensor:
+    shifted = torch.full_like(labels, IGNORED)
+    inside = documents[:, 1:] == documents[:, :-1]
+    shifted[:, :-1] = torch.where(inside, labels[:, 1:], IGNORED)
+    return shifted
+
+
+def _check_ids(what: str, ids: Tensor, vocab: int) -> None:
+    if ids.numel() == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab:
+        wrong = low if low < 0 else high
+        raise InputError(f"{what} id {wrong} is outside the vocabulary of {vocab}: ids go from 0 to {vocab - 1}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,132 @@
+"""The ranks of a job as a grid: replicate × shard × ring × ulysses, the last axis within a node.
+
+`ring` and `ulysses` together are the context ranks, which share one sequence; `replicate` and `shard` together are the
+data ranks, which take different sequences. Parameters are cut over shard × ring × ulysses and copied over replicate.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ithaca.errors import PlanError
+
+AXES = ("replicate", "shard", "ring", "ulysses")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A grid of ranks, seen from one of them."""
+
+    replicate: int
+    shard: int
+    ring: int
+    ulysses: int
+    rank: int
+    device: torch.device
+    parameters: DeviceMesh  # shard · ring · ulysses, what FSDP2 cuts over; before it replicate, if more than one
+    group: dist.ProcessGroup  # all ranks of the grid
+
+    @property
+    def size(self) -> int:
+        return self.replicate * self.shard * self.ring * self.ulysses
+
+    @property
+    def context_ranks(self) -> int:
+        return self.ring * self.ulysses
+
+    @property
+    def data_ranks(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.context_ranks
+
+    @property
+    def parameter_ranks(self) -> int:
+        return self.shard * self.ring * self.ulysses
+
+    @property
+    def parameter_rank(self) -> int:
+        return self.rank % self.parameter_ranks
+
+
+def mesh(
+    *,
+    ulysses: int = 1,
+    ring: int = 1,
+    shard: int | None = None,
+    replicate: int = 1,
+    device: str | None = None,
+) -> Mesh:
+    """Lay a grid over this job's ranks; `shard` takes what the other axes leave when it is not given.
+
+    Joins the job (torchrun's environment) where that was not done yet. `device` is 'cuda' where there is one, else
+    'cpu'.
+    """
+    place = _device(device)
+    _join(place)
+    world = dist.get_world_size()
+    given = {"replicate": replicate, "ring": ring, "ulysses": ulysses}
+    for name, size in given.items() | ({"shard": shard}.items() if shard is not None else set()):
+        if size < 1:
+            raise PlanError(f"{name}={size} is not a number of ranks: 1 or more is")
+    others = replicate * ring * ulysses
+    if shard is None:
+        if world % others:
+            product = " × ".join(f"{name} {size}" for name, size in given.items())
+            raise PlanError(f"{product} is {others}, which does not divide the job's {world} ranks")
+        shard = world // others
+    if others * shard != world:
+        product = f"replicate {replicate} × shard {shard} × ring {ring} × ulysses {ulysses}"
+        fitting = f"; shard={world // others} would fit" if world % others == 0 else ""
+        raise PlanError(f"{product} is {others * shard}, but the job has {world} ranks{fitting}")
+    sizes = {"parameters": world} if replicate == 1 else {"replicate": replicate, "parameters": world // replicate}
+    parameters = init_device_mesh(place.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    assert dist.group.WORLD is not None
+    return Mesh(replicate, shard, ring, ulysses, dist.get_rank(), place, parameters, dist.group.WORLD)
+
+
+def alone(device: str | None = None) -> Mesh:
+    """A grid of this process only, also within a larger job; outside of one it starts a job of one rank."""
+    place = _device(device)
+    if not dist.is_initialized():
+        _start_alone(place)
+    rank = dist.get_rank()
+    group = dist.new_group([rank], use_local_synchronization=True)
+    parameters = DeviceMesh.from_group(group, place.type, mesh_dim_names=("parameters",))
+    return Mesh(1, 1, 1, 1, 0, place, parameters, group)
+
+
+def _device(name: str | None) -> torch.device:
+    if name not in (None, "cpu", "cuda"):
+        raise PlanError(f"device '{name}' is not known: 'cuda' and 'cpu' are")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise PlanError("device 'cuda' was asked for, but there is no CUDA GPU here: use 'cpu'")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    if local >= count:
+        raise PlanError(f"this is rank {local} of its node, but the node has {count} GPUs: start {count} ranks")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _join(device: torch.device) -> None:
+    if dist.is_initialized():
+        return
+    if "RANK" in os.environ:
+        dist.init_process_group(_backend(device))
+    else:
+        _start_alone(device)
+
+
+def _start_alone(device: torch.device) -> None:
+    dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,91 @@
+"""Parameters over ranks, by FSDP2: each block, the head and the rest are gathered and freed as one.
+
+    ZeRO-3  parameters, gradients and optimizer states are cut; weights are gathered for each pass over a block
+    ZeRO-2  weights stay gathered from a step's first forward pass to its last backward pass
+    ZeRO-1  gradients stay whole as well, and are reduced once, in the last backward pass of a step
+
+Shards are at least fp32, the gathered copies have the dtype of the computation, gradients are reduced in at least
+fp32. FSDP2 averages over ranks; Ithaca's loss is a sum over all of them, so `total` multiplies that back.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ithaca.model.precision import at_least_fp32
+from ithaca.model.decoder import Decoder, stored_name
+from ithaca.model.source import Weights
+from ithaca.parallel.layout import row_range
+from ithaca.parallel.mesh import Mesh
+
+
+def cut(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
+    """Turn the parameters into shards over the mesh, without values yet."""
+    # Inputs keep their dtype: what a unit is called with is a function, and tensors that are right as they are
+    policy = MixedPrecisionPolicy(dtype, at_least_fp32(dtype), cast_forward_inputs=False)
+    units = [*decoder.blocks] if decoder.spec.tied else [*decoder.blocks, decoder.head]
+    for unit in (*units, decoder):
+        fully_shard(unit, mesh=mesh.parameters, mp_policy=policy, reshard_after_forward=zero == 3)
+
+
+def load(decoder: Decoder, mesh: Mesh, weights: Weights) -> None:
+    """Give this rank's shards memory on its device and read them, and nothing else, from the source."""
+    decoder.to_empty(device=mesh.device)
+    for name, parameter in decoder.named_parameters():
+        rows = row_range(parameter.shape[0], mesh.parameter_rank, mesh.parameter_ranks)
+        shard = local(parameter)
+        assert shard.shape[0] == len(rows), "FSDP2 cuts rows as row_range does"
+        if rows:
+            shard.detach().copy_(weights.rows(stored_name(name), rows.start, rows.stop, mesh.device))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter or gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter by its Hugging Face name, whole and on the CPU; all ranks must iterate together."""
+    parameters = {stored_name(name): parameter for name, parameter in decoder.named_parameters()}
+    for name, _ in decoder.spec.shapes():
+        tensor = parameters[name].detach()
+        yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+def prepare_pass(decoder: Decoder, zero: int, last: bool) -> None:
+    """Before a forward pass: what FSDP2 keeps between it and the next one of the same step."""
+    assert isinstance(decoder, FSDPModule)
+    decoder.set_reshard_after_backward(zero == 3 or last)
+    decoder.set_requires_gradient_sync(zero > 1 or last)
+
+
+def free_gathered(decoder: Decoder) -> None:
+    """After a pass that no backward follows: weights left gathered would be stale once an optimizer has stepped."""
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, mesh: Mesh) -> Tensor:
+        ctx.ranks = mesh.size
+        value = value.clone()
+        dist.all_reduce(value, group=mesh.group)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.ranks, None
+
+
+def total(value: Tensor, mesh: Mesh) -> Tensor:
+    """The sum of a local scalar over all ranks; its gradient undoes FSDP2's average."""
+    return _Total.apply(value, mesh)

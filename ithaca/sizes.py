@@ -1,0 +1,33 @@
+"""Sizes as people write them: 64K and 5M tokens are powers of two, 80GB and 1.9TB of bytes are powers of ten."""
+
+import re
+
+from ithaca.errors import ConfigError
+
+_TOKEN_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parse_tokens(text: str | int) -> int:
+    """'64K' -> 65536, '1.5M' -> 1572864, 4096 -> 4096."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", str(text).strip().upper())
+    tokens = float(match[1]) * _TOKEN_UNITS[match[2]] if match else 0.0
+    if tokens < 1 or tokens != int(tokens):
+        raise ConfigError(f"'{text}' is not a number of tokens: write 4096, 64K or 5M")
+    return int(tokens)
+
+
+def format_tokens(tokens: int) -> str:
+    """65536 -> '64K'; a number that no unit divides stays as it is."""
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if tokens >= size and tokens % size == 0:
+            return f"{tokens // size}{unit}"
+    return str(tokens)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a binary unit, three figures: '1.50 GiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
