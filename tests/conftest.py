@@ -13,16 +13,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """ranks(4): the job of four ranks."""
-    jobs: dict[int, Ranks] = {}
+WORLDS = (1, 2, 4)
 
-    def of(world: int) -> Ranks:
-        if world not in jobs:
-            jobs[world] = Ranks(world)
-        return jobs[world]
 
-    yield of
+@pytest.fixture(scope="session", autouse=True)
+def _jobs() -> Iterator[dict[int, Ranks]]:
+    # Forked before the first test: later this process would have threads and a process group that a child inherits
+    jobs = {world: Ranks(world) for world in WORLDS}
+    yield jobs
     for job in jobs.values():
         job.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks(_jobs: dict[int, Ranks]) -> Callable[[int], Ranks]:
+    """ranks(4): the job of four ranks."""
+    return lambda world: _jobs[world]
