@@ -54,9 +54,9 @@ class Model(nn.Module):
     def forward(self, batch: Batch, valid_tokens: int | None = None, last: bool = True) -> Tensor:
         """The mean cross-entropy over the valid tokens of all ranks: the same number on each of them.
 
-        With several micro-batches in an optimizer step, give the step's `valid_tokens` (the sum over its batches) so that
-        their losses and gradients add up to those of one large batch, and `last=False` for all but the last: ZeRO-1
-        and 2 then keep gathered weights, and ZeRO-1 unreduced gradients, until it comes.
+        With several micro-batches in an optimizer step, give the step's `valid_tokens` (the sum over its batches), so
+        that their losses and gradients add up to those of one large batch, and `last=False` for all but the last:
+        ZeRO-1 and 2 then keep gathered weights, and ZeRO-1 unreduced gradients, until it comes.
         """
         prepare_pass(self.decoder, self.plan.zero, last)
         mine = self.decoder(loss_sum, batch, self.plan, self.kernel)

@@ -40,7 +40,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.embedding = Unit({"weight": (spec.vocab, spec.hidden)}, dtype, device)
         self.blocks = nn.ModuleList(Unit(spec.block_shapes(), dtype, device) for _ in range(spec.layers))
-        head = {"norm.weight": (spec.hidden,)}
+        head: dict[str, tuple[int, ...]] = {"norm.weight": (spec.hidden,)}
         if not spec.tied:
             head["weight"] = (spec.vocab, spec.hidden)
         self.head = Unit(head, dtype, device)

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ithaca.errors import ModelError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-_NEEDED = {"default": (), "linear": ("factor",), "yarn": ("factor",)}
-_NEEDED["llama3"] = ("factor", "low_freq_factor", "high_freq_factor")
-_KNOWN_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+ROPE_TYPES = tuple(_NEEDED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@
 data ranks, which take different sequences. Parameters are cut over shard × ring × ulysses and copied over replicate.
 """
 
+import atexit
 import os
 from dataclasses import dataclass
 
@@ -97,6 +98,7 @@ def alone(device: str | None = None) -> Mesh:
         _start_alone(place)
     rank = dist.get_rank()
     group = dist.new_group([rank], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
     parameters = DeviceMesh.from_group(group, place.type, mesh_dim_names=("parameters",))
     return Mesh(1, 1, 1, 1, 0, place, parameters, group)
 
@@ -120,13 +122,20 @@ def _backend(device: torch.device) -> str:
 
 
 def _join(device: torch.device) -> None:
-    if dist.is_initialized():
-        return
-    if "RANK" in os.environ:
-        dist.init_process_group(_backend(device))
-    else:
-        _start_alone(device)
+    if not dist.is_initialized():
+        if "RANK" in os.environ:
+            dist.init_process_group(_backend(device))
+            atexit.register(_leave)
+        else:
+            _start_alone(device)
 
 
 def _start_alone(device: torch.device) -> None:
     dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """A job that was joined here is left here; NCCL complains of one that is not."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

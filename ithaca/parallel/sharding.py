@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ithaca.model.precision import at_least_fp32
 from ithaca.model.decoder import Decoder, stored_name
+from ithaca.model.precision import at_least_fp32
 from ithaca.model.source import Weights
 from ithaca.parallel.layout import row_range
 from ithaca.parallel.mesh import Mesh

@@ -75,7 +75,7 @@ class _Checkpointed(torch.autograd.Function):
         x = x.detach().requires_grad_()
         grads: dict[str, Tensor] = {}
         with torch.enable_grad():
-            qkv = None if kept else call.project(w, x)
+            qkv = () if kept else call.project(w, x)
         o, lse = kept or call.attention([tensor.detach() for tensor in qkv])
         o = o.detach().requires_grad_()
         with torch.enable_grad():

@@ -1,12 +1,13 @@
 """cuDNN's attention, the fastest on Hopper: one causal square or full rectangle at a time, GQA without copies.
 
 It builds a plan for each new shape (0.1–0.3 s), so it is for few, large pieces. Backward takes two q-sized tensors of
-workspace and is not deterministic.
+workspace and is not deterministic. It refuses one token that sees one token, so `naive` computes such pieces.
 """
 
 import torch
 from torch import Tensor
 
+from ithaca.attention.kernels.naive import Naive
 from ithaca.attention.kernels.seam import PieceByPiece
 
 aten = torch.ops.aten
@@ -25,6 +26,8 @@ class Cudnn(PieceByPiece):
         return None
 
     def one_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        if len(q) == len(k) == 1:
+            return Naive().one_forward(q, k, v, causal, scale)
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             _bhtd(q), _bhtd(k), _bhtd(v), None, True, 0.0, causal, False, scale=scale
         )
@@ -41,6 +44,8 @@ class Cudnn(PieceByPiece):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if len(q) == len(k) == 1:
+            return Naive().one_backward(do, q, k, v, o, lse, causal, scale)
         # The random state is that of dropout, of which there is none
         state = torch.zeros((), dtype=torch.long, device=q.device)
         grads = aten._scaled_dot_product_cudnn_attention_backward(

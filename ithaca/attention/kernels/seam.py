@@ -5,6 +5,7 @@ in at least fp32, natural logarithm. `Pieces` says which rows see which keys. A 
 nothing between calls. Rows that belong to no piece come back as zeros with lse = -inf.
 """
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -40,12 +41,14 @@ class Kernel(Protocol):
         ...
 
 
-class PieceByPiece:
+class PieceByPiece(ABC):
     """A kernel that computes one rectangle at a time, called once for each piece."""
 
+    @abstractmethod
     def one_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        raise AssertionError("a kernel defines this")
+        """(o, lse) of one rectangle or, causal, one triangle."""
 
+    @abstractmethod
     def one_backward(
         self,
         do: Tensor,
@@ -57,7 +60,7 @@ class PieceByPiece:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        raise AssertionError("a kernel defines this")
+        """(dq, dk, dv) of the same."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
         if _covers(pieces, q, k):

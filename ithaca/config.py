@@ -1,0 +1,144 @@
+"""Configuration: TOML into frozen dataclasses, a line of documentation a field, nothing unknown accepted.
+
+    [train]
+    tokens = "8K"
+
+`--set train.tokens=8K` does the same from the command line and wins over the file.
+"""
+
+import dataclasses
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ithaca.errors import ConfigError, suggestion
+from ithaca.schedule.plan import Plan
+from ithaca.sizes import parse_tokens
+
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    source: str = "tiny"
+    """A Hugging Face folder, or a preset with random weights."""
+    dtype: str = "auto"
+    """Of the computation: bfloat16, float32, float64; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    seed: int = 0
+    """What a preset's random weights are drawn from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSection:
+    replicate: int = 1
+    """Copies of the parameters."""
+    shard: int | None = None
+    """Data ranks that a copy is cut over; what the other axes leave when not given."""
+    ring: int = 1
+    """Context ranks across nodes."""
+    ulysses: int = 1
+    """Context ranks within a node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    tokens: int = field(default=1024, metadata={"read": parse_tokens})
+    """The context length: tokens in one sequence, as 4096 or 64K."""
+    batch: int = 4
+    """Sequences in a step, all ranks together."""
+    steps: int = 100
+    """Optimizer steps."""
+    learning_rate: float = 2e-3
+    """The highest; reached after the warm-up, then falling as a cosine to a tenth."""
+    warmup: int = 20
+    """Steps over which the learning rate rises."""
+    weight_decay: float = 0.1
+    """AdamW's, on matrices."""
+    clip: float = 1.0
+    """The largest norm of a gradient."""
+    seed: int = 0
+    """What the sequences are drawn from."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train.{name} is {getattr(self, name)}: 1 or more is needed")
+        for name in ("warmup", "weight_decay", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"train.{name} is {getattr(self, name)}: 0 or more is needed")
+        for name in ("learning_rate", "clip"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"train.{name} is {getattr(self, name)}: a number above 0 is needed")
+        if self.tokens < 2:
+            raise ConfigError(f"train.tokens is {self.tokens}: 2 or more are needed, one to predict from the other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    model: ModelSection = field(default_factory=ModelSection)
+    plan: Plan = field(default_factory=Plan)
+    mesh: MeshSection = field(default_factory=MeshSection)
+    train: TrainSection = field(default_factory=TrainSection)
+
+
+def read_config(file: Path | None, overrides: list[str]) -> Config:
+    """The configuration of a TOML file (None: the defaults) with `key=value` overrides."""
+    content = _read_toml(file) if file else {}
+    for override in overrides:
+        _set(content, override)
+    return build(Config, content, "")
+
+
+def build(section: type[Section], content: dict[str, Any], where: str) -> Section:
+    """A dataclass of a table's content; `where` is the table's path with a dot behind it."""
+    fields = {item.name: item for item in dataclasses.fields(section)}  # pyrefly: ignore
+    kinds = typing.get_type_hints(section)
+    values = {}
+    for key, value in content.items():
+        if key not in fields:
+            raise ConfigError(f"'{where}{key}' is not an option: {suggestion(key, fields)}")
+        read = fields[key].metadata.get("read")
+        values[key] = read(value) if read else _typed(kinds[key], value, f"{where}{key}")
+    return section(**values)
+
+
+def _typed(kind: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ConfigError(f"'{name}' is a table of options, not {value!r}: write {name}.option=value")
+        return build(kind, value, f"{name}.")  # pyrefly: ignore
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if float in kinds and type(value) is int:
+        return float(value)
+    if type(value) not in kinds:
+        wanted = " or ".join(option.__name__ for option in kinds if option is not types.NoneType)
+        raise ConfigError(f"'{name}' is {value!r}, of type {type(value).__name__}: {wanted} is needed")
+    return value
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ConfigError(f"'{file}' cannot be read ({problem.strerror})") from None
+    except ValueError as problem:
+        raise ConfigError(f"'{file}' is not TOML ({problem})") from None
+
+
+def _set(content: dict[str, Any], override: str) -> None:
+    path, found, text = override.partition("=")
+    *tables, key = path.strip().split(".")
+    if not found or not all((*tables, key)):
+        raise ConfigError(f"--set {override} is not of the form key=value: write --set train.steps=100")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word: text that needs no quotes on a command line
+    for table in tables:
+        content = content.setdefault(table, {})
+        if not isinstance(content, dict):
+            raise ConfigError(f"--set {override} goes through '{table}', which is not a table")
+    content[key] = value
