@@ -69,6 +69,6 @@ def save(model: Any, folder: Path, **more: Any) -> Path:
     return folder
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Relative Frobenius distance; of two zeros, zero."""
-    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-300))
+def relative(found: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-300) -> float:
+    """Relative Frobenius distance; `floor` is the norm below which a wanted tensor is rounding alone."""
+    return float((found - wanted).norm() / wanted.norm().clamp(min=floor))

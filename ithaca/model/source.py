@@ -1,8 +1,9 @@
 """Where weights come from: a Hugging Face folder's safetensors files, or random numbers for a preset's sizes.
 
 Naming a model reads only its `config.json` and the headers of its files, so every mismatch is found before memory is
-taken. Values are read later by row ranges, so that a rank reads its shards and nothing else: each range is read through
-a mapping of its own that is dropped again, and host memory peaks at the shards plus one range. Nothing is unpickled.
+taken. Values are read later by row ranges, so that a rank reads its shards and nothing else: each range goes straight
+from a mapping of its own, dropped at once, to where it belongs, and host memory peaks at the shards plus one range.
+Nothing is unpickled.
 """
 
 import json
@@ -32,7 +33,9 @@ class Weights(Protocol):
         """The dtype in the file, None where there is no file."""
         ...
 
-    def rows(self, name: str, start: int, stop: int, device: torch.device) -> Tensor: ...
+    def read(self, name: str, rows: range, into: Tensor) -> None:
+        """Put these rows of a weight into a tensor of their shape, whatever its dtype and device."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -79,15 +82,15 @@ class RandomWeights:
     def stored_dtype(self, name: str) -> torch.dtype | None:  # noqa: ARG002
         return None
 
-    def rows(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
+    def read(self, name: str, rows: range, into: Tensor) -> None:
         shape = self._shapes[name]
         if len(shape) == 1:
-            fill = torch.zeros if name.endswith("bias") else torch.ones
-            return fill(stop - start, device=device)
-        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        # The whole tensor is drawn on every rank: its rows must not depend on who holds them
-        whole = torch.randn(shape, generator=generator, device=device)
-        return whole[start:stop] * self._deviation
+            into.fill_(0.0 if name.endswith("bias") else 1.0)
+            return
+        generator = torch.Generator(into.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        # The whole weight is drawn on every rank: its rows must not depend on who holds them
+        whole = torch.randn(shape, generator=generator, device=into.device)
+        into.copy_(whole[rows.start : rows.stop] * self._deviation)
 
 
 class FolderWeights:
@@ -114,18 +117,17 @@ class FolderWeights:
     def stored_dtype(self, name: str) -> torch.dtype | None:
         return self._dtypes[name]
 
-    def rows(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
+    def read(self, name: str, rows: range, into: Tensor) -> None:
         with _opened(self._files[name]) as opened:
-            part = opened.get_slice(name)[start:stop]
-            # Off the mapping: a view of it would keep the file's pages in memory
-            return part.to(device) if device.type != "cpu" else part.clone()
+            into.copy_(opened.get_slice(name)[rows.start : rows.stop])
 
     def _check_tied(self, folder: Path, shape: tuple[int, ...]) -> None:
         """Some folders store the table twice; two different ones would be a silent loss of the second."""
-        cpu = torch.device("cpu")
         for start in range(0, shape[0], 4096):
-            names = ("model.embed_tokens.weight", "lm_head.weight")
-            table, head = (self.rows(name, start, min(start + 4096, shape[0]), cpu) for name in names)
+            rows = range(start, min(start + 4096, shape[0]))
+            table, head = torch.empty(2, len(rows), shape[1], dtype=torch.float64)
+            self.read("model.embed_tokens.weight", rows, table)
+            self.read("lm_head.weight", rows, head)
             if not torch.equal(table, head):
                 raise ModelError(
                     f"config.json in '{folder}' ties head and embedding, but the files hold two different ones: "

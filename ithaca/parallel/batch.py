@@ -34,7 +34,7 @@ class Batch:
 def split_batch(tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int) -> Batch:
     """This rank's part of a batch that every rank holds whole."""
     tokens = _check_tokens(tokens, vocab)
-    labels = labels[None] if labels.dim() == 1 else labels
+    labels = _whole_numbers("labels", labels[None] if labels.dim() == 1 else labels)
     if labels.shape != tokens.shape:
         raise InputError(f"labels have shape {list(labels.shape)}, tokens {list(tokens.shape)}: they must agree")
     _check_ids("label", labels[labels != IGNORED], vocab)
@@ -61,8 +61,8 @@ def _part(tokens: Tensor, shifted: Tensor, documents: Tensor, rows: range, mesh:
     part = slice(rows.start, rows.stop)
     bounds = document_bounds(documents[part])
     return Batch(
-        tokens=tokens[part].flatten().to(mesh.device, torch.int64),
-        labels=shifted[part].flatten().to(mesh.device, torch.int64),
+        tokens=tokens[part].flatten().to(mesh.device),
+        labels=shifted[part].flatten().to(mesh.device),
         positions=positions(bounds).to(mesh.device),
         bounds=bounds,
         valid_tokens=int((shifted != IGNORED).sum()),
@@ -77,8 +77,7 @@ def _check_tokens(tokens: Tensor, vocab: int) -> Tensor:
         tokens = tokens[None]
     if tokens.dim() != 2 or tokens.numel() == 0:
         raise InputError(f"tokens have shape {list(tokens.shape)}: [S] or [B, S] with at least one token is needed")
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise InputError(f"tokens are {_name(tokens.dtype)}: whole numbers are needed")
+    tokens = _whole_numbers("tokens", tokens)
     _check_ids("token", tokens, vocab)
     return tokens
 
@@ -109,5 +108,7 @@ def _check_ids(what: str, ids: Tensor, vocab: int) -> None:
         raise InputError(f"{what} id {wrong} is outside the vocabulary of {vocab}: ids go from 0 to {vocab - 1}")
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _whole_numbers(what: str, numbers: Tensor) -> Tensor:
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
+        raise InputError(f"{what} are {str(numbers.dtype).removeprefix('torch.')}: whole numbers are needed")
+    return numbers.to(torch.int64)

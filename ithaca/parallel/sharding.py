@@ -42,7 +42,7 @@ def load(decoder: Decoder, mesh: Mesh, weights: Weights) -> None:
         shard = local(parameter)
         assert shard.shape[0] == len(rows), "FSDP2 cuts rows as row_range does"
         if rows:
-            shard.detach().copy_(weights.rows(stored_name(name), rows.start, rows.stop, mesh.device))
+            weights.read(stored_name(name), rows, shard.detach())
 
 
 def local(tensor: Tensor) -> Tensor:

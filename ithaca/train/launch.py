@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import traceback
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -26,15 +27,18 @@ def launch(config: Config, ranks: int | None) -> None:
         train(config)
         return
     gpus = torch.cuda.device_count()
-    ranks = ranks or gpus or 2
-    if ranks < 1 or (gpus and ranks > gpus):
-        raise ConfigError(f"--ranks {ranks} cannot be started here: 1 to {gpus or 'any number of'} can")
+    ranks = (gpus or 2) if ranks is None else ranks
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks} cannot be started: 1 or more can")
+    if gpus and ranks > gpus:
+        raise ConfigError(f"--ranks {ranks} cannot be started: this machine has {gpus} GPUs, so 1 to {gpus} can")
     load_model(config.model.source, config.model.dtype)  # its mistakes are better told before processes start
     if ranks == 1:
         train(config)
         return
-    # The launcher's own report of a failure repeats, at length, what the failing rank has said
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # The launcher's own reports of a failure repeat, at length, what the failing rank has said
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -48,9 +52,10 @@ def launch(config: Config, ranks: int | None) -> None:
         elastic_launch(settings, worker)(config, ranks)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        if failure.exitcode != USER_ERROR:
-            print(f"error: rank {rank} ended with code {failure.exitcode}", file=sys.stderr)
-        sys.exit(USER_ERROR if failure.exitcode == USER_ERROR else 1)
+        if failure.exitcode == USER_ERROR:
+            sys.exit(USER_ERROR)
+        print(f"error: rank {rank} ended with code {failure.exitcode}", file=sys.stderr)
+        sys.exit(1)
 
 
 def worker(config: Config, ranks: int) -> None:
@@ -63,3 +68,6 @@ def worker(config: Config, ranks: int) -> None:
         if os.environ["RANK"] == "0":
             print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
+    except Exception:
+        traceback.print_exc()  # the launcher would keep it to itself
+        sys.exit(1)

@@ -31,7 +31,8 @@ def everything(name: str, given: list[Tensor], pieces: Pieces) -> list[Tensor]:
 def assert_close(found: list[Tensor], wanted: list[Tensor], bound: float) -> None:
     for name, ours, theirs in zip(("o", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
         assert ours.shape == theirs.shape, name
-        assert relative(ours.double().cpu(), theirs) <= bound, name
+        # Of one token that sees itself, dq and dk are zero but for rounding; what is given is of size 1
+        assert relative(ours.double().cpu(), theirs, floor=1e-3) <= bound, name
 
 
 def documents(lengths: list[int]) -> Pieces:

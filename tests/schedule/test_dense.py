@@ -26,10 +26,10 @@ def random_batch(rows: int, length: int, documents: bool, ignored: float, seed: 
 def naive_step(folder: Path, batches: list[tuple[Tensor, ...]]) -> tuple[float, dict[str, Tensor]]:
     """The mean loss over all valid tokens of all batches, and its gradients, one row at a time."""
     source = ithaca.load_model(folder, "float64")
-    weights = {
-        name: source.weights.rows(name, 0, shape[0], torch.device("cpu")).double().requires_grad_()
-        for name, shape in source.spec.shapes()
-    }
+    weights = {name: torch.empty(shape, dtype=torch.float64) for name, shape in source.spec.shapes()}
+    for name, weight in weights.items():
+        source.weights.read(name, range(len(weight)), weight)
+        weight.requires_grad_()
     rows = [row for batch in batches for row in zip(*batch, strict=True)]
     valid = sum(((labels[1:] != -100) & (ids[1:] == ids[:-1])).sum() for _, labels, ids in rows)
     loss = sum(naive.loss(source.spec, weights, *row) for row in rows) / valid

@@ -1,0 +1,3 @@
+from ithaca.cli import main
+
+main()

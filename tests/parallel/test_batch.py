@@ -1,0 +1,74 @@
+"""Tokens, labels and documents on their way in: what is refused, and what a document's edges do."""
+
+import pytest
+import torch
+
+import ithaca
+from ithaca.attention.documents import attended_length, document_bounds, positions
+
+
+@pytest.fixture(scope="module")
+def model() -> ithaca.Model:
+    return ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan(), ithaca.mesh(device="cpu"))
+
+
+def test_documents_are_runs_of_an_id() -> None:
+    ids = torch.tensor([[5, 5, 2, 2, 2, 5], [5, 5, 5, 5, 5, 9]])
+    bounds = document_bounds(ids)
+    assert bounds == (0, 2, 5, 6, 11, 12)  # a row ends a document, an id that comes back begins another
+    assert positions(bounds).tolist() == [0, 1, 0, 1, 2, 0, 0, 1, 2, 3, 4, 0]
+    assert attended_length(bounds) == (4 + 9 + 1 + 25 + 1) / 12
+
+
+def test_labels_shift_within_documents(model: ithaca.Model) -> None:
+    tokens = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23]])
+    labels = torch.tensor([[10, 11, -100, 13], [20, 21, 22, 23]])
+    batch = model.shard(tokens, labels, torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1]]))
+    assert batch.labels.tolist() == [11, -100, 13, -100, 21, -100, 23, -100]
+    assert batch.valid_tokens == 4
+    assert batch.total_tokens == 8
+
+
+def test_all_kinds_of_whole_numbers(model: ithaca.Model) -> None:
+    tokens = torch.arange(12)
+    wanted = model(model.shard(tokens, tokens)).item()
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        assert model(model.shard(tokens.to(dtype), tokens.to(dtype))).item() == wanted
+
+
+def test_one_token_learns_nothing(model: ithaca.Model) -> None:
+    assert model(model.shard(torch.tensor([3]), torch.tensor([3]))).item() == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "labels", "documents", "sentence"),
+    [
+        ([[1, 256]], [[1, 2]], None, "token id 256 is outside the vocabulary of 256: ids go from 0 to 255"),
+        ([[1, -1]], [[1, 2]], None, "token id -1 is outside"),
+        ([[1, 2]], [[1, 999]], None, "label id 999 is outside"),
+        ([[1, 2]], [[1, -7]], None, "label id -7 is outside"),
+        ([[1, 2]], [[1, 2, 3]], None, r"labels have shape \[1, 3\], tokens \[1, 2\]"),
+        ([[1, 2]], [[1, 2]], [[0]], r"documents have shape \[1, 1\], tokens \[1, 2\]"),
+        ([[[1, 2]]], [[[1, 2]]], None, r"tokens have shape \[1, 1, 2\]: \[S\] or \[B, S\]"),
+        ([[]], [[]], None, "with at least one token"),
+        ([[1.5, 2.0]], [[1, 2]], None, "tokens are float32: whole numbers"),
+        ([[1, 2]], [[1.5, 2.0]], None, "labels are float32: whole numbers"),
+    ],
+)
+def test_refused(model: ithaca.Model, tokens, labels, documents, sentence: str) -> None:
+    documents = None if documents is None else torch.tensor(documents)
+    with pytest.raises(ithaca.InputError, match=sentence):
+        model.shard(torch.tensor(tokens), torch.tensor(labels), documents)
+
+
+def too_few_rows() -> str:
+    model = ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan(), ithaca.mesh())
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    with pytest.raises(ithaca.InputError) as caught:
+        model.shard(tokens, tokens)
+    return str(caught.value)
+
+
+def test_fewer_rows_than_data_ranks(ranks) -> None:
+    for found in ranks(2).run(too_few_rows):
+        assert found == "the batch has 1 rows for 2 data ranks (replicate 1 × shard 2): give it 2 rows or more"

@@ -1,0 +1,99 @@
+"""Meshes that do not fit, and ranks that do not agree: the same sentence on every rank, no hang."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ithaca
+from ithaca.parallel.agree import same_everywhere, together
+
+
+def sentence(call, *args, **kwargs) -> str:
+    try:
+        call(*args, **kwargs)
+    except ithaca.IthacaError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def mesh_sentence(sizes: dict[str, int]) -> str:
+    return sentence(ithaca.mesh, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ({"shard": 3}, "replicate 1 × shard 3 × ring 1 × ulysses 1 is 3, but the job has 4 ranks; shard=4 would fit"),
+        ({"shard": 2, "ulysses": 4}, "is 8, but the job has 4 ranks; shard=1 would fit"),
+        ({"ulysses": 3}, "replicate 1 × ring 1 × ulysses 3 is 3, which does not divide the job's 4 ranks"),
+        ({"ring": 0}, "ring=0 is not a number of ranks: 1 or more is"),
+        ({"shard": -4}, "shard=-4 is not a number of ranks"),
+        ({"device": "tpu"}, "device 'tpu' is not known"),
+    ],
+)
+def test_meshes_that_do_not_fit(ranks, sizes: dict[str, int], wanted: str) -> None:
+    for found in ranks(4).run(mesh_sentence, sizes):
+        assert found.startswith("PlanError: ")
+        assert wanted in found
+
+
+def coordinates() -> tuple[int, ...]:
+    mesh = ithaca.mesh(replicate=2, device="cpu")
+    return mesh.data_ranks, mesh.data_rank, mesh.parameter_ranks, mesh.parameter_rank, mesh.size
+
+
+def test_coordinates(ranks) -> None:
+    assert ranks(4).run(coordinates) == [(4, 0, 2, 0, 4), (4, 1, 2, 1, 4), (4, 2, 2, 0, 4), (4, 3, 2, 1, 4)]
+
+
+def context_in_dense() -> str:
+    return sentence(ithaca.apply, ithaca.load_model("tiny"), ithaca.Plan(), ithaca.mesh(ulysses=2))
+
+
+def test_dense_has_no_context_ranks(ranks) -> None:
+    for found in ranks(2).run(context_in_dense):
+        assert "ulysses 2 × ring 1: set both to 1 and shard to 2" in found
+
+
+def other_plans() -> str:
+    plan = ithaca.Plan(checkpoint=("full", "none")[dist.get_rank() == 1])
+    return sentence(ithaca.apply, ithaca.load_model("tiny"), plan, ithaca.mesh())
+
+
+def test_ranks_with_other_plans(ranks) -> None:
+    assert set(ranks(2).run(other_plans)) == {
+        "PlanError: rank 1 has another model or Plan than rank 0: every rank must be given the same"
+    }
+
+
+def one_fails() -> str:
+    def work() -> None:
+        if dist.get_rank() == 1:
+            raise ithaca.ModelError("its file is gone")
+
+    return sentence(together, ithaca.mesh(), work)
+
+
+def test_one_rank_fails_for_all(ranks) -> None:
+    assert ranks(2).run(one_fails) == ["ModelError: rank 1: its file is gone", "ModelError: its file is gone"]
+
+
+def agree_on_values() -> str:
+    return sentence(same_everywhere, ithaca.mesh(), "value", (1, "a"))
+
+
+def test_ranks_that_agree(ranks) -> None:
+    assert ranks(2).run(agree_on_values) == ["no error"] * 2
+
+
+def alone_in_a_job() -> float:
+    torch.manual_seed(0)
+    model = ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan(), mesh=None)
+    assert model.mesh.size == 1
+    tokens = torch.randint(0, 256, (1, 40)) if dist.get_rank() == 0 else torch.zeros(1, 40, dtype=torch.long)
+    return model(model.shard(tokens, tokens)).item()
+
+
+def test_a_process_alone_within_a_job(ranks) -> None:
+    first, second = ranks(2).run(alone_in_a_job)
+    assert first != second

@@ -1,0 +1,63 @@
+"""Configuration: what is read, and the sentence for what cannot be."""
+
+from pathlib import Path
+
+import pytest
+
+from ithaca.config import read_config
+from ithaca.errors import IthacaError
+from ithaca.sizes import format_bytes, format_tokens, parse_tokens
+
+
+def test_file_and_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nsource = "llama3-8b"\n[train]\ntokens = "64K"\nsteps = 7\n[plan]\ncheckpoint = "none"\n')
+    config = read_config(file, ["train.steps=9", "model.dtype=bfloat16", "mesh.shard=4", "train.clip=2"])
+    assert (config.model.source, config.train.tokens, config.plan.checkpoint) == ("llama3-8b", 65536, "none")
+    assert (config.train.steps, config.model.dtype, config.mesh.shard) == (9, "bfloat16", 4)
+    assert config.train.clip == 2.0
+    assert config.train.batch == read_config(None, []).train.batch
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("train.step=3", "'train.step' is not an option: did you mean 'steps'"),
+        ("trian.steps=3", "'trian' is not an option: did you mean 'train'"),
+        ("plan.zzz=3", "'plan.zzz' is not an option: known are recipe, checkpoint"),
+        ("train.steps=many", "'train.steps' is 'many', of type str: int is needed"),
+        ("train.steps=2.5", "'train.steps' is 2.5, of type float: int is needed"),
+        ("train.steps=true", "of type bool: int is needed"),
+        ("mesh.shard=x", "'mesh.shard' is 'x', of type str: int is needed"),
+        ("train.steps=0", "train.steps is 0: 1 or more"),
+        ("train.learning_rate=-1", "train.learning_rate is -1.0: a number above 0"),
+        ("train.learning_rate=nan", "train.learning_rate is nan"),
+        ("train.tokens=12Q", "'12Q' is not a number of tokens: write 4096, 64K or 5M"),
+        ("train.tokens=1", "train.tokens is 1: 2 or more"),
+        ("train=3", "'train' is a table of options, not 3"),
+        ("train.steps.x=3", "goes through|of type dict"),
+        ("steps", "not of the form key=value"),
+        ("=3", "not of the form key=value"),
+        ("plan.recipe=wsweep", "recipe 'wsweep' does not exist: known are dense"),
+        ("plan.checkpoint=ful", "did you mean 'full'"),
+        ("plan.zero=4", "zero=4 does not exist: 1, 2 and 3 do"),
+        ("plan.loss_tile=0", "loss_tile=0"),
+    ],
+)
+def test_refused(override: str, sentence: str) -> None:
+    with pytest.raises(IthacaError, match=sentence):
+        read_config(None, [override])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(IthacaError, match="cannot be read"):
+        read_config(tmp_path / "missing.toml", [])
+    (tmp_path / "bad.toml").write_text("[train\n")
+    with pytest.raises(IthacaError, match="is not TOML"):
+        read_config(tmp_path / "bad.toml", [])
+
+
+def test_sizes() -> None:
+    assert [parse_tokens(text) for text in (4096, "64K", "1.5M", "5m")] == [4096, 65536, 1572864, 5 * 2**20]
+    assert [format_tokens(n) for n in (1000, 4096, 5 * 2**20, 2**20 + 1024)] == ["1000", "4K", "5M", "1025K"]
+    assert [format_bytes(n) for n in (512, 1536, 15 * 2**30)] == ["512 B", "1.5 KiB", "15 GiB"]
