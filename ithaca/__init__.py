@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ithaca.assemble import Model, apply, save_model
-    from ithaca.errors import ConfigError, InputError, IthacaError, ModelError, PlanError
+    from ithaca.errors import ConfigError, DataError, InputError, IthacaError, ModelError, PlanError
     from ithaca.model.source import ModelSource, load_model
     from ithaca.model.spec import Spec
     from ithaca.parallel.batch import Batch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batch": "ithaca.parallel.batch",
     "ConfigError": "ithaca.errors",
+    "DataError": "ithaca.errors",
     "InputError": "ithaca.errors",
     "IthacaError": "ithaca.errors",
     "Mesh": "ithaca.parallel.mesh",
@@ -56,6 +57,7 @@ __all__ = [  # noqa: RUF022 (the order of use)
     "ModelError",
     "PlanError",
     "InputError",
+    "DataError",
     "ConfigError",
 ]
 

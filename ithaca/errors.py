@@ -24,6 +24,10 @@ class InputError(IthacaError):
     """Tokens, labels or documents that the model cannot take."""
 
 
+class DataError(IthacaError):
+    """Text, tokens or a tokenizer that cannot be used."""
+
+
 class ConfigError(IthacaError):
     """A configuration file or a `--set` option that cannot be read."""
 
