@@ -4,6 +4,8 @@ The order is fixed: modules without memory, then FSDP2, then this rank's shards 
 here and nowhere else.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from ithaca.attention.kernels import choose_kernel
-from ithaca.errors import IthacaError, ModelError, PlanError
+from ithaca.errors import InputError, ModelError, PlanError
 from ithaca.model.decoder import Decoder
 from ithaca.model.folder import check_vacant, write_folder
 from ithaca.model.precision import at_least_fp32
 from ithaca.model.source import DTYPES, ModelSource
 from ithaca.model.spec import Spec
-from ithaca.parallel.agree import same_everywhere, together
+from ithaca.parallel.agree import same_batch, same_everywhere, together
 from ithaca.parallel.batch import Batch, split_batch, whole_batch
 from ithaca.parallel.mesh import Mesh, alone
-from ithaca.parallel.sharding import cut, free_gathered, load, prepare_pass, total, whole_tensors
+from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
 from ithaca.schedule.forward import logits, loss_sum
 from ithaca.schedule.plan import Plan
 
@@ -34,6 +36,7 @@ class Model(nn.Module):
         self.dtype = source.compute_dtype(mesh.device)
         self.kernel = choose_kernel(plan.kernel, mesh.device, self.dtype, source.spec.head_size)
         self.decoder = Decoder(source.spec, at_least_fp32(self.dtype))
+        self._begins_step = True
         cut(self.decoder, mesh, plan.zero, self.dtype)
 
     @property
@@ -56,28 +59,56 @@ class Model(nn.Module):
 
         With several micro-batches in an optimizer step, give the step's `valid_tokens` (the sum over its batches), so
         that their losses and gradients add up to those of one large batch, and `last=False` for all but the last:
-        ZeRO-1 and 2 then keep gathered weights, and ZeRO-1 unreduced gradients, until it comes.
+        ZeRO-1 and 2 then keep gathered weights, and ZeRO-1 unreduced gradients, until it comes (`model.zero_grad()`
+        discards those; an optimizer's does not reach them).
         """
-        prepare_pass(self.decoder, self.plan.zero, last)
-        mine = self.decoder(loss_sum, batch, self.plan, self.kernel)
-        if not torch.is_grad_enabled():
-            free_gathered(self.decoder)
+        if valid_tokens is not None and valid_tokens < 0:
+            raise InputError(f"valid_tokens is {valid_tokens}: the number of valid tokens of the step is needed")
+        same_batch(self.mesh.group, batch.fingerprint)
+        prepare_pass(self.decoder, self.plan.zero, self._begins_step, last)
+        self._begins_step = last
+        with _outside_inference_mode():
+            mine = total(self.decoder(loss_sum, batch, self.plan, self.kernel), self.mesh)
+            if not torch.is_grad_enabled():
+                free_gathered(self.decoder)
         valid = batch.valid_tokens if valid_tokens is None else valid_tokens
-        return total(mine, self.mesh) / max(valid, 1)
+        return mine / max(valid, 1)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """[S, vocabulary] or [B, S, vocabulary], the same on every rank. For small inputs: all logits exist at once."""
         batch = whole_batch(tokens, documents, self.mesh, self.spec.vocab)
-        flat = self.decoder(logits, batch, self.plan, self.kernel)
+        same_batch(self.mesh.group, batch.fingerprint)
+        with _outside_inference_mode():
+            flat = self.decoder(logits, batch, self.plan, self.kernel)
+            free_gathered(self.decoder)
+        return flat.view(*torch.as_tensor(tokens).shape, -1)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's shards, whenever they are asked for: never the gathered copies that ZeRO-1 and 2 keep a while."""
         free_gathered(self.decoder)
-        return flat.view(*tokens.shape, -1)
+        return super().named_parameters(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those that ZeRO-1 has not reduced yet among them."""
+        super().zero_grad(set_to_none)
+        discard_unreduced(self.decoder)
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """FSDP2 cannot gather into inference tensors: run as under `no_grad` instead."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
 
 
 def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None) -> Model:
     """Put a named model onto the ranks of a mesh (None: this process alone) and read its weights. Collective."""
     mesh = mesh or alone()
-    same_everywhere(mesh, "model or Plan", (source.spec, source.dtype, plan))
+    same_everywhere(mesh.group, "model or Plan", (source.spec, source.dtype, source.weights.identity(), plan))
     if plan.recipe == "dense" and mesh.context_ranks > 1:
         raise PlanError(
             f"recipe 'dense' has no context parallelism, but the mesh has ulysses {mesh.ulysses} × ring {mesh.ring}: "
@@ -89,7 +120,7 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None) -> Model:
         load(model.decoder, mesh, source.weights)
         return model
 
-    return together(mesh, assemble)
+    return together(mesh.group, assemble)
 
 
 def save_model(model: Model, folder: str | Path, dtype: str | None = None) -> None:
@@ -97,29 +128,30 @@ def save_model(model: Model, folder: str | Path, dtype: str | None = None) -> No
 
     Each weight leaves in the dtype it came in (`dtype` names another); a preset's in the dtype of the computation.
     """
-    folder = Path(folder)
-    if dtype is not None and dtype not in DTYPES:
-        raise ModelError(f"dtype '{dtype}' is not supported: {', '.join(DTYPES)} are")
-    writes = model.mesh.rank == 0
-    together(model.mesh, lambda: check_vacant(folder) if writes else None)
+    # A link or '.' is written where it leads
+    folder, writes = Path(folder).resolve(), model.mesh.rank == 0
+    together(model.mesh.group, lambda: _check_target(folder, dtype, writes))
     dtypes = {name: _stored_dtype(model, name, dtype) for name, _ in model.spec.shapes()}
     tensors = whole_tensors(model.decoder)
-    problem: IthacaError | None = None
-    if writes:
+
+    def write() -> None:
         try:
-            write_folder(model.source, dtypes, tensors, folder)
-        except IthacaError as error:
-            problem = error
-    # The other ranks only take part in gathering; so does the writer for what a failed write left over
-    for _ in tensors:
-        pass
-    together(model.mesh, lambda: _raise(problem))
+            if writes:
+                write_folder(model.source, dtypes, tensors, folder, rename_dtype=dtype is not None)
+        finally:
+            # The other ranks only take part in gathering; so does the writer for what a failed write left over
+            for _ in tensors:
+                pass
+
+    together(model.mesh.group, write)
+
+
+def _check_target(folder: Path, dtype: str | None, writes: bool) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise ModelError(f"dtype '{dtype}' is not supported: {', '.join(DTYPES)} are")
+    if writes:
+        check_vacant(folder)
 
 
 def _stored_dtype(model: Model, name: str, dtype: str | None) -> torch.dtype:
     return DTYPES[dtype] if dtype else model.source.weights.stored_dtype(name) or model.dtype
-
-
-def _raise(problem: Any) -> None:
-    if problem is not None:
-        raise problem

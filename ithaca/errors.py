@@ -1,6 +1,6 @@
 """What a user did wrong, as one sentence: both numbers, the option's name, a value that works.
 
-The command line prints the sentence and ends with code 2; a library user catches `IthacaError`. A mistake
+The command line prints the sentence and ends with its code; a library user catches `IthacaError`. A mistake
 inside Ithaca is an assertion, never one of these.
 """
 
@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 class IthacaError(Exception):
     """Something the caller can mend; the message says what and how."""
+
+    code = 2  # what the command line ends with
 
 
 class ModelError(IthacaError):
@@ -30,6 +32,12 @@ class DataError(IthacaError):
 
 class ConfigError(IthacaError):
     """A configuration file or a `--set` option that cannot be read."""
+
+
+class RunError(IthacaError):
+    """A run that cannot go on, though it was begun rightly."""
+
+    code = 1
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

@@ -35,13 +35,13 @@ class Heads:
 
 def project(spec: Spec, w: Weights, x_TE: Tensor, turn: Turn | None, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """q [T, Hq, D], k and v [T, Hkv, D] of these heads; `turn` is None in a layer without rope."""
-    normed = _norm(spec, x_TE, w["input_layernorm.weight"])
+    normed = norm(spec, x_TE, w["input_layernorm.weight"])
     q = _head_rows(spec, w, "self_attn.q_proj", normed, heads.q)
     k = _head_rows(spec, w, "self_attn.k_proj", normed, heads.kv)
     v = _head_rows(spec, w, "self_attn.v_proj", normed, heads.kv)
     if spec.qk_norm:
-        q = _norm(spec, q, w["self_attn.q_norm.weight"])
-        k = _norm(spec, k, w["self_attn.k_norm.weight"])
+        q = norm(spec, q, w["self_attn.q_norm.weight"])
+        k = norm(spec, k, w["self_attn.k_norm.weight"])
     if turn is not None:
         q, k = rotate(q, turn), rotate(k, turn)
     return q, k, v
@@ -55,13 +55,13 @@ def mix(spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads: Heads) -> Te
 
 
 def feed(spec: Spec, w: Weights, x_TE: Tensor) -> Tensor:
-    normed = _norm(spec, x_TE, w["post_attention_layernorm.weight"])
+    normed = norm(spec, x_TE, w["post_attention_layernorm.weight"])
     gate = F.linear(normed, w["mlp.gate_proj.weight"], w.get("mlp.gate_proj.bias"))
     up = F.linear(normed, w["mlp.up_proj.weight"], w.get("mlp.up_proj.bias"))
     return x_TE + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"], w.get("mlp.down_proj.bias"))
 
 
-def _norm(spec: Spec, x: Tensor, weight: Tensor) -> Tensor:
+def norm(spec: Spec, x: Tensor, weight: Tensor) -> Tensor:
     """RMS norm over the last dimension; torch keeps its statistics in at least fp32."""
     return F.rms_norm(x, (x.shape[-1],), weight, spec.norm_eps)
 

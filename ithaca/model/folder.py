@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,7 +21,17 @@ from ithaca.model.source import ModelSource
 FILE_BYTES = 2 * 10**9
 
 # What stands beside the weights in a Hugging Face folder and goes with them
-_COMPANIONS = ("*token*.json", "vocab*", "merges.txt", "tokenizer.model", "generation_config.json", "*.jinja")
+_COMPANIONS = (
+    "*token*.json",
+    "tokenizer.model*",
+    "tekken.json",
+    "vocab*",
+    "merges.txt",
+    "generation_config.json",
+    "*.jinja",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
 
 
 def check_vacant(folder: Path) -> None:
@@ -29,22 +40,42 @@ def check_vacant(folder: Path) -> None:
 
 
 def write_folder(
-    source: ModelSource, dtypes: dict[str, torch.dtype], tensors: Iterator[tuple[str, Tensor]], folder: Path
+    source: ModelSource,
+    dtypes: dict[str, torch.dtype],
+    tensors: Iterator[tuple[str, Tensor]],
+    folder: Path,
+    rename_dtype: bool,
 ) -> None:
-    """Write the tensors, which come in the order of `dtypes`, as the model that `source` describes."""
+    """Write the tensors, which come in the order of `dtypes`, as the model that `source` describes.
+
+    config.json keeps the dtype it names, unless `rename_dtype`.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
+        write_description(source, dtypes["model.embed_tokens.weight"], partial, rename_dtype)
         _write_files(partial, _files(source, dtypes), dtypes, tensors)
-        _write_json(partial / "config.json", _config(source, dtypes))
-        for pattern in _COMPANIONS if source.folder else ():
-            for file in sorted(source.folder.glob(pattern)):  # pyrefly: ignore
-                shutil.copy(file, partial / file.name)
         partial.rename(folder)
-    except OSError as problem:
-        shutil.rmtree(partial, ignore_errors=True)
+    except (OSError, SafetensorError) as problem:
         raise ModelError(f"'{folder}' could not be written ({problem})") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_description(source: ModelSource, dtype: torch.dtype, folder: Path, rename_dtype: bool = False) -> None:
+    """All of a Hugging Face folder but its weights: config.json and what stands beside it."""
+    config = dict(source.config)
+    keys = [key for key in ("dtype", "torch_dtype") if config.get(key)]
+    for key in (keys or ["dtype"]) if rename_dtype or not keys else ():
+        config[key] = str(dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", config)
+    for pattern in _COMPANIONS if source.folder else ():
+        for file in sorted(source.folder.glob(pattern)):  # pyrefly: ignore
+            if file.is_file():
+                copy = folder / file.relative_to(source.folder)  # pyrefly: ignore
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(file, copy)
 
 
 def _files(source: ModelSource, dtypes: dict[str, torch.dtype]) -> list[list[str]]:
@@ -83,13 +114,6 @@ def _write_files(
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _config(source: ModelSource, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
-    config = dict(source.config)
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = str(dtypes["model.embed_tokens.weight"]).removeprefix("torch.")
-    return config
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

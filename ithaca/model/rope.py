@@ -6,13 +6,15 @@ tokens at hand (two tables of tokens × head_size / 2), never for the whole cont
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ithaca.errors import ModelError
+from ithaca.model.keys import real, table, whole
 
 _NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -39,9 +41,9 @@ class Rope:
     attention_factor: float = 1.0  # what cosines and sines are multiplied by (yarn)
 
 
-def read_rope(config: dict[str, Any], default_theta: float) -> Rope:
+def read_rope(config: Mapping[str, Any], default_theta: float, default_positions: int) -> Rope:
     """The rope of a `config.json`, in the old spelling (rope_theta, rope_scaling) or the new (rope_parameters)."""
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    given = table(config, "rope_scaling") or table(config, "rope_parameters")
     if any(isinstance(value, dict) for value in given.values()):
         raise ModelError("rope_parameters differ by layer type, which is not supported: one set for all layers is")
     kind = given.get("rope_type", given.get("type", "default"))
@@ -53,45 +55,39 @@ def read_rope(config: dict[str, Any], default_theta: float) -> Rope:
     share = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1, 1.0):
         raise ModelError(f"partial_rotary_factor {share} is not supported: only 1.0, rope on the whole head, is")
-    theta = float(given.get("rope_theta") or config.get("rope_theta") or default_theta)
+    theta = real(given, "rope_theta", real(config, "rope_theta", default_theta))
     if kind == "default":
         return Rope(kind=kind, theta=theta)
+    rope = Rope(kind=kind, theta=theta, factor=real(given, "factor"))
     if kind == "linear":
-        return Rope(kind=kind, theta=theta, factor=float(given["factor"]))
+        return rope
     # The key beside rope_parameters wins over the one inside it, as in transformers
-    trained = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-    trained = int(trained or config["max_position_embeddings"])
+    inside = whole(
+        given, "original_max_position_embeddings", whole(config, "max_position_embeddings", default_positions)
+    )
+    rope = replace(rope, trained_positions=whole(config, "original_max_position_embeddings", inside))
     if kind == "llama3":
-        low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
-        return Rope(
-            kind=kind,
-            theta=theta,
-            factor=float(given["factor"]),
-            trained_positions=trained,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
-    return Rope(
-        kind=kind,
-        theta=theta,
-        factor=float(given["factor"]),
-        trained_positions=trained,
-        beta_fast=float(given.get("beta_fast") or 32),
-        beta_slow=float(given.get("beta_slow") or 1),
+        low, high = real(given, "low_freq_factor"), real(given, "high_freq_factor")
+        return replace(rope, low_freq_factor=low, high_freq_factor=high)
+    return replace(
+        rope,
+        beta_fast=real(given, "beta_fast", 32.0),
+        beta_slow=real(given, "beta_slow", 1.0),
         truncate=bool(given.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(given),
+        attention_factor=_yarn_attention_factor(given, rope.factor),
     )
 
 
-def _yarn_attention_factor(given: dict[str, Any]) -> float:
+def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
     if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
+        return real(given, "attention_factor")
 
     def grow(weight: float) -> float:
-        return 1.0 if given["factor"] <= 1 else 0.1 * weight * math.log(given["factor"]) + 1.0
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    weight, weight_all = given.get("mscale"), given.get("mscale_all_dim")
-    return grow(weight) / grow(weight_all) if weight and weight_all else grow(1)
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return grow(real(given, "mscale")) / grow(real(given, "mscale_all_dim"))
+    return grow(1)
 
 
 def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
@@ -140,9 +136,6 @@ class Turn:
 
     cos: Tensor
     sin: Tensor
-
-    def tile(self, start: int, stop: int) -> "Turn":
-        return Turn(self.cos[start:stop], self.sin[start:stop])
 
 
 def turn(rope: Rope, head_size: int, positions: Tensor, dtype: torch.dtype) -> Turn:

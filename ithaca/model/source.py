@@ -1,9 +1,9 @@
 """Where weights come from: a Hugging Face folder's safetensors files, or random numbers for a preset's sizes.
 
-Naming a model reads only its `config.json` and the headers of its files, so every mismatch is found before memory is
-taken. Values are read later by row ranges, so that a rank reads its shards and nothing else: each range goes straight
-from a mapping of its own, dropped at once, to where it belongs, and host memory peaks at the shards plus one range.
-Nothing is unpickled.
+Naming a model reads only its `config.json` and the headers of its files (and a tied table that is stored twice), so
+every mismatch is found before memory is taken. Values are read later by row ranges, so that a rank reads its shards and
+nothing else: each range goes straight from a mapping of its own, dropped at once, to where it belongs, and host memory
+peaks at the shards plus one range. Nothing is unpickled.
 """
 
 import json
@@ -31,6 +31,10 @@ class Weights(Protocol):
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
         """The dtype in the file, None where there is no file."""
+        ...
+
+    def identity(self) -> object:
+        """What ranks compare, so that they do not mix two models into one; cheap."""
         ...
 
     def read(self, name: str, rows: range, into: Tensor) -> None:
@@ -70,7 +74,31 @@ def load_model(model: str | Path, dtype: str = "auto", seed: int = 0) -> ModelSo
         raise ModelError(f"'{model}' is neither a folder nor a preset: {suggestion(str(model), PRESETS)}")
     config = _read_json(folder / "config.json")
     spec = read_spec(config)
-    return ModelSource(spec, config, FolderWeights(folder, spec), dtype, folder)
+    weights = FolderWeights(folder, spec)
+    if dtype != "float64" and any(weights.stored_dtype(name) == torch.float64 for name, _ in spec.shapes()):
+        raise ModelError(f"'{folder}' holds float64 weights, which would lose bits: give dtype='float64'")
+    return ModelSource(spec, config, weights, dtype, folder)
+
+
+def describe_model(folder: Path, dtype: str = "auto") -> ModelSource:
+    """A model whose weights come from elsewhere, a checkpoint, so that `folder` only holds its description."""
+    config = _read_json(folder / "config.json")
+    return ModelSource(read_spec(config), config, UnreadWeights(config), dtype, folder)
+
+
+class UnreadWeights:
+    """Weights that are left as they are: a checkpoint will fill them."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        self._dtype = getattr(torch, config.get("torch_dtype") or config["dtype"])
+
+    def stored_dtype(self, name: str) -> torch.dtype | None:  # noqa: ARG002
+        return self._dtype
+
+    def identity(self) -> object:
+        return None
+
+    def read(self, name: str, rows: range, into: Tensor) -> None: ...
 
 
 class RandomWeights:
@@ -82,6 +110,9 @@ class RandomWeights:
     def stored_dtype(self, name: str) -> torch.dtype | None:  # noqa: ARG002
         return None
 
+    def identity(self) -> object:
+        return self._seed
+
     def read(self, name: str, rows: range, into: Tensor) -> None:
         shape = self._shapes[name]
         if len(shape) == 1:
@@ -90,7 +121,7 @@ class RandomWeights:
         generator = torch.Generator(into.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         # The whole weight is drawn on every rank: its rows must not depend on who holds them
         whole = torch.randn(shape, generator=generator, device=into.device)
-        into.copy_(whole[rows.start : rows.stop] * self._deviation)
+        into.copy_(whole[rows.start : rows.stop].mul_(self._deviation))
 
 
 class FolderWeights:
@@ -99,7 +130,7 @@ class FolderWeights:
     def __init__(self, folder: Path, spec: Spec):
         self._files: dict[str, Path] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         for file in _weight_files(folder):
             with _opened(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a mapping)
@@ -109,30 +140,44 @@ class FolderWeights:
                             f"{file.name} holds {name} as {header.get_dtype()}: supported are {', '.join(_STORED)}"
                         )
                     self._files[name], self._dtypes[name] = file, _STORED[header.get_dtype()]
-                    shapes[name] = tuple(header.get_shape())
-        _check_shapes(folder, spec, shapes)
-        if spec.tied and "lm_head.weight" in shapes:
-            self._check_tied(folder, shapes["lm_head.weight"])
+                    self._shapes[name] = tuple(header.get_shape())
+        _check_shapes(folder, spec, self._shapes)
+        if spec.tied and "lm_head.weight" in self._shapes and not self._tied_twice():
+            raise ModelError(
+                f"config.json in '{folder}' ties head and embedding, but the files hold two different ones: "
+                "set tie_word_embeddings to false, or remove lm_head.weight"
+            )
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
         return self._dtypes[name]
 
+    def identity(self) -> object:
+        """Names, shapes, dtypes, and the values of one small weight, which no two trainings share."""
+        sample = torch.empty(self._shapes["model.norm.weight"], dtype=torch.float64)
+        self.read("model.norm.weight", range(len(sample)), sample)
+        return sorted(self._shapes.items()), sorted(map(str, self._dtypes.items())), sample.tolist()
+
     def read(self, name: str, rows: range, into: Tensor) -> None:
         with _opened(self._files[name]) as opened:
-            into.copy_(opened.get_slice(name)[rows.start : rows.stop])
+            try:
+                into.copy_(opened.get_slice(name)[rows.start : rows.stop])
+            except SafetensorError as problem:
+                file = self._files[name]
+                raise ModelError(f"'{file}' has changed since it was opened ({problem})") from None
 
-    def _check_tied(self, folder: Path, shape: tuple[int, ...]) -> None:
-        """Some folders store the table twice; two different ones would be a silent loss of the second."""
-        for start in range(0, shape[0], 4096):
-            rows = range(start, min(start + 4096, shape[0]))
-            table, head = torch.empty(2, len(rows), shape[1], dtype=torch.float64)
-            self.read("model.embed_tokens.weight", rows, table)
-            self.read("lm_head.weight", rows, head)
-            if not torch.equal(table, head):
-                raise ModelError(
-                    f"config.json in '{folder}' ties head and embedding, but the files hold two different ones: "
-                    "set tie_word_embeddings to false, or remove lm_head.weight"
-                )
+    def _tied_twice(self) -> bool:
+        """Whether a tied table that is stored twice is twice the same: otherwise one would be lost silently."""
+        names = ("model.embed_tokens.weight", "lm_head.weight")
+        if len({(self._shapes[name], self._dtypes[name]) for name in names}) > 1:
+            return False
+        for start in range(0, self._shapes[names[0]][0], 4096):
+            parts = []
+            for name in names:
+                with _opened(self._files[name]) as opened:
+                    parts.append(opened.get_slice(name)[start : start + 4096].view(torch.uint8))
+            if not torch.equal(*parts):
+                return False
+        return True
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -140,8 +185,9 @@ def _weight_files(folder: Path) -> list[Path]:
     if single.exists():
         return [single]
     if index.exists():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        if not names or any(Path(str(name)).name != name for name in names):
+        weight_map = _read_json(index).get("weight_map")
+        names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
+        if not names or any(Path(name).name != name for name in names):
             raise ModelError(f"'{index}' has no weight_map that names files of its folder")
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
@@ -184,7 +230,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"'{file.parent}' is not a Hugging Face folder: {file.name} is missing") from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ModelError(f"'{file}' cannot be read as JSON ({problem})") from None
     if not isinstance(content, dict):
         raise ModelError(f"'{file}' holds {type(content).__name__}, not a JSON object")

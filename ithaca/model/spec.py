@@ -4,11 +4,12 @@ A Spec is read from a Hugging Face `config.json` and says everything the mathema
 could not honour (a sliding window, another activation, quantized weights) is refused here, before anything is read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ithaca.errors import ModelError
+from ithaca.model.keys import entries, real, whole
 from ithaca.model.rope import Rope, read_rope
 
 
@@ -17,24 +18,33 @@ class _Family:
     """What `transformers` assumes for a model type where its config.json is silent."""
 
     bias: str  # 'none', 'qkv', or 'option': the key attention_bias decides, for the output projection too
+    positions: int  # max_position_embeddings
     qk_norm: bool = False
     tied: bool = False
     theta: float = 10000.0
     kv_heads: int | None = None  # None: as many as query heads
     head_size: int | None = None  # None: hidden / heads
-    window: str = "never"  # 'always' applies sliding_window, 'option' only when use_sliding_window is set
+    slides: str = "never"  # which layers a sliding window is for: 'never', 'all', 'late', 'without rope'
+    window: int | None = 4096
     mlp_bias: bool = False  # whether the key mlp_bias is honoured
 
 
 FAMILIES = {
-    "llama": _Family(bias="option", mlp_bias=True),
-    "mistral": _Family(bias="none", kv_heads=8, window="always"),
-    "qwen2": _Family(bias="qkv", kv_heads=32, window="option"),
-    "qwen3": _Family(bias="option", qk_norm=True, kv_heads=32, head_size=128, window="option"),
-    "smollm3": _Family(bias="option", tied=True, theta=2000000.0, kv_heads=4, window="option", mlp_bias=True),
+    "llama": _Family("option", 2048, mlp_bias=True),
+    "mistral": _Family("none", 131072, kv_heads=8, slides="all"),
+    "qwen2": _Family("qkv", 32768, kv_heads=32, slides="late"),
+    "qwen3": _Family("option", 32768, qk_norm=True, kv_heads=32, head_size=128, slides="late"),
+    "smollm3": _Family(
+        "option",
+        32768,
+        tied=True,
+        theta=2e6,
+        kv_heads=4,
+        mlp_bias=True,
+        slides="without rope",
+        window=None,
+    ),
 }
-
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,45 +120,48 @@ class Spec:
         return 6 * matrices + 6 * self.layers * self.heads * self.head_size * attended
 
 
-def read_spec(config: dict[str, Any]) -> Spec:
+def read_spec(config: Mapping[str, Any]) -> Spec:
     """The Spec of a parsed `config.json`; refuses what Ithaca would compute wrongly."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
-        raise ModelError(f"model type '{kind}' is not supported: supported are {', '.join(FAMILIES)}")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ModelError(f"model type {kind!r} is not supported: supported are {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    for name in _SIZES:
-        if not isinstance(config.get(name), int) or config[name] < 1:
-            raise ModelError(f"config.json gives {name} as {config.get(name)!r}: a positive number is needed")
-    _refuse_unsupported(config, family)
-    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
-    kv_heads = config.get("num_key_value_heads", family.kv_heads) or heads
+    hidden, heads, layers = (
+        whole(config, name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
+    # A null means one per query head; only a missing key means the family's number
+    kv_heads = whole(
+        config, "num_key_value_heads", heads if "num_key_value_heads" in config else family.kv_heads or heads
+    )
+    head_size = whole(config, "head_dim", family.head_size or hidden // heads)
     if heads % kv_heads:
         raise ModelError(f"{heads} query heads do not divide into {kv_heads} key/value heads in config.json")
-    head_size = config.get("head_dim", family.head_size) or config["hidden_size"] // heads
     if head_size % 2:
         raise ModelError(f"head size {head_size} is odd: rope turns features in pairs, so it must be even")
+    rope_layers = _rope_layers(config, kind, layers)
+    _refuse_unsupported(config, family, rope_layers)
     bias = family.bias == "qkv" or (family.bias == "option" and bool(config.get("attention_bias")))
     return Spec(
         family=kind,
-        vocab=config["vocab_size"],
-        hidden=config["hidden_size"],
+        vocab=whole(config, "vocab_size"),
+        hidden=hidden,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_size,
-        mlp=config["intermediate_size"],
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        mlp=whole(config, "intermediate_size"),
+        norm_eps=real(config, "rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         qk_norm=family.qk_norm,
         qkv_bias=bias,
         o_bias=bias and family.bias == "option",
         mlp_bias=family.mlp_bias and bool(config.get("mlp_bias")),
-        rope=read_rope(config, family.theta),
-        rope_layers=_rope_layers(config, kind, layers),
+        rope=read_rope(config, family.theta, family.positions),
+        rope_layers=rope_layers,
     )
 
 
-def _refuse_unsupported(config: dict[str, Any], family: _Family) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], family: _Family, rope_layers: tuple[bool, ...]) -> None:
     if config.get("quantization_config"):
         raise ModelError("the weights are quantized (quantization_config), which cannot be trained: use the plain ones")
     activation = config.get("hidden_act", "silu")
@@ -156,21 +169,33 @@ def _refuse_unsupported(config: dict[str, Any], family: _Family) -> None:
         raise ModelError(f"hidden_act '{activation}' is not supported: only silu is")
     if config.get("attention_dropout"):
         raise ModelError(f"attention_dropout {config['attention_dropout']} is not supported: set it to 0")
-    window = config.get("sliding_window", 4096 if family.window == "always" else None)
-    slides = family.window == "always" or (family.window == "option" and config.get("use_sliding_window"))
-    if (slides and window is not None) or "sliding_attention" in (config.get("layer_types") or ()):
-        raise ModelError(
-            f"a sliding window of {window} tokens is not supported: set sliding_window to null in config.json "
-            "if full attention is meant"
-        )
+    slides = _slides(config, family, rope_layers)
+    if slides:
+        raise ModelError(f"{slides} makes a sliding window, which is not supported: only full attention is")
 
 
-def _rope_layers(config: dict[str, Any], kind: str, layers: int) -> tuple[bool, ...]:
+def _slides(config: Mapping[str, Any], family: _Family, rope_layers: tuple[bool, ...]) -> str | None:
+    """The keys that give some layer a sliding window, by the rules of `transformers`; None if no layer has one."""
+    types, window = entries(config, "layer_types"), config.get("sliding_window", family.window)
+    if types is not None and "sliding_attention" in types:
+        return "'sliding_attention' in layer_types"
+    if window is None or family.slides == "never":
+        return None
+    if family.slides == "all":
+        return f"sliding_window {window} (null means none)"
+    late = whole(config, "max_window_layers", 28) < len(rope_layers)
+    some = late if family.slides == "late" else not all(rope_layers)
+    if types is None and config.get("use_sliding_window") and some:
+        return f"use_sliding_window with sliding_window {window}"
+    return None
+
+
+def _rope_layers(config: Mapping[str, Any], kind: str, layers: int) -> tuple[bool, ...]:
     if kind != "smollm3":
         return (True,) * layers
-    flags = config.get("no_rope_layers")
+    flags = entries(config, "no_rope_layers")
     if flags is None:
-        interval = config.get("no_rope_layer_interval", 4)
+        interval = whole(config, "no_rope_layer_interval", 4)
         flags = [(layer + 1) % interval != 0 for layer in range(layers)]
     if len(flags) < layers:
         raise ModelError(f"no_rope_layers has {len(flags)} entries for {layers} layers in config.json")

@@ -1,40 +1,61 @@
-"""Ranks that agree before they go on: a mistake on one rank is the same error on all, never a hang."""
+"""Ranks that agree before they go on: a mistake on one rank is an error on all, never a hang."""
 
 import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from ithaca.errors import IthacaError, PlanError
-from ithaca.parallel.mesh import Mesh
+from ithaca.errors import InputError, IthacaError, PlanError, RunError
 
 Result = TypeVar("Result")
 
 
-def together(mesh: Mesh, work: Callable[[], Result]) -> Result:
-    """Do `work` on every rank; when it fails for a user's reason on one, raise that reason on all."""
+def together(group: dist.ProcessGroup, work: Callable[[], Result]) -> Result:
+    """Do `work` on every rank; what fails on one of them is raised on all, a user's mistake as that mistake."""
     result: Any = None
-    problem: IthacaError | None = None
+    problem: Exception | None = None
     try:
         result = work()
-    except IthacaError as error:
+    except Exception as error:
         problem = error
-    for rank, other in enumerate(_gather(mesh, problem)):
+    for rank, other in enumerate(_gather(group, _portable(problem))):
         if other is not None:
-            raise problem or type(other)(f"rank {rank}: {other}")
+            raise problem or _elsewhere(rank, other)
     return result
 
 
-def same_everywhere(mesh: Mesh, what: str, value: object) -> None:
+def same_everywhere(group: dist.ProcessGroup, what: str, value: object) -> None:
     """Compare a value's text over the ranks before the first collective that depends on it."""
-    digests = _gather(mesh, hashlib.sha256(repr(value).encode()).hexdigest())
+    digests = _gather(group, hashlib.sha256(repr(value).encode()).hexdigest())
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         raise PlanError(f"rank {odd[0]} has another {what} than rank 0: every rank must be given the same")
 
 
-def _gather(mesh: Mesh, item: Any) -> list[Any]:
-    items: list[Any] = [None] * mesh.size
-    dist.all_gather_object(items, item, group=mesh.group)
+def same_batch(group: dist.ProcessGroup, fingerprint: int) -> None:
+    """The same, for a number and often: one small collective on the host, which waits for no device."""
+    both = torch.tensor([fingerprint, -fingerprint])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    if both[0] != -both[1]:
+        raise InputError("the ranks were given different batches: model.shard needs the same whole batch on every rank")
+
+
+def _portable(problem: Exception | None) -> tuple[type[IthacaError], str] | None:
+    if problem is None:
+        return None
+    if isinstance(problem, IthacaError):
+        return type(problem), str(problem)
+    return RunError, f"{type(problem).__name__}: {problem}"
+
+
+def _elsewhere(rank: int, problem: tuple[type[IthacaError], str]) -> IthacaError:
+    kind, text = problem
+    return kind(f"rank {rank}: {text}")
+
+
+def _gather(group: dist.ProcessGroup, item: Any) -> list[Any]:
+    items: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(items, item, group=group)
     return items

@@ -5,6 +5,7 @@ Hugging Face, beside their own tokens; they are shifted here, over the whole bat
 border between ranks loses one. The last token of a document predicts nothing.
 """
 
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +30,13 @@ class Batch:
     valid_tokens: int  # labels that count, over all ranks
     total_tokens: int  # over all ranks
     attended: float  # Σ length² / tokens over all documents of the batch: what a token's attention costs
+    fingerprint: int  # of the whole batch: ranks compare it
 
 
 def split_batch(tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int) -> Batch:
     """This rank's part of a batch that every rank holds whole."""
     tokens = _check_tokens(tokens, vocab)
-    labels = _whole_numbers("labels", labels[None] if labels.dim() == 1 else labels)
+    labels = _whole_numbers("labels", labels)
     if labels.shape != tokens.shape:
         raise InputError(f"labels have shape {list(labels.shape)}, tokens {list(tokens.shape)}: they must agree")
     _check_ids("label", labels[labels != IGNORED], vocab)
@@ -68,16 +70,15 @@ def _part(tokens: Tensor, shifted: Tensor, documents: Tensor, rows: range, mesh:
         valid_tokens=int((shifted != IGNORED).sum()),
         total_tokens=tokens.numel(),
         attended=attended_length(document_bounds(documents)),
+        fingerprint=_fingerprint(tokens, shifted, documents),
     )
 
 
 def _check_tokens(tokens: Tensor, vocab: int) -> Tensor:
     """[B, S] of any [S] or [B, S] that the vocabulary covers."""
-    if tokens.dim() == 1:
-        tokens = tokens[None]
+    tokens = _whole_numbers("tokens", tokens)
     if tokens.dim() != 2 or tokens.numel() == 0:
         raise InputError(f"tokens have shape {list(tokens.shape)}: [S] or [B, S] with at least one token is needed")
-    tokens = _whole_numbers("tokens", tokens)
     _check_ids("token", tokens, vocab)
     return tokens
 
@@ -86,7 +87,7 @@ def _check_documents(documents: Tensor | None, tokens: Tensor) -> Tensor:
     """Document ids in the shape of the tokens; without any, each row is one document."""
     if documents is None:
         return torch.zeros_like(tokens)
-    documents = documents[None] if documents.dim() == 1 else documents
+    documents = _whole_numbers("documents", documents)
     if documents.shape != tokens.shape:
         raise InputError(f"documents have shape {list(documents.shape)}, tokens {list(tokens.shape)}: they must agree")
     return documents
@@ -109,6 +110,20 @@ def _check_ids(what: str, ids: Tensor, vocab: int) -> None:
 
 
 def _whole_numbers(what: str, numbers: Tensor) -> Tensor:
-    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
-        raise InputError(f"{what} are {str(numbers.dtype).removeprefix('torch.')}: whole numbers are needed")
-    return numbers.to(torch.int64)
+    """int64 [B, S] of a tensor, array or list of any whole numbers, [S] being one row."""
+    try:
+        given = torch.as_tensor(numbers)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{what} are {type(numbers).__name__}: a tensor, array or list of ids is needed") from None
+    if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
+        raise InputError(f"{what} are {str(given.dtype).removeprefix('torch.')}: whole numbers are needed")
+    # Before anything is compared or filled in: -100 does not fit the small unsigned types
+    given = given.to(torch.int64)
+    return given[None] if given.dim() == 1 else given
+
+
+def _fingerprint(*tensors: Tensor) -> int:
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.cpu().contiguous().numpy().data, checksum)
+    return checksum

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ithaca.errors import PlanError
-
-AXES = ("replicate", "shard", "ring", "ulysses")
+from ithaca.parallel.agree import same_everywhere
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def mesh(
     world = dist.get_world_size()
     given = {"replicate": replicate, "ring": ring, "ulysses": ulysses}
     for name, size in given.items() | ({"shard": shard}.items() if shard is not None else set()):
-        if size < 1:
+        if not isinstance(size, int) or size < 1:
             raise PlanError(f"{name}={size} is not a number of ranks: 1 or more is")
     others = replicate * ring * ulysses
     if shard is None:
@@ -85,9 +84,10 @@ def mesh(
         product = f"replicate {replicate} × shard {shard} × ring {ring} × ulysses {ulysses}"
         fitting = f"; shard={world // others} would fit" if world % others == 0 else ""
         raise PlanError(f"{product} is {others * shard}, but the job has {world} ranks{fitting}")
+    assert dist.group.WORLD is not None
+    same_everywhere(dist.group.WORLD, "mesh", (replicate, shard, ring, ulysses, place.type))
     sizes = {"parameters": world} if replicate == 1 else {"replicate": replicate, "parameters": world // replicate}
     parameters = init_device_mesh(place.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    assert dist.group.WORLD is not None
     return Mesh(replicate, shard, ring, ulysses, dist.get_rank(), place, parameters, dist.group.WORLD)
 
 

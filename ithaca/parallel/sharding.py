@@ -37,39 +37,54 @@ def cut(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
 def load(decoder: Decoder, mesh: Mesh, weights: Weights) -> None:
     """Give this rank's shards memory on its device and read them, and nothing else, from the source."""
     decoder.to_empty(device=mesh.device)
-    for name, parameter in decoder.named_parameters():
+    for name, parameter in shards(decoder):
         rows = row_range(parameter.shape[0], mesh.parameter_rank, mesh.parameter_ranks)
-        shard = local(parameter)
+        shard = parameter.to_local().detach()
         assert shard.shape[0] == len(rows), "FSDP2 cuts rows as row_range does"
         if rows:
-            weights.read(stored_name(name), rows, shard.detach())
+            weights.read(name, rows, shard)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter or gradient."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def shards(decoder: Decoder) -> Iterator[tuple[str, DTensor]]:
+    """This rank's part of every parameter, by its Hugging Face name; gathered copies are given up for it."""
+    free_gathered(decoder)
+    for name, parameter in decoder.named_parameters():
+        assert isinstance(parameter, DTensor)
+        yield stored_name(name), parameter
 
 
 def whole_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Every parameter by its Hugging Face name, whole and on the CPU; all ranks must iterate together."""
-    parameters = {stored_name(name): parameter for name, parameter in decoder.named_parameters()}
+    parameters = dict(shards(decoder))
     for name, _ in decoder.spec.shapes():
-        tensor = parameters[name].detach()
-        yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+        yield name, parameters[name].full_tensor().detach().cpu()
 
 
-def prepare_pass(decoder: Decoder, zero: int, last: bool) -> None:
-    """Before a forward pass: what FSDP2 keeps between it and the next one of the same step."""
+def prepare_pass(decoder: Decoder, zero: int, first: bool, last: bool) -> None:
+    """Before a forward pass, the `first` or `last` of its step: what FSDP2 keeps between it and the next one."""
     assert isinstance(decoder, FSDPModule)
+    if first:
+        free_gathered(decoder)  # an optimizer may have stepped since: whatever is still gathered is stale
     decoder.set_reshard_after_backward(zero == 3 or last)
     decoder.set_requires_gradient_sync(zero > 1 or last)
 
 
 def free_gathered(decoder: Decoder) -> None:
-    """After a pass that no backward follows: weights left gathered would be stale once an optimizer has stepped."""
+    """Give up gathered weights; the shards are then the parameters again."""
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def discard_unreduced(decoder: Decoder) -> None:
+    """Forget gradients that ZeRO-1 holds back for the last pass of a step; FSDP2 has no public way to."""
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            for parameter in group.fsdp_params if group else ():
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
 
 
 class _Total(torch.autograd.Function):

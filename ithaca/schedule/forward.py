@@ -21,7 +21,7 @@ def loss_sum(decoder: Decoder, batch: Batch, plan: Plan, kernel: Kernel) -> Tens
 
     def run(w: dict[str, Tensor], x: Tensor) -> Tensor:
         head = _head(decoder, w)
-        return tiled_loss(x, w["norm.weight"], head, batch.labels, decoder.spec.norm_eps, plan.loss_tile)
+        return tiled_loss(decoder.spec, x, w["norm.weight"], head, batch.labels, plan.loss_tile)
 
     return decoder.head(run, _hidden(decoder, batch, plan, kernel))
 
@@ -30,7 +30,7 @@ def logits(decoder: Decoder, batch: Batch, plan: Plan, kernel: Kernel) -> Tensor
     """[tokens, vocabulary], all at once."""
 
     def run(w: dict[str, Tensor], x: Tensor) -> Tensor:
-        return head_logits(x, w["norm.weight"], _head(decoder, w), decoder.spec.norm_eps)
+        return head_logits(decoder.spec, x, w["norm.weight"], _head(decoder, w))
 
     return decoder.head(run, _hidden(decoder, batch, plan, kernel))
 

@@ -13,62 +13,67 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ithaca.errors import InputError
+from ithaca.model.block import norm
 from ithaca.model.precision import at_least_fp32
+from ithaca.model.spec import Spec
 from ithaca.parallel.batch import IGNORED
 
 
-def head_logits(x_TE: Tensor, norm: Tensor, head: Tensor, eps: float) -> Tensor:
-    return F.linear(F.rms_norm(x_TE, (x_TE.shape[-1],), norm, eps), head)
+def head_logits(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor) -> Tensor:
+    """Final norm, with its weight, and head."""
+    return F.linear(norm(spec, x_TE, weight), head)
 
 
-def naive_loss(x_TE: Tensor, norm: Tensor, head: Tensor, labels_T: Tensor, eps: float) -> Tensor:
+def naive_loss(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T: Tensor) -> Tensor:
     """Σ over valid tokens of the cross-entropy, with all logits at once."""
-    logits = head_logits(x_TE, norm, head, eps)
+    logits = head_logits(spec, x_TE, weight, head)
     return F.cross_entropy(logits.to(at_least_fp32(logits.dtype)), labels_T, ignore_index=IGNORED, reduction="sum")
 
 
-def tiled_loss(x_TE: Tensor, norm: Tensor, head: Tensor, labels_T: Tensor, eps: float, tile: int) -> Tensor:
+def tiled_loss(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int) -> Tensor:
     """The same sum, in memory that does not grow with the tokens."""
-    return _TiledLoss.apply(x_TE, norm, head, labels_T, eps, tile)
+    return _TiledLoss.apply(spec, x_TE, weight, head, labels_T, tile)
 
 
 class _TiledLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: Tensor, head: Tensor, labels: Tensor, eps: float, tile: int) -> Tensor:
+    def forward(ctx: Any, spec: Spec, x: Tensor, weight: Tensor, head: Tensor, labels: Tensor, tile: int) -> Tensor:
         high = at_least_fp32(x.dtype)
         loss = x.new_zeros((), dtype=high)
-        need_x, need_norm, need_head = ctx.needs_input_grad[:3]
+        need_x, need_weight, need_head = ctx.needs_input_grad[1:4]
         dx = torch.empty_like(x) if need_x else None
-        dnorm = torch.zeros_like(norm, dtype=high) if need_norm else None
+        dweight = torch.zeros_like(weight, dtype=high) if need_weight else None
         dhead = torch.zeros_like(head, dtype=high) if need_head else None
         for start in range(0, x.shape[0], tile):
             part = slice(start, start + tile)
             with torch.enable_grad():
-                x_tile, norm_ = (
-                    x[part].detach().requires_grad_(need_x),
-                    norm.detach().requires_grad_(need_norm),
-                )
-                normed = F.rms_norm(x_tile, (x.shape[-1],), norm_, eps)
+                x_tile = x[part].detach().requires_grad_(need_x)
+                weight_ = weight.detach().requires_grad_(need_weight)
+                normed = norm(spec, x_tile, weight_)
             tile_loss, dlogits = _cross_entropy(F.linear(normed.detach(), head), labels[part])
             loss += tile_loss
             if dhead is not None:
                 dhead += dlogits.T @ normed.detach()
-            wanted = [tensor for tensor in (x_tile, norm_) if tensor.requires_grad]
+            wanted = [tensor for tensor in (x_tile, weight_) if tensor.requires_grad]
             if wanted:
                 grads = list(torch.autograd.grad(normed, wanted, dlogits @ head))
                 if dx is not None:
                     dx[part] = grads.pop(0)
-                if dnorm is not None:
-                    dnorm += grads.pop(0)
-        ctx.grads = dx, dnorm, dhead
+                if dweight is not None:
+                    dweight += grads.pop(0)
+        ctx.grads = dx, dweight, dhead
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         grads, ctx.grads = ctx.grads, None
-        assert grads is not None, "backward a second time"
-        return (*(None if grad is None else grad.mul_(scale) for grad in grads), None, None, None)
+        if grads is None:
+            raise InputError(
+                "backward was called twice on one loss, whose gradients are kept once: call the model again"
+            )
+        return (None, *(None if grad is None else grad.mul_(scale) for grad in grads), None, None)
 
 
 def _cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:

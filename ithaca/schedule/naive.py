@@ -14,6 +14,7 @@ from ithaca.model.spec import Spec
 
 def logits(spec: Spec, w: Mapping[str, Tensor], tokens_S: Tensor, documents_S: Tensor) -> Tensor:
     """[S, vocabulary]: tokens see earlier tokens of the same document."""
+    documents_S = runs(documents_S)
     places = torch.arange(len(tokens_S))
     same = documents_S[:, None] == documents_S[None, :]
     visible = same & (places[None, :] <= places[:, None])
@@ -33,6 +34,7 @@ def logits(spec: Spec, w: Mapping[str, Tensor], tokens_S: Tensor, documents_S: T
 
 def loss(spec: Spec, w: Mapping[str, Tensor], tokens_S: Tensor, labels_S: Tensor, documents_S: Tensor) -> Tensor:
     """Σ of −log p(label of the next token), over tokens whose successor is a labelled one of the same document."""
+    documents_S = runs(documents_S)
     log_p = logits(spec, w, tokens_S, documents_S).log_softmax(-1)
     terms = [
         -log_p[place, labels_S[place + 1]]
@@ -40,6 +42,12 @@ def loss(spec: Spec, w: Mapping[str, Tensor], tokens_S: Tensor, labels_S: Tensor
         if labels_S[place + 1] != -100 and documents_S[place] == documents_S[place + 1]
     ]
     return torch.stack(terms).sum() if terms else log_p.sum() * 0
+
+
+def runs(documents_S: Tensor) -> Tensor:
+    """The documents numbered as they come: an id that comes back is another document."""
+    new = documents_S[1:] != documents_S[:-1]
+    return torch.cat((torch.zeros(1, dtype=torch.int64), new.cumsum(0)))
 
 
 def _block(

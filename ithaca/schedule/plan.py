@@ -35,7 +35,7 @@ class Plan:
             raise PlanError(
                 f"checkpoint '{self.checkpoint}' does not exist: {suggestion(str(self.checkpoint), CHECKPOINTS)}"
             )
-        if self.zero not in (1, 2, 3):
+        if type(self.zero) is not int or self.zero not in (1, 2, 3):
             raise PlanError(f"zero={self.zero} does not exist: 1, 2 and 3 do")
-        if self.loss_tile < 1:
+        if type(self.loss_tile) is not int or self.loss_tile < 1:
             raise PlanError(f"loss_tile={self.loss_tile} is no number of tokens: 4096 is")

@@ -65,7 +65,7 @@ def test_same_frequencies_as_transformers(scaling: dict[str, Any], theta: float,
         config = {"rope_parameters": {"rope_type": "default", **scaling, "rope_theta": theta}}
     config |= {"max_position_embeddings": 65536, "head_dim": size, "hidden_size": 4 * size, "num_attention_heads": 4}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**{k: dict(v) if isinstance(v, dict) else v for k, v in config.items()}))
-    ours = read_rope(config, 10000.0)
+    ours = read_rope(config, 10000.0, 2048)
     assert torch.equal(inverse_frequencies(ours, size), theirs.inv_freq)
     assert ours.attention_factor == theirs.attention_scaling
 
@@ -94,10 +94,14 @@ def test_angles_are_exact_at_five_million() -> None:
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor and high_freq_factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling as 'linear': an object is needed"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor as 0: a number above 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor as '4': a number above 0"),
+        ({"rope_theta": "a"}, "rope_theta as 'a'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer type"),
     ],
 )
 def test_refused(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
-        read_rope({"max_position_embeddings": 4096, **config}, 10000.0)
+        read_rope({"max_position_embeddings": 4096, **config}, 10000.0, 2048)

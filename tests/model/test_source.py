@@ -1,6 +1,7 @@
 """Folders that cannot be used, each refused with one sentence, and what a load costs the host."""
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,6 @@ from safetensors.torch import load_file, save_file
 
 import ithaca
 from tests.models import make_model, save
-
-GPU = torch.device("cuda")
 
 
 def edit_json(file: Path, **changes: object) -> None:
@@ -68,6 +67,21 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (split(f), edit_json(f / "model.safetensors.index.json", weight_map={})),
         "no weight_map",
     ),
+    "tied but of other size": (
+        lambda f: (
+            edit_json(f / "config.json", tie_word_embeddings=True),
+            edit_weights(f, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"][:90].clone()})),
+        ),
+        "ties head and embedding, but the files hold two different",
+    ),
+    "float64": (
+        lambda f: edit_weights(f, lambda w: w.update({"model.norm.weight": w["model.norm.weight"].double()})),
+        "holds float64 weights, which would lose bits: give dtype='float64'",
+    ),
+    "a weight map of nothing": (
+        lambda f: (split(f), edit_json(f / "model.safetensors.index.json", weight_map=[1, None])),
+        "no weight_map",
+    ),
     "tied but two": (
         lambda f: (edit_json(f / "config.json", tie_word_embeddings=True), edit_weights(f, head_apart)),
         "ties head and embedding, but the files hold two different",
@@ -114,12 +128,54 @@ def test_a_saved_folder_is_never_overwritten(tmp_path: Path) -> None:
 
 def test_tokenizer_files_travel(tmp_path: Path) -> None:
     folder = save(make_model("llama3.2"), tmp_path / "in")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "optimizer.pt"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tekken.json", "optimizer.pt"):
         (folder / name).write_text("{}")
+    (folder / "vocab_backup").mkdir()
     ithaca.save_model(ithaca.apply(ithaca.load_model(folder, "float32"), ithaca.Plan()), tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"} <= names
-    assert "optimizer.pt" not in names
+    wanted = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tekken.json", "generation_config.json"}
+    assert wanted <= names
+    assert not {"optimizer.pt", "vocab_backup"} & names
+
+
+def save_on_a_full_disk(folder: Path) -> str:
+    model = ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan(), ithaca.mesh())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, limits[1]))
+    try:
+        ithaca.save_model(model, folder)
+    except ithaca.ModelError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "saved"
+
+
+def test_a_full_disk_is_a_sentence_on_every_rank(ranks, tmp_path: Path) -> None:
+    for found in ranks(2).run(save_on_a_full_disk, tmp_path / "out"):
+        assert "could not be written" in found
+    assert not list(tmp_path.iterdir())
+
+
+def test_saving_through_a_link(tmp_path: Path) -> None:
+    model = ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan(), ithaca.mesh(device="cpu"))
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    ithaca.save_model(model, tmp_path / "link")
+    assert (tmp_path / "elsewhere" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("asked", "written"), [(None, "bfloat16"), ("float32", "float32")])
+def test_the_dtype_that_config_names(asked: str | None, written: str, tmp_path: Path) -> None:
+    """The dtype in config.json stays, whatever single weights have, unless another is asked for."""
+    folder = save(make_model("llama3.2", torch.bfloat16), tmp_path / "in")
+    edit_json(folder / "config.json", dtype="bfloat16", torch_dtype="bfloat16")
+    edit_weights(folder, lambda w: w.update({"model.embed_tokens.weight": w["model.embed_tokens.weight"].float()}))
+    ithaca.save_model(ithaca.apply(ithaca.load_model(folder, "float32"), ithaca.Plan()), tmp_path / "out", dtype=asked)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["dtype"], config["torch_dtype"]) == (written, written)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights["model.embed_tokens.weight"].dtype == torch.float32
+    assert weights["model.norm.weight"].dtype == getattr(torch, written)
 
 
 def load_peak(folder: Path) -> tuple[int, int]:

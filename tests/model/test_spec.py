@@ -66,13 +66,20 @@ def test_flops_count_the_head_and_not_the_lookup() -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
+        ({"model_type": ["llama"]}, "is not supported: supported are llama"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps as 'x': a number above 0"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads as '2': a whole number"),
+        ({"head_dim": 8.0}, "head_dim as 8.0: a whole number"),
+        ({"layer_types": 5}, "layer_types as 5: a list is needed"),
+        ({"model_type": "smollm3", "no_rope_layers": 5}, "no_rope_layers as 5: a list"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval as 0"),
         ({"model_type": "gpt2"}, "'gpt2' is not supported: supported are llama, mistral, qwen2, qwen3, smollm3"),
-        ({}, "model type 'None' is not supported"),
+        ({}, "model type None is not supported"),
         ({"hidden_size": None}, "hidden_size as None"),
-        ({"model_type": "mistral"}, "sliding window of 4096 tokens"),
-        ({"model_type": "mistral", "sliding_window": 1024}, "sliding window of 1024 tokens"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512}, "sliding window of 512"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"model_type": "mistral"}, "sliding_window 4096 .null means none. makes a sliding window"),
+        ({"model_type": "mistral", "sliding_window": 1024}, "sliding_window 1024 .* sliding window"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3}, "use_sliding_window with"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention' in layer_types makes"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported: only silu"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
@@ -85,6 +92,36 @@ def test_refused(config: dict[str, Any], sentence: str) -> None:
     base: dict[str, Any] = {} if config == {} else {"model_type": "llama"}
     with pytest.raises(ModelError, match=sentence):
         read_spec({**base, **SIZES, **config})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 5},
+        {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"] * 5},
+        {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 64, "no_rope_layers": [1] * 5},
+        {"model_type": "smollm3", "use_sliding_window": True},
+        {"model_type": "qwen2", "sliding_window": 64},
+        {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 64},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 4},
+    ],
+)
+def test_windows_as_transformers_sees_them(config: dict[str, Any]) -> None:
+    theirs = transformers.AutoConfig.for_model(**SIZES, pad_token_id=None, **config)
+    if set(theirs.layer_types) == {"full_attention"}:
+        read_spec({**SIZES, **config})
+    else:
+        with pytest.raises(ModelError, match="sliding window"):
+            read_spec({**SIZES, **config})
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_trained_positions_default_as_in_transformers(kind: str) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    config = {"model_type": kind, **SIZES, "sliding_window": None, "rope_scaling": scaling}
+    theirs = transformers.AutoConfig.for_model(**{**config, "rope_scaling": dict(scaling)}, pad_token_id=None)
+    wanted = theirs.rope_parameters["original_max_position_embeddings"]
+    assert read_spec(config).rope.trained_positions == wanted
 
 
 def test_slices_of_heads_make_up_the_whole() -> None:

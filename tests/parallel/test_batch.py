@@ -32,8 +32,10 @@ def test_labels_shift_within_documents(model: ithaca.Model) -> None:
 def test_all_kinds_of_whole_numbers(model: ithaca.Model) -> None:
     tokens = torch.arange(12)
     wanted = model(model.shard(tokens, tokens)).item()
-    for dtype in (torch.uint8, torch.int16, torch.int32):
+    for dtype in (torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32):
         assert model(model.shard(tokens.to(dtype), tokens.to(dtype))).item() == wanted
+    for given in (tokens.tolist(), tokens.numpy()):
+        assert model(model.shard(given, given)).item() == wanted
 
 
 def test_one_token_learns_nothing(model: ithaca.Model) -> None:
@@ -53,12 +55,28 @@ def test_one_token_learns_nothing(model: ithaca.Model) -> None:
         ([[]], [[]], None, "with at least one token"),
         ([[1.5, 2.0]], [[1, 2]], None, "tokens are float32: whole numbers"),
         ([[1, 2]], [[1.5, 2.0]], None, "labels are float32: whole numbers"),
+        ([[1, 2]], [[True, True]], None, "labels are bool: whole numbers"),
+        ([[1, 2]], [[1, 2]], [[0.0, 1.0]], "documents are float32: whole numbers"),
     ],
 )
 def test_refused(model: ithaca.Model, tokens, labels, documents, sentence: str) -> None:
     documents = None if documents is None else torch.tensor(documents)
     with pytest.raises(ithaca.InputError, match=sentence):
         model.shard(torch.tensor(tokens), torch.tensor(labels), documents)
+
+
+def test_mistakes_of_a_call(model: ithaca.Model) -> None:
+    tokens = torch.arange(12)
+    batch = model.shard(tokens, tokens)
+    with pytest.raises(ithaca.InputError, match="labels are NoneType: a tensor, array or list"):
+        model.shard(tokens, None)
+    with pytest.raises(ithaca.InputError, match="valid_tokens is -5"):
+        model(batch, valid_tokens=-5)
+    loss = model(batch)
+    loss.backward(retain_graph=True)
+    with pytest.raises(ithaca.InputError, match="backward was called twice"):
+        loss.backward()
+    model.zero_grad()
 
 
 def too_few_rows() -> str:

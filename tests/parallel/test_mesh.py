@@ -1,11 +1,14 @@
 """Meshes that do not fit, and ranks that do not agree: the same sentence on every rank, no hang."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import ithaca
 from ithaca.parallel.agree import same_everywhere, together
+from tests.models import make_model, save
 
 
 def sentence(call, *args, **kwargs) -> str:
@@ -66,20 +69,61 @@ def test_ranks_with_other_plans(ranks) -> None:
     }
 
 
-def one_fails() -> str:
+def other_seeds() -> str:
+    return sentence(ithaca.apply, ithaca.load_model("tiny", seed=dist.get_rank()), ithaca.Plan(), ithaca.mesh())
+
+
+def other_weights(folders: list[Path]) -> str:
+    source = ithaca.load_model(folders[dist.get_rank()], "float32")
+    return sentence(ithaca.apply, source, ithaca.Plan(), ithaca.mesh())
+
+
+def other_meshes() -> str:
+    return sentence(ithaca.mesh, replicate=1 + dist.get_rank())
+
+
+def other_batches() -> str:
+    model = ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan(), ithaca.mesh())
+    tokens = torch.full((2, 8), dist.get_rank())
+    return sentence(model, model.shard(tokens, tokens))
+
+
+def test_ranks_that_were_given_other_things(ranks, tmp_path: Path) -> None:
+    folders = [save(make_model("llama3", seed=seed), tmp_path / str(seed)) for seed in (0, 1)]
+    for found in (ranks(2).run(other_seeds), ranks(2).run(other_weights, folders)):
+        assert all("rank 1 has another model or Plan than rank 0" in text for text in found)
+    assert all("rank 1 has another mesh than rank 0" in text for text in ranks(2).run(other_meshes))
+    assert all("the ranks were given different batches" in text for text in ranks(2).run(other_batches))
+
+
+def one_fails(kind: type[Exception]) -> str:
     def work() -> None:
         if dist.get_rank() == 1:
-            raise ithaca.ModelError("its file is gone")
+            raise kind("its file is gone")
 
-    return sentence(together, ithaca.mesh(), work)
+    return sentence(together, ithaca.mesh().group, work)
 
 
 def test_one_rank_fails_for_all(ranks) -> None:
-    assert ranks(2).run(one_fails) == ["ModelError: rank 1: its file is gone", "ModelError: its file is gone"]
+    first, second = ranks(2).run(one_fails, ithaca.ModelError)
+    assert (first, second) == ("ModelError: rank 1: its file is gone", "ModelError: its file is gone")
+
+
+def surprise() -> str:
+    try:
+        return one_fails(OSError)
+    except OSError as error:
+        return f"raised here: {error}"
+
+
+def test_a_surprise_on_one_rank_reaches_all(ranks) -> None:
+    first, second = ranks(2).run(surprise)
+    assert first == "RunError: rank 1: OSError: its file is gone"
+    assert second == "raised here: its file is gone"
 
 
 def agree_on_values() -> str:
-    return sentence(same_everywhere, ithaca.mesh(), "value", (1, "a"))
+    return sentence(same_everywhere, ithaca.mesh().group, "value", (1, "a"))
 
 
 def test_ranks_that_agree(ranks) -> None:

@@ -73,6 +73,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "tied": save(make_model("smollm3", num_hidden_layers=2, no_rope_layers=[1, 0]), top / "tied"),
         "untied": save(make_model("llama-bias", num_hidden_layers=2), top / "untied"),
         "normed": save(make_model("qwen3", num_hidden_layers=2), top / "normed"),
+        "double": save(make_model("qwen2", torch.float64, num_hidden_layers=2), top / "double"),
     }
 
 
@@ -107,6 +108,12 @@ def test_naive_kernel(ranks, folders) -> None:
     compare(ranks(1), folders["normed"], ithaca.Plan(kernel="naive", checkpoint="selective"), batches)
 
 
+def test_an_id_that_comes_back_is_another_document(ranks, folders) -> None:
+    tokens, labels, _ = random_batch(2, 12, documents=False, ignored=0.2, seed=9)
+    ids = torch.tensor([0, 0, 1, 1, 0, 0, 0, 2, 2, 1, 1, 1]).expand(2, 12)
+    compare(ranks(1), folders["normed"], ithaca.Plan(), [(tokens, labels, ids)])
+
+
 def test_a_rank_without_valid_tokens(ranks, folders) -> None:
     tokens, labels, ids = random_batch(2, 19, documents=False, ignored=0.3, seed=7)
     labels[1] = -100
@@ -120,25 +127,82 @@ def test_no_valid_tokens_at_all(ranks, folders) -> None:
         assert all(gradient.abs().max() == 0 for gradient in gradients.values())
 
 
-def evaluate_between(folder: Path, zero: int) -> list[float]:
-    """Losses of a training run in which logits are asked for at the worst moment, just before the optimizer's step."""
+def evaluate_between(folder: Path, zero: int, out: Path) -> list[float]:
+    """Losses of a training run in which the model is used in every other way at the worst moments."""
     model = ithaca.apply(ithaca.load_model(folder, "float64"), ithaca.Plan(zero=zero), ithaca.mesh())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     tokens, labels, ids = random_batch(2, 19, documents=False, ignored=0.0, seed=8)
+    batch = model.shard(tokens, labels, ids)
+    model(batch)  # gathers, and no backward pass follows
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for _ in range(3):
-        loss = model(model.shard(tokens, labels, ids))
+        model(batch, last=False).backward()  # a micro-batch that is thrown away again
+        model.zero_grad()
+        loss = model(batch)
         loss.backward()
         model.logits(tokens)
         with torch.no_grad():
+            model(batch)
+        with torch.inference_mode():
             model(model.shard(tokens, labels, ids))
+            model.logits(tokens)
+        model(batch)  # with gradients, but no backward pass follows
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    model(batch)
+    optimizer.step()
+    ithaca.save_model(model, out)
+    again = ithaca.apply(ithaca.load_model(out, "float64"), ithaca.Plan(), ithaca.mesh())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     return losses
 
 
-def test_evaluation_leaves_no_stale_weights(ranks, folders) -> None:
-    by_zero = [ranks(2).run(evaluate_between, folders["tied"], zero)[0] for zero in (1, 2, 3)]
+def test_no_use_of_a_model_leaves_stale_weights(ranks, folders, tmp_path: Path) -> None:
+    by_zero = [ranks(2).run(evaluate_between, folders["double"], zero, tmp_path / str(zero))[0] for zero in (1, 2, 3)]
     assert by_zero[0] == by_zero[1] == by_zero[2]
     assert by_zero[0][2] < by_zero[0][1] < by_zero[0][0]
+
+
+def two_before_backward(folder: Path, zero: int) -> list[Tensor]:
+    """Gradients of two losses whose forward passes both come first."""
+    model = ithaca.apply(ithaca.load_model(folder, "float64"), ithaca.Plan(zero=zero), ithaca.mesh())
+    batches = [model.shard(*random_batch(2, 19, documents=True, ignored=0.2, seed=seed)) for seed in (1, 2)]
+    losses = [model(batch) for batch in batches]
+    for loss in losses:
+        loss.backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def one_by_one(folder: Path) -> list[Tensor]:
+    model = ithaca.apply(ithaca.load_model(folder, "float64"), ithaca.Plan(), ithaca.mesh())
+    for seed in (1, 2):
+        model(model.shard(*random_batch(2, 19, documents=True, ignored=0.2, seed=seed))).backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def test_two_forward_passes_before_backward(ranks, folders) -> None:
+    wanted = ranks(2).run(one_by_one, folders["untied"])[0]
+    for zero in (1, 2, 3):
+        found = ranks(2).run(two_before_backward, folders["untied"], zero)[0]
+        assert all(relative(a, b) <= EXACT for a, b in zip(found, wanted, strict=True))
+
+
+def freeze(folder: Path, zero: int, checkpoint: str, frozen: str) -> dict[str, Tensor | None]:
+    plan = ithaca.Plan(zero=zero, checkpoint=checkpoint)
+    model = ithaca.apply(ithaca.load_model(folder, "float64"), plan, ithaca.mesh())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    model(model.shard(*random_batch(2, 19, documents=True, ignored=0.2, seed=3))).backward()
+    return {name: p.grad if p.grad is None else p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("frozen", ["self_attn", "mlp", "embedding", "head", "norm", "blocks.0"])
+def test_frozen_weights(ranks, folders, frozen: str) -> None:
+    wanted = ranks(2).run(freeze, folders["untied"], 3, "none", "nothing")[0]
+    for zero, checkpoint in ((1, "full"), (2, "selective"), (3, "full")):
+        for name, gradient in ranks(2).run(freeze, folders["untied"], zero, checkpoint, frozen)[0].items():
+            if frozen in name:
+                assert gradient is None
+            else:
+                assert relative(gradient, wanted[name]) <= EXACT, name

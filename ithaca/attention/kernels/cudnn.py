@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ithaca.attention.kernels.naive import Naive
-from ithaca.attention.kernels.seam import PieceByPiece
+from ithaca.attention.kernels.seam import PieceByPiece, bhtd, thd
 
 aten = torch.ops.aten
 
@@ -29,9 +29,9 @@ class Cudnn(PieceByPiece):
         if len(q) == len(k) == 1:
             return Naive().one_forward(q, k, v, causal, scale)
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            _bhtd(q), _bhtd(k), _bhtd(v), None, True, 0.0, causal, False, scale=scale
+            bhtd(q), bhtd(k), bhtd(v), None, True, 0.0, causal, False, scale=scale
         )
-        return o[0].transpose(0, 1), lse.view(q.shape[1], q.shape[0])
+        return thd(o), lse.view(q.shape[1], q.shape[0])
 
     def one_backward(
         self,
@@ -49,11 +49,11 @@ class Cudnn(PieceByPiece):
         # The random state is that of dropout, of which there is none
         state = torch.zeros((), dtype=torch.long, device=q.device)
         grads = aten._scaled_dot_product_cudnn_attention_backward(
-            _bhtd(do),
-            _bhtd(q),
-            _bhtd(k),
-            _bhtd(v),
-            _bhtd(o),
+            bhtd(do),
+            bhtd(q),
+            bhtd(k),
+            bhtd(v),
+            bhtd(o),
             lse.contiguous()[None, ..., None],
             state,
             state,
@@ -66,9 +66,5 @@ class Cudnn(PieceByPiece):
             causal,
             scale=scale,
         )
-        dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+        dq, dk, dv = (thd(grad) for grad in grads)
         return dq, dk, dv
-
-
-def _bhtd(x_THD: Tensor) -> Tensor:
-    return x_THD.transpose(0, 1)[None]

@@ -92,6 +92,15 @@ class PieceByPiece(ABC):
         return dq, dk, dv
 
 
+def bhtd(x_THD: Tensor) -> Tensor:
+    """[1, H, T, D], the layout of torch's own attention operations; no copy."""
+    return x_THD.transpose(0, 1)[None]
+
+
+def thd(x_BHTD: Tensor) -> Tensor:
+    return x_BHTD[0].transpose(0, 1)
+
+
 def per_query_head(kv: Tensor, q: Tensor) -> Tensor:
     """Each key/value head repeated for the query heads of its group."""
     return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)

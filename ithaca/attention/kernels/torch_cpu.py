@@ -6,7 +6,7 @@ Its backward wants as many key/value heads as query heads, so they are repeated 
 import torch
 from torch import Tensor
 
-from ithaca.attention.kernels.seam import PieceByPiece, per_kv_head, per_query_head
+from ithaca.attention.kernels.seam import PieceByPiece, bhtd, per_kv_head, per_query_head, thd
 
 aten = torch.ops.aten
 
@@ -18,9 +18,9 @@ class TorchCpu(PieceByPiece):
         return None if device.type == "cpu" else f"it runs on a CPU, the model is on {device.type}"
 
     def one_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        q_, k_, v_ = _bhtd(q), _bhtd(per_query_head(k, q)), _bhtd(per_query_head(v, q))
+        q_, k_, v_ = bhtd(q), bhtd(per_query_head(k, q)), bhtd(per_query_head(v, q))
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_, k_, v_, 0.0, causal, scale=scale)
-        return _thd(o), lse[0]
+        return thd(o), lse[0]
 
     def one_backward(
         self,
@@ -33,16 +33,8 @@ class TorchCpu(PieceByPiece):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_, k_, v_ = _bhtd(q), _bhtd(per_query_head(k, q)), _bhtd(per_query_head(v, q))
+        q_, k_, v_ = bhtd(q), bhtd(per_query_head(k, q)), bhtd(per_query_head(v, q))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _bhtd(do), q_, k_, v_, _bhtd(o), lse[None], 0.0, causal, scale=scale
+            bhtd(do), q_, k_, v_, bhtd(o), lse[None], 0.0, causal, scale=scale
         )
-        return _thd(dq), per_kv_head(_thd(dk), k), per_kv_head(_thd(dv), v)
-
-
-def _bhtd(x_THD: Tensor) -> Tensor:
-    return x_THD.transpose(0, 1)[None]
-
-
-def _thd(x_BHTD: Tensor) -> Tensor:
-    return x_BHTD[0].transpose(0, 1)
+        return thd(dq), per_kv_head(thd(dk), k), per_kv_head(thd(dv), v)

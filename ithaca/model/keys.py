@@ -1,0 +1,39 @@
+"""Numbers and lists out of a `config.json`, which anyone may have edited: each read refuses what is not one."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ithaca.errors import ModelError
+
+
+def whole(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A whole number of 1 or more; `default` where the key is missing or null."""
+    value = default if config.get(name) is None else config[name]
+    if type(value) is not int or value < 1:
+        raise ModelError(f"config.json gives {name} as {value!r}: a whole number of 1 or more is needed")
+    return value
+
+
+def real(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A number above 0; `default` where the key is missing or null."""
+    value = default if config.get(name) is None else config[name]
+    if type(value) not in (int, float) or not 0 < value < math.inf:  # pyrefly: ignore
+        raise ModelError(f"config.json gives {name} as {value!r}: a number above 0 is needed")
+    return float(value)  # pyrefly: ignore
+
+
+def table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An object; empty where the key is missing or null."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ModelError(f"config.json gives {name} as {value!r}: an object is needed")
+    return value or {}
+
+
+def entries(config: Mapping[str, Any], name: str) -> list[Any] | None:
+    """A list; None where the key is missing or null."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, list):
+        raise ModelError(f"config.json gives {name} as {value!r}: a list is needed")
+    return value
