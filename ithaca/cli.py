@@ -37,26 +37,66 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override an option, as train.steps=100.")
     ] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="The run folder, gone on with if it is there; a new one under runs/ by default.")
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option(help="Processes on this machine: one per GPU, or 2 on a CPU, when not given.")
     ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Set the old run aside and begin anew.")] = False,
 ) -> None:
     """Train a model; without a configuration a small one, on the Python standard library's sources, byte by byte."""
     from ithaca.config import read_config
 
-    resolved = read_config(config, set_ or [])
+    saved = run / "config.toml" if run and not fresh else None
+    resolved = read_config(config or (saved if saved and saved.exists() else None), set_ or [])
     from ithaca.train.launch import launch
 
-    launch(resolved, ranks)
+    launch(resolved, ranks, run, fresh)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The Hugging Face folder to write.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float32 or float64; the model's own when not given.")
+    ] = None,
+) -> None:
+    """Write the model of a run's last checkpoint as a Hugging Face folder."""
+    from ithaca.train.export import export as write
+
+    step = write(run, folder, dtype)
+    print(f"{folder}: the model after step {step}; transformers.AutoModelForCausalLM.from_pretrained('{folder}')")
+
+
+@app.command()
+def data(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Text, JSONL, Parquet, .npy, .bin, folders.")],
+    out: Annotated[Path | None, typer.Option(help="The token file to write.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json, or a folder that holds one; bytes without it.")
+    ] = None,
+    bin_dtype: Annotated[str | None, typer.Option(help="What a .bin file holds: uint8, uint16 or uint32.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Show the document lengths of a token file.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Where --stats puts its picture.")] = None,
+) -> None:
+    """Prepare data: documents into a token file that training reads."""
+    from ithaca.data.command import run
+
+    run(paths, out, tokenizer, stats, picture, bin_dtype)
 
 
 def main() -> None:
-    """Run the command line; what a user did wrong is one sentence and code 2."""
+    """Run the command line; what a user did wrong is one sentence."""
     try:
         app()
     except IthacaError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.code)
+    except MemoryError as error:
+        print(f"error: the host has not enough memory ({error})", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)

@@ -7,6 +7,7 @@
 """
 
 import dataclasses
+import json
 import tomllib
 import types
 import typing
@@ -44,36 +45,85 @@ class MeshSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataSection:
+    source: str = ""
+    """A token file that `ithaca data` made; empty: the Python standard library's sources, byte by byte."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainSection:
-    tokens: int = field(default=1024, metadata={"read": parse_tokens})
-    """The context length: tokens in one sequence, as 4096 or 64K."""
-    batch: int = 4
-    """Sequences in a step, all ranks together."""
-    steps: int = 100
+    tokens: int | None = field(default=None, metadata={"read": parse_tokens})
+    """The context length: tokens in one sequence, as 4096 or 64K; not given: 8K on a CPU, 64K on GPUs."""
+    batch: int | None = None
+    """Sequences in a step, all ranks together; not given: one a data rank."""
+    micro: int | None = None
+    """Sequences in a pass, all ranks together; a step accumulates batch / micro passes. Not given: all at once."""
+    steps: int = 24
     """Optimizer steps."""
-    learning_rate: float = 2e-3
-    """The highest; reached after the warm-up, then falling as a cosine to a tenth."""
-    warmup: int = 20
+    learning_rate: float = 3e-3
+    """The highest, reached after the warm-up."""
+    schedule: str = "cosine"
+    """`cosine`: falls from the warm-up on; `wsd`: stays, then falls linearly at the end."""
+    warmup: int = 4
     """Steps over which the learning rate rises."""
+    decay: float = 0.2
+    """The share of the run over which `wsd` falls."""
+    final_rate: float = 0.1
+    """The last learning rate, as a share of the highest."""
     weight_decay: float = 0.1
     """AdamW's, on matrices."""
+    beta1: float = 0.9
+    """AdamW's memory of gradients."""
+    beta2: float = 0.95
+    """AdamW's memory of their squares."""
     clip: float = 1.0
     """The largest norm of a gradient."""
     seed: int = 0
-    """What the sequences are drawn from."""
+    """What the order of the data is drawn from."""
+    device: str = "auto"
+    """`cuda`, `cpu`, or `auto`: GPUs where there are any."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"train.{name} is {getattr(self, name)}: 1 or more is needed")
+        for name in ("batch", "micro", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"train.{name} is {value}: 1 or more is needed")
         for name in ("warmup", "weight_decay", "seed"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"train.{name} is {getattr(self, name)}: 0 or more is needed")
         for name in ("learning_rate", "clip"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"train.{name} is {getattr(self, name)}: a number above 0 is needed")
-        if self.tokens < 2:
+        for name in ("decay", "final_rate", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"train.{name} is {getattr(self, name)}: a number from 0 to 1 is needed")
+        for name, known in (("schedule", ("cosine", "wsd")), ("device", ("auto", "cuda", "cpu"))):
+            if getattr(self, name) not in known:
+                hint = suggestion(getattr(self, name), known)
+                raise ConfigError(f"train.{name} '{getattr(self, name)}' does not exist: {hint}")
+        if self.tokens is not None and self.tokens < 2:
             raise ConfigError(f"train.tokens is {self.tokens}: 2 or more are needed, one to predict from the other")
+        if self.batch and self.micro and self.batch % self.micro:
+            raise ConfigError(f"train.micro {self.micro} does not divide train.batch {self.batch}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    checkpoint_every: int = 50
+    """Steps between checkpoints; one is always written at the end. 0: only then."""
+    keep: int = 2
+    """Checkpoints that are kept."""
+    report: str = ""
+    """Where metrics go beside the run folder: `tensorboard` or `wandb`."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every < 0:
+            raise ConfigError(f"run.checkpoint_every is {self.checkpoint_every}: 0 or more is needed")
+        if self.keep < 1:
+            raise ConfigError(f"run.keep is {self.keep}: 1 or more is needed")
+        if self.report not in ("", "tensorboard", "wandb"):
+            hint = suggestion(self.report, ("tensorboard", "wandb"))
+            raise ConfigError(f"run.report '{self.report}' does not exist: {hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +131,32 @@ class Config:
     model: ModelSection = field(default_factory=ModelSection)
     plan: Plan = field(default_factory=Plan)
     mesh: MeshSection = field(default_factory=MeshSection)
+    data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)
+    run: RunSection = field(default_factory=RunSection)
+
+    def differs(self, other: "Config") -> str | None:
+        """'train.seed=1 instead of 0', the first option in which another run's numbers would differ; None if none.
+
+        The mesh and the Plan change no number, and a run may go on for more steps.
+        """
+        for section in ("model", "data", "train"):
+            mine, theirs = vars(getattr(self, section)), vars(getattr(other, section))
+            for name, value in mine.items():
+                if value != theirs[name] and (section, name) not in (("train", "steps"), ("train", "micro")):
+                    return f"{section}.{name}={value!r} instead of {theirs[name]!r}"
+        return None
+
+    def toml(self) -> str:
+        """The configuration as a file that `read_config` reads back."""
+        lines = []
+        for section in dataclasses.fields(self):
+            lines.append(f"[{section.name}]")
+            for name, value in vars(getattr(self, section.name)).items():
+                if value is not None:
+                    lines.append(f"{name} = {json.dumps(value)}")
+            lines.append("")
+        return "\n".join(lines)
 
 
 def read_config(file: Path | None, overrides: list[str]) -> Config:

@@ -26,6 +26,14 @@ def together(group: dist.ProcessGroup, work: Callable[[], Result]) -> Result:
     return result
 
 
+def from_first(group: dist.ProcessGroup, work: Callable[[], Result]) -> Result:
+    """Do `work` on the first rank alone; every rank gets its result, which must be picklable, or its error."""
+    first = dist.get_rank(group) == 0
+    box = [together(group, lambda: work() if first else None)]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]  # pyrefly: ignore
+
+
 def same_everywhere(group: dist.ProcessGroup, what: str, value: object) -> None:
     """Compare a value's text over the ranks before the first collective that depends on it."""
     digests = _gather(group, hashlib.sha256(repr(value).encode()).hexdigest())

@@ -1,62 +1,209 @@
-"""The training loop: sequences in, weights changed, one line of progress."""
+"""A run from its configuration to its last checkpoint. Every rank calls `train`."""
 
 import math
+import time
+from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 
 from ithaca.assemble import Model, apply
-from ithaca.config import Config, TrainSection
-from ithaca.errors import ConfigError
-from ithaca.model.source import load_model
-from ithaca.parallel.mesh import mesh
-from ithaca.parallel.sharding import local
-from ithaca.train.data import standard_library
+from ithaca.config import Config
+from ithaca.data.sample import sequences
+from ithaca.data.tokenfile import TokenFile
+from ithaca.errors import RunError
+from ithaca.parallel.agree import from_first, together
+from ithaca.parallel.batch import Batch
+from ithaca.parallel.mesh import Mesh, mesh
+from ithaca.sizes import format_tokens
+from ithaca.train.checkpoint import Checkpoints
+from ithaca.train.metrics import Sink, draw_loss, open_sinks
+from ithaca.train.optimizer import clip, learning_rate, make_optimizer
 from ithaca.train.progress import Progress
+from ithaca.train.run import RunFolder
+from ithaca.train.start import open_data, open_source, settle
+from ithaca.train.stop import StopRequest
+
+PEAK_FLOPS = 989e12  # Hopper's dense bf16, the base of causal MFU
 
 
-def train(config: Config) -> list[float]:
-    """Train on this job's ranks and give back the loss of each step. Every rank calls it."""
-    options = config.train
-    grid = mesh(**vars(config.mesh))
-    source = load_model(config.model.source, config.model.dtype, config.model.seed)
-    data = standard_library()
-    if source.spec.vocab < 256:
-        raise ConfigError(f"the data are bytes, 256 tokens, but the model's vocabulary is {source.spec.vocab}")
+def train(config: Config, path: Path) -> None:
+    """Train in a run folder on this job's ranks, from its last checkpoint on if it has one."""
+    grid = mesh(**vars(config.mesh), device=None if config.train.device == "auto" else config.train.device)
+    run, first = RunFolder(path), grid.rank == 0
+    config = from_first(grid.group, lambda: settle(config, run, grid))
+    lock = together(grid.group, lambda: run.claim(config) if first else None)
+    resumed = from_first(grid.group, run.has_checkpoints)
+    data = together(grid.group, lambda: open_data(config))
+    source = together(grid.group, lambda: open_source(config, run, resumed, data))
     model = apply(source, config.plan, grid)
-    optimizer = make_optimizer(model, options)
-    losses = []
-    with Progress(model, options) as progress:
-        for step in range(options.steps):
-            tokens, documents = data.sequences(options.batch, options.tokens, options.seed, step)
-            batch = model.shard(tokens, tokens, documents)
-            loss = model(batch)
+    together(grid.group, lambda: run.describe(source, model.dtype) if first else None)
+    Run(config, run, model, data).go()
+    if lock:
+        lock.close()
+
+
+class Run:
+    """One run on one rank: what its steps share."""
+
+    def __init__(self, config: Config, folder: RunFolder, model: Model, data: TokenFile):
+        self.config, self.folder, self.model, self.data = config, folder, model, data
+        self.mesh: Mesh = model.mesh
+        self.first = self.mesh.rank == 0
+        self.optimizer = make_optimizer(model, config.train)
+        said: list[str] = []
+        self.checkpoints = Checkpoints(folder.checkpoints, model, self.optimizer, config.run.keep, said.append)
+        manifest = self.checkpoints.load(said.append)
+        self.done = manifest["step"] if manifest else 0  # steps
+        self.saved = self.done
+        self.progress = Progress(folder.log if self.first else None, self.done, config.train.steps)
+        for text in said:
+            self.progress.warn(text)
+        self.stop = StopRequest(self.mesh)
+        self.sinks: list[Sink] = []
+
+    def go(self) -> None:
+        """All steps that are left, whatever ends them."""
+        if self.first:
+            self.folder.cut_metrics(self.done)
+        self.sinks = together(
+            self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report) if self.first else []
+        )
+        self._announce()
+        try:
+            stopped = self._steps()
+            self._save()
+            self.checkpoints.wait()
+            self._report_problem(final=True)
+            self._conclude(stopped)
+        finally:
+            self.checkpoints.close()
+            for sink in self.sinks:
+                sink.close()
+            self.progress.close()
+            self.stop.close()
+
+    def _steps(self) -> bool:
+        """Train until the last step (False) or until someone asks to stop (True)."""
+        every = self.config.run.checkpoint_every
+        while self.done < self.config.train.steps:
+            metrics = self._step()
+            for sink in self.sinks:
+                sink.write(metrics)
+            self.progress.step(metrics)
+            self._report_problem(final=False)
+            if self.stop.agreed():
+                return True
+            if every and self.done % every == 0 and self.done < self.config.train.steps:
+                self._save()
+        return False
+
+    def _step(self) -> dict[str, Any]:
+        options, began = self.config.train, time.perf_counter()
+        batches = self._batches()
+        loss = self._backward(batches)
+        norm = clip(self.model, options.clip)
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            self._fail(loss, norm)
+        rate = learning_rate(options, self.done)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.checkpoints.before_update()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+        return self._metrics(batches, loss, norm, rate, time.perf_counter() - began)
+
+    def _batches(self) -> list[Batch]:
+        """The step's sequences, this rank's part of each pass."""
+        options = self.config.train
+        drawn = sequences(self.data, options.batch, options.tokens, options.seed, self.done)  # pyrefly: ignore
+        parts = zip(*(tensor.split(options.micro or len(tensor)) for tensor in drawn), strict=True)
+        return [self.model.shard(tokens, labels, documents) for tokens, labels, documents in parts]
+
+    def _backward(self, batches: list[Batch]) -> float:
+        """The step's loss, its gradients left on the parameters: those of one large batch."""
+        valid = sum(batch.valid_tokens for batch in batches)
+        losses = []
+        for number, batch in enumerate(batches, start=1):
+            loss = self.model(batch, valid_tokens=valid, last=number == len(batches))
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(options, step)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            progress.step(step, losses[-1], batch)
-    return losses
+            losses.append(loss.detach())
+        return torch.stack(losses).sum().item()
 
+    def _metrics(self, batches: list[Batch], loss: float, norm: float, rate: float, seconds: float) -> dict[str, Any]:
+        ranks, tokens = self.mesh.size, sum(batch.total_tokens for batch in batches)
+        flops = sum(self.model.spec.flops_per_token(batch.attended) * batch.total_tokens for batch in batches)
+        gpu = self.mesh.device.type == "cuda"
+        return {
+            "step": self.done,
+            "loss": loss,
+            "gradient_norm": norm,
+            "learning_rate": rate,
+            "tokens": self.done * tokens,
+            "seconds": round(seconds, 4),
+            "tokens_per_second_per_rank": round(tokens / seconds / ranks, 1),
+            "mfu_causal": round(flops / seconds / ranks / PEAK_FLOPS, 4) if gpu else None,
+            "gpu_bytes": torch.cuda.max_memory_reserved() if gpu else None,
+            "host_bytes": psutil.Process().memory_info().rss,
+        }
 
-def make_optimizer(model: Model, options: TrainSection) -> torch.optim.Optimizer:
-    """AdamW on this rank's shards; norms and biases do not decay."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [
-        {"params": matrices, "weight_decay": options.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    # A rank without rows of a weight has nothing to update, and the fused kernel refuses empty shards
-    fused = all(local(parameter).numel() for parameter in model.parameters())
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused)
+    def _save(self) -> None:
+        """Begin a checkpoint of this step, unless there is one."""
+        if self.saved != self.done:
+            self.checkpoints.save(self.done, {"ranks": self.mesh.size, "config": self.config.toml()})
+            self.saved = self.done
 
+    def _report_problem(self, final: bool) -> None:
+        """A checkpoint that could not be written: go on, loudly; at the end of the run it is an error."""
+        problem = self.checkpoints.problem()
+        if problem is None:
+            return
+        step, reason = problem
+        good = self.checkpoints.steps()
+        last = f"the last good one is of step {good[-1]}" if good else "there is none yet"
+        text = f"the checkpoint of step {step} could not be written ({reason}); {last}"
+        if final:
+            raise RunError(f"{text}: make room in '{self.folder.path}' and start again to go on from it")
+        self.progress.warn(f"{text}; training goes on")
 
-def learning_rate(options: TrainSection, step: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
-    if step < options.warmup:
-        return options.learning_rate * (step + 1) / options.warmup
-    done = (step - options.warmup) / max(options.steps - options.warmup, 1)
-    return options.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+    def _fail(self, loss: float, norm: float) -> None:
+        self.checkpoints.wait()
+        good = self.checkpoints.steps()
+        last = f"the last good checkpoint is of step {good[-1]}" if good else "there is no checkpoint yet"
+        raise RunError(
+            f"the loss of step {self.done + 1} is {loss} (gradient norm {norm}): {last}; "
+            "a lower train.learning_rate or train.clip may help"
+        )
+
+    def _announce(self) -> None:
+        model, options = self.model, self.config.train
+        passes = f" in {options.batch // options.micro} passes" if options.micro else ""  # pyrefly: ignore
+        dtype = str(model.dtype).removeprefix("torch.")
+        self.progress.say(
+            f"{model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, on {self.mesh.size} "
+            f"{self.mesh.device.type} ranks in {dtype}, attention by {model.kernel.name}"
+        )
+        self.progress.say(
+            f"{options.batch} sequences of {format_tokens(options.tokens)} tokens a step{passes}, "  # pyrefly: ignore
+            f"{options.steps} steps, run folder {self.folder.path}"
+        )
+        if self.done:
+            self.progress.say(f"going on from the checkpoint of step {self.done}")
+
+    def _conclude(self, stopped: bool) -> None:
+        if not self.first:
+            return
+        metrics = self.folder.read_metrics()
+        draw_loss(metrics, self.folder.picture)
+        path = self.folder.path
+        if stopped:
+            self.progress.say(f"stopped after step {self.done}; go on with: ithaca train --run {path}")
+            return
+        self.progress.say(
+            f"done: loss {metrics[0]['loss']:.3f} -> {metrics[-1]['loss']:.3f} over {self.done} steps\n"
+            f"  run folder   {path}\n"
+            f"  loss curve   {self.folder.picture}\n"
+            f"  next         ithaca export {path} {path}-model"
+        )

@@ -1,72 +1,70 @@
-"""One live line: step, loss, speed, memory, time left. Where no terminal watches, a line now and then instead."""
+"""One live line: step, loss, speed, memory, time left. Where no terminal watches, a line now and then instead.
 
+Rank 0 speaks, the others are silent; all that is said goes into the run's log as well.
+"""
+
+import sys
 import time
-from types import TracebackType
+from pathlib import Path
+from typing import Any
 
-import psutil
-import torch
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ithaca.assemble import Model
-from ithaca.config import TrainSection
-from ithaca.parallel.batch import Batch
-from ithaca.sizes import format_bytes, format_tokens
-
-PEAK_FLOPS = 989e12  # Hopper's dense bf16, the base of causal MFU
+from ithaca.sizes import format_bytes
 
 
 class Progress:
-    """Shows progress on rank 0 and stays silent on the others."""
+    """Shows a run as it goes. `file` is the log; None on ranks that say nothing."""
 
-    def __init__(self, model: Model, options: TrainSection):
-        self._model, self._options = model, options
-        self._console = Console(quiet=model.mesh.rank != 0)
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-        self._every = max(options.steps // 10, 1)
-
-    def __enter__(self) -> "Progress":
-        model, options = self._model, self._options
-        self._console.print(
-            f"{model.spec.family} of {model.spec.parameters() / 1e6:.1f}M parameters, "
-            f"{model.mesh.size} {model.mesh.device.type} ranks, "
-            f"{str(model.dtype).removeprefix('torch.')}, attention by {model.kernel.name}\n"
-            f"{options.batch} sequences × {format_tokens(options.tokens)} tokens a step, {options.steps} steps",
-            highlight=False,
-        )
-        self._began = self._last = time.perf_counter()
+    def __init__(self, file: Path | None, first: int, steps: int):
+        self._log = file.open("a", encoding="utf-8") if file else None
+        self._console = Console(quiet=file is None, soft_wrap=True)
+        terminal = self._console.is_terminal and file is not None
+        self._live = Live(console=self._console, auto_refresh=False) if terminal else None
+        self._first, self._steps = first, steps
+        self._every = max((steps - first) // 12, 1)
+        self._began = time.perf_counter()
         if self._live:
             self._live.start()
-        return self
 
-    def step(self, step: int, loss: float, batch: Batch) -> None:
-        now = time.perf_counter()
-        line = self._line(step, loss, batch, now - self._last, now - self._began)
-        self._last = now
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._log:
+            self._console.print(Text(text))
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=self._log, flush=True)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """The live line, or one of the lines now and then."""
+        done = metrics["step"]
+        if not self._log:
+            return
         if self._live:
-            self._live.update(Text(line), refresh=True)
-        elif step % self._every == 0 or step == self._options.steps - 1:
-            self._console.print(line, highlight=False)
+            self._live.update(Text(self._line(metrics)), refresh=True)
+        elif (done - self._first) % self._every == 0 or done in (self._first + 1, self._steps):
+            print(self._line(metrics), file=sys.stdout, flush=True)
 
-    def _line(self, step: int, loss: float, batch: Batch, seconds: float, elapsed: float) -> str:
-        ranks, done = self._model.mesh.size, step + 1
+    def _line(self, metrics: dict[str, Any]) -> str:
+        done = metrics["step"]
         parts = [
-            f"step {done}/{self._options.steps}",
-            f"loss {loss:.3f}",
-            f"{batch.total_tokens / seconds / ranks:.0f} tokens/s/rank",
+            f"step {done}/{self._steps}",
+            f"loss {metrics['loss']:.3f}",
+            f"{metrics['tokens_per_second_per_rank']:.0f} tokens/s/rank",
         ]
-        if self._model.mesh.device.type == "cuda":
-            flops = self._model.spec.flops_per_token(batch.attended) * batch.total_tokens / ranks
-            parts.append(f"{100 * flops / seconds / PEAK_FLOPS:.1f} % MFU")
-            parts.append(f"GPU {format_bytes(torch.cuda.max_memory_reserved())}")
-        parts.append(f"host {format_bytes(psutil.Process().memory_info().rss)}")
-        left = elapsed / done * (self._options.steps - done)
+        if metrics["mfu_causal"] is not None:
+            parts.append(f"{100 * metrics['mfu_causal']:.1f} % causal MFU")
+            parts.append(f"GPU {format_bytes(metrics['gpu_bytes'])}")
+        parts.append(f"host {format_bytes(metrics['host_bytes'])}")
+        left = (time.perf_counter() - self._began) / (done - self._first) * (self._steps - done)
         parts.append(f"{left // 60:.0f}:{left % 60:02.0f} left")
         return "  ".join(parts)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         if self._live:
             self._live.stop()
+        if self._log:
+            self._log.close()

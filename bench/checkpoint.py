@@ -1,0 +1,98 @@
+"""What an asynchronous checkpoint costs the training while it is written.
+
+    python -m bench.checkpoint --model llama3.2-1b --tokens 32K
+
+Steps are timed without a checkpoint, then from the moment that one is begun until it is on disk, several times over in
+one run. The cost is the time those steps took beyond as many plain ones, over the time of the plain ones.
+"""
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ithaca
+from bench.record import record
+from ithaca.config import TrainSection
+from ithaca.sizes import format_bytes, format_tokens, parse_tokens
+from ithaca.train.checkpoint import Checkpoints
+from ithaca.train.optimizer import clip, make_optimizer
+from ithaca.train.snapshot import local_bytes, training_state
+
+
+def measure(model_name: str, tokens: int, rounds: int, plain_steps: int, folder: Path) -> dict[str, Any]:
+    model = ithaca.apply(ithaca.load_model(model_name, "bfloat16"), ithaca.Plan(checkpoint="full"))
+    optimizer = make_optimizer(model, TrainSection(learning_rate=1e-5))
+    checkpoints = Checkpoints(folder, model, optimizer, keep=1)
+    ids = torch.randint(0, model.spec.vocab, (1, tokens))
+    batch = model.shard(ids, ids)
+
+    def step() -> float:
+        began = time.perf_counter()
+        model(batch).backward()
+        clip(model, 1.0)
+        checkpoints.before_update()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    for _ in range(3):
+        step()
+    plain, during, write_seconds = [], [], []
+    for number in range(rounds):
+        plain += [step() for _ in range(plain_steps)]
+        began = time.perf_counter()
+        checkpoints.save(number + 1, {})
+        step()
+        steps = 1
+        while checkpoints.writing():
+            step()
+            steps += 1
+        write_seconds.append(time.perf_counter() - began)
+        during.append(write_seconds[-1] / steps)
+        checkpoints.wait()
+        assert checkpoints.problem() is None
+    size = local_bytes(training_state(model, optimizer))
+    checkpoints.close()
+    base = statistics.median(plain)
+    return {
+        "model": model_name,
+        "tokens": tokens,
+        "state_bytes": size,
+        "plain_step_seconds": base,
+        "plain_spread": [min(plain), max(plain)],
+        "step_seconds_while_writing": during,
+        "write_seconds": write_seconds,
+        "cost": [seconds / base - 1 for seconds in during],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama3.2-1b")
+    parser.add_argument("--tokens", default="32K", type=parse_tokens)
+    parser.add_argument("--rounds", default=3, type=int)
+    parser.add_argument("--plain-steps", default=8, type=int)
+    parser.add_argument("--out", default="bench/results", type=Path)
+    parser.add_argument("--commit", help="of a tree that was copied without its history")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="ithaca-bench-"))
+    try:
+        row = measure(args.model, args.tokens, args.rounds, args.plain_steps, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    file = record(f"checkpoint-{args.model}-{format_tokens(args.tokens)}", [row], args.out, args.commit)
+    print(f"{args.model}, {format_tokens(args.tokens)} tokens, state {format_bytes(row['state_bytes'])} -> {file}")
+    print(f"  plain step {row['plain_step_seconds']:.3f} s, spread {row['plain_spread']}")
+    for seconds, wrote, cost in zip(row["step_seconds_while_writing"], row["write_seconds"], row["cost"], strict=True):
+        print(f"  while writing {seconds:.3f} s a step, {100 * cost:+.1f} %; on disk after {wrote:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Paths into the files that are read, in order, each with its kind; nothing but the first bytes is read here.
+
+A file is binary if a zero byte stands in its first 8 KiB, as git has it. Named directly it is refused; in a folder it
+is left out and counted. One small read for each file of text.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ithaca.data.tokenfile import DTYPES
+from ithaca.errors import DataError, suggestion
+
+KINDS = {".jsonl": "jsonl", ".parquet": "parquet", ".npy": "npy", ".bin": "bin"}  # all others are text
+_LOOKED_AT = 8192
+
+
+@dataclass(frozen=True)
+class Input:
+    """One file. `stamp` changes with its content: sizes and times of change, of it and of what it is read with."""
+
+    path: Path
+    kind: str
+    size: int
+    stamp: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    files: tuple[Input, ...]
+    binary: int  # files of folders that were left out
+
+
+def bounds_file(path: Path) -> Path:
+    """corpus.bin -> corpus.bounds.npy, the document offsets beside raw tokens."""
+    return path.with_suffix(".bounds.npy")
+
+
+def find_inputs(paths: Sequence[Path], bin_dtype: str | None = None, ours: Iterable[Path] = ()) -> Inputs:
+    """The files at the paths; `ours`, being written meanwhile, are left out of folders."""
+    if not paths:
+        raise DataError("no path is given: name a file or a folder, as in `ithaca data notes.txt --out notes.tokens`")
+    if bin_dtype is not None and bin_dtype not in DTYPES:
+        raise DataError(f"--bin-dtype {bin_dtype} is not known: {suggestion(bin_dtype, DTYPES)}")
+    own = {path.resolve() for path in ours}
+    files: list[Input] = []
+    binary = 0
+    for path in paths:
+        found, skipped = _folder(path, bin_dtype, own) if path.is_dir() else ([_named(path, bin_dtype)], 0)
+        files += found
+        binary += skipped
+    return Inputs(tuple(files), binary)
+
+
+def _named(path: Path, bin_dtype: str | None) -> Input:
+    file = _input(path)
+    if file.size == 0:
+        raise DataError(f"'{path}' is empty, 0 bytes: name a file with text or tokens")
+    if file.kind == "bin" and bin_dtype is None:
+        raise DataError(f"'{path}' holds raw tokens of unknown size: add --bin-dtype uint16, or uint8 or uint32")
+    if file.kind == "text" and (place := _zero_byte(path)) is not None:
+        raise DataError(
+            f"'{path}' is binary, with a zero byte at offset {place}: "
+            "name text in UTF-8, or .jsonl, .parquet, .npy or .bin files"
+        )
+    return file
+
+
+def _folder(folder: Path, bin_dtype: str | None, own: set[Path]) -> tuple[list[Input], int]:
+    files: list[Input] = []
+    binary = 0
+    for path in sorted(_visible(folder)):
+        if path.resolve() in own or _belongs_to_bin(path):
+            continue
+        file = _input(path)
+        if (file.kind == "bin" and bin_dtype is None) or (file.kind == "text" and _zero_byte(path) is not None):
+            binary += 1
+        else:
+            files.append(file)
+    if not files:
+        beside = f", only {binary} binary files" if binary else ""
+        raise DataError(
+            f"'{folder}' holds no text and no tokens{beside}: name a folder with text, .jsonl or .npy files"
+        )
+    return files, binary
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    for top, folders, names in os.walk(folder, onerror=_unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (path for name in names if not name.startswith(".") and (path := Path(top, name)).is_file())
+
+
+def _unreadable(problem: OSError) -> None:
+    raise DataError(f"'{problem.filename}' cannot be read ({problem.strerror})") from None
+
+
+def _belongs_to_bin(path: Path) -> bool:
+    return path.name.endswith(".bounds.npy") and path.with_name(path.name.replace(".bounds.npy", ".bin")).exists()
+
+
+def _input(path: Path) -> Input:
+    try:
+        status = path.stat()
+        stamp = (status.st_size, status.st_mtime_ns)
+        kind = KINDS.get(path.suffix.lower(), "text")
+        if kind == "bin" and bounds_file(path).exists():
+            beside = bounds_file(path).stat()
+            stamp += (beside.st_size, beside.st_mtime_ns)
+    except FileNotFoundError:
+        raise DataError(f"'{path}' does not exist: name a file or a folder") from None
+    except OSError as problem:
+        raise DataError(f"'{path}' cannot be read ({problem.strerror})") from None
+    return Input(path, kind, status.st_size, stamp)
+
+
+def _zero_byte(path: Path) -> int | None:
+    """Where the first zero byte stands among the first bytes."""
+    try:
+        with path.open("rb") as file:
+            place = file.read(_LOOKED_AT).find(b"\0")
+    except OSError as problem:
+        raise DataError(f"'{path}' cannot be read ({problem.strerror})") from None
+    return None if place < 0 else place

@@ -1,0 +1,139 @@
+"""Documents into a token file, in one pass, resumable.
+
+Texts are encoded in groups of about 4 MB, which the tokenizer spreads over the cores; memory is bounded by a group, or
+by the longest document where that is longer. The journal is written every two seconds, so a killed run loses that much.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from rich.console import Console
+
+from ithaca.data.encode import Encoding, encode
+from ithaca.data.inputs import Input, find_inputs
+from ithaca.data.meter import Meter, say
+from ithaca.data.partial import Partial, partial_files
+from ithaca.data.sources import Document, Place, Reading, documents, holds_tokens
+from ithaca.data.tokenfile import VERSION, Header, smallest_dtype
+from ithaca.data.tokenizer import Bytes, Tokenizer
+from ithaca.errors import DataError
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was made, and what was left out."""
+
+    path: Path
+    header: Header
+    binary: int  # files of folders that were left out
+    empty: int  # documents without a token
+
+
+def prepare(
+    paths: Sequence[Path],
+    out: Path,
+    tokenizer: Tokenizer | None = None,
+    bin_dtype: str | None = None,
+    console: Console | None = None,
+    journal_seconds: float = 2.0,
+    group_bytes: int = 4 << 20,
+) -> Prepared:
+    """Write the documents at the paths as a token file; text becomes bytes where no tokenizer is given."""
+    console = console or Console()
+    _check_vacant(out)
+    inputs = find_inputs(paths, bin_dtype, partial_files(out))
+    reading = Reading(raw=tokenizer is None or tokenizer.raw, bin_dtype=bin_dtype)
+    encoding = Encoding(tokenizer, mixed=True) if tokenizer else _uniform(inputs.files, reading)
+    identity = _identity(inputs.files, encoding.tokenizer, bin_dtype)
+    with Partial(out, identity, smallest_dtype(encoding.vocab), journal_seconds) as partial:
+        _say_where(console, out, partial)
+        found = documents(inputs.files, partial.now.place, reading)
+        _fill(partial, _groups(found, group_bytes), encoding, inputs.files, console)
+        now = partial.now
+        if now.documents == 0:
+            partial.discard()
+            raise DataError(f"'{paths[0]}' has no token in its {now.empty} documents: name text or tokens")
+        header = partial.finish(encoding.fingerprint, encoding.vocab if encoding.tokenizer else now.largest + 1)
+    return Prepared(out, header, inputs.binary, now.empty)
+
+
+def _check_vacant(out: Path) -> None:
+    if out.exists():
+        raise DataError(f"--out '{out}' exists already: name another file, nothing is overwritten")
+    if not out.parent.is_dir():
+        raise DataError(
+            f"--out '{out}' lies in '{out.parent}', which is no folder: make it by `mkdir -p '{out.parent}'`"
+        )
+
+
+def _uniform(files: Sequence[Input], reading: Reading) -> Encoding:
+    """Where no tokenizer is given: all text, by bytes, or all ready tokens."""
+    text, ready = (_first(files, kind, reading) for kind in (False, True))
+    if text and ready:
+        raise DataError(
+            f"'{text.path}' is text and '{ready.path}' holds ready tokens: "
+            "name the tokenizer that made the tokens by --tokenizer"
+        )
+    return Encoding(Bytes() if text else None, mixed=False)
+
+
+def _first(files: Sequence[Input], ready: bool, reading: Reading) -> Input | None:
+    return next((file for file in files if holds_tokens(file, reading) is ready), None)
+
+
+def _identity(files: Sequence[Input], tokenizer: Tokenizer | None, bin_dtype: str | None) -> str:
+    """The same for a run that may go on where another was killed."""
+    stamps = [(str(file.path.absolute()), file.kind, file.stamp) for file in files]
+    made_by = (tokenizer.fingerprint, tokenizer.end) if tokenizer else None
+    return hashlib.sha256(json.dumps([VERSION, stamps, made_by, bin_dtype]).encode()).hexdigest()
+
+
+def _say_where(console: Console, out: Path, partial: Partial) -> None:
+    if partial.begun:
+        say(console, f"going on with '{out}' behind {partial.now.documents} documents, {partial.now.tokens} tokens")
+    elif partial.begun is False:
+        say(console, f"what was begun of '{out}' is from other inputs or another tokenizer: beginning anew")
+
+
+def _fill(
+    partial: Partial,
+    groups: Iterator[tuple[Place, list[Document]]],
+    encoding: Encoding,
+    files: Sequence[Input],
+    console: Console,
+) -> None:
+    """Encode and append every document behind the partial file's place."""
+    before = [0, *accumulate(file.size for file in files)]
+    place = partial.now.place
+    with Meter(console, before[-1], before[place.file] + place.offset) as meter:
+        for place, group in groups:
+            _append(partial, group, encoding)
+            partial.reach(place)
+            meter.show(before[place.file] + place.offset, partial.now.tokens)
+    partial.reach(place, force=True)
+
+
+def _groups(found: Iterator[tuple[Place, Document]], size: int) -> Iterator[tuple[Place, list[Document]]]:
+    """Documents by about `size` bytes, each group with the place behind it."""
+    group: list[Document] = []
+    place, held = Place(), 0
+    for place, document in found:
+        group.append(document)
+        held += len(document.content) + len(document.prompt) + 1024  # so that many tiny ones end a group too
+        if held >= size:
+            yield place, group
+            group, held = [], 0
+    if group:
+        yield place, group
+
+
+def _append(partial: Partial, group: list[Document], encoding: Encoding) -> None:
+    for encoded in encode(group, encoding):
+        if any(map(len, encoded.parts)):
+            partial.add(encoded.parts, encoded.learned, encoded.largest)
+        else:
+            partial.skip()

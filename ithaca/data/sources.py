@@ -1,0 +1,230 @@
+"""Documents out of files, one after the other, each with the place behind it, from which reading can go on.
+
+One document is in memory at a time (of Parquet, 64), and arrays of ready tokens or raw bytes not even that: they are
+mapped. Going on within a JSONL file seeks, within Parquet it skips row groups, so it costs next to nothing.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ithaca.data.inputs import Input, bounds_file
+from ithaca.data.tokenfile import DTYPES
+from ithaca.data.tokenizer import Text
+from ithaca.errors import DataError
+
+PARQUET_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Document:
+    """Text to be encoded, or tokens that are `ready`; a prompt is read and not learned."""
+
+    where: str  # as a sentence names it
+    content: Text
+    ready: bool = False
+    prompt: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Behind a document: so many files whole, then so many records (lines, rows) and bytes of the next."""
+
+    file: int = 0
+    record: int = 0
+    offset: int = 0  # bytes; what a JSONL file is sought to, and what progress shows
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are read: `raw` leaves text undecoded, `bin_dtype` is of .bin files."""
+
+    raw: bool
+    bin_dtype: str | None
+
+
+Read = Callable[[Input, Place, Reading], Iterator[tuple[int, int, Document]]]  # records and bytes behind it, a document
+
+
+def documents(files: Sequence[Input], start: Place, reading: Reading) -> Iterator[tuple[Place, Document]]:
+    """All documents behind `start`, each with the place behind it."""
+    for number in range(start.file, len(files)):
+        file = files[number]
+        begin = start if number == start.file else Place(number)
+        try:
+            for record, offset, document in _READERS[file.kind](file, begin, reading):
+                yield Place(number, record, offset), document
+        except OSError as problem:
+            raise DataError(f"'{file.path}' cannot be read ({problem.strerror or problem})") from None
+
+
+def holds_tokens(file: Input, reading: Reading) -> bool:
+    """Whether a file's documents are ready tokens, by its kind or its first document."""
+    if file.kind in ("text", "npy", "bin"):
+        return file.kind != "text"
+    first = next(documents([file], Place(), reading), None)
+    return first is not None and first[1].ready
+
+
+def _text(file: Input, start: Place, reading: Reading) -> Iterator[tuple[int, int, Document]]:
+    if start.record:
+        return
+    where = f"'{file.path}'"
+    raw = np.asarray(np.memmap(file.path, np.uint8, "r")) if file.size else np.empty(0, np.uint8)
+    yield 1, file.size, Document(where, raw if reading.raw else _decoded(where, raw.tobytes(), 0))
+
+
+def _decoded(where: str, raw: bytes, offset: int) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as problem:
+        raise DataError(
+            f"{where} is not UTF-8 at byte offset {offset + problem.start} (0x{raw[problem.start]:02x}): "
+            "convert it with `iconv -t UTF-8`"
+        ) from None
+
+
+def _jsonl(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, Document]]:
+    number, offset = start.record, start.offset
+    with file.path.open("rb") as lines:
+        lines.seek(offset)
+        for line in lines:
+            number += 1
+            begin, offset = offset, offset + len(line)
+            if line.strip():
+                where = f"'{file.path}', line {number}"
+                yield number, offset, _document(where, _object(where, _decoded(where, line, begin)))
+
+
+def _object(where: str, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as problem:
+        raise DataError(f"{where} is not JSON ({getattr(problem, 'msg', problem)})") from None
+    if not isinstance(record, dict):
+        raise DataError(f'{where} is not an object: write {{"text": "…"}}')
+    return record
+
+
+def _document(where: str, record: dict[str, Any]) -> Document:
+    """The document of an object with `text`, `prompt` and `completion`, or `tokens`."""
+    if "text" in record:
+        return Document(where, _string(where, record, "text"))
+    if "prompt" in record and "completion" in record:
+        return Document(where, _string(where, record, "completion"), prompt=_string(where, record, "prompt"))
+    if "tokens" in record:
+        return Document(where, _ids(where, record["tokens"]), ready=True)
+    found = ", ".join(f"'{name}'" for name in record) or "none"
+    raise DataError(f"{where} has the fields {found}: 'text', 'prompt' and 'completion', or 'tokens' is needed")
+
+
+def _string(where: str, record: dict[str, Any], name: str) -> str:
+    value = record[name]
+    if not isinstance(value, str):
+        raise DataError(f"{where} has a '{name}' of type {type(value).__name__}: text is needed")
+    try:
+        value.encode()
+    except UnicodeEncodeError as problem:
+        raise DataError(f"{where} has half a surrogate pair at character {problem.start} of '{name}'") from None
+    return value
+
+
+def _ids(where: str, tokens: Any) -> np.ndarray:
+    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
+        raise DataError(f"{where} has 'tokens' that are not a list of whole numbers: write [464, 3290]")
+    try:
+        return np.array(tokens, np.int64)
+    except OverflowError:
+        raise DataError(f"{where} has token id {max(tokens, key=abs)}: ids go from 0 to {2**32 - 1}") from None
+
+
+def _parquet(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, Document]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f"reading '{file.path}' needs pyarrow: pip install 'ithaca[parquet]'") from None
+    try:
+        with parquet.ParquetFile(file.path) as table:
+            total = table.metadata.num_rows
+            for row, record in _rows(table, _columns(file.path, table.schema_arrow.names), start.record):
+                place = f"'{file.path}', row {row + 1}"
+                yield row + 1, file.size * (row + 1) // total, _document(place, record)
+    except pyarrow.ArrowException as problem:
+        raise DataError(f"'{file.path}' is not Parquet ({str(problem).splitlines()[0]})") from None
+
+
+def _columns(path: Path, names: list[str]) -> list[str]:
+    for wanted in (["text"], ["prompt", "completion"], ["tokens"]):
+        if set(wanted) <= set(names):
+            return wanted
+    found = ", ".join(f"'{name}'" for name in names) or "none"
+    raise DataError(f"'{path}' has the columns {found}: 'text', 'prompt' and 'completion', or 'tokens' is needed")
+
+
+def _rows(table: Any, columns: list[str], skip: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows behind the first `skip`, by their number; row groups before them are not read."""
+    row = 0
+    for group in range(table.num_row_groups):
+        rows = table.metadata.row_group(group).num_rows
+        if row + rows <= skip:
+            row += rows
+            continue
+        for batch in table.iter_batches(PARQUET_ROWS, row_groups=[group], columns=columns):
+            for record in batch.to_pylist():
+                if row >= skip:
+                    yield row, record
+                row += 1
+
+
+def _npy(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, Document]]:
+    array = _load(file.path)
+    if array.ndim not in (1, 2):
+        raise DataError(f"'{file.path}' has the shape {list(array.shape)}: [tokens] or [documents, tokens] is needed")
+    rows = array[None] if array.ndim == 1 else array
+    for row in range(start.record, len(rows)):
+        where = f"'{file.path}', row {row}" if array.ndim == 2 else f"'{file.path}'"
+        yield row + 1, file.size * (row + 1) // len(rows), Document(where, rows[row], ready=True)
+
+
+def _load(path: Path) -> np.ndarray:
+    """The whole numbers of a .npy file, mapped; what is pickled is never opened."""
+    try:
+        array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except (ValueError, EOFError) as problem:
+        raise DataError(f"'{path}' is not a plain .npy file ({str(problem).splitlines()[0]})") from None
+    if array.dtype.kind not in "iu":
+        raise DataError(f"'{path}' holds {array.dtype}: whole numbers are needed, as array.astype('uint32') gives")
+    return array
+
+
+def _bin(file: Input, start: Place, reading: Reading) -> Iterator[tuple[int, int, Document]]:
+    dtype = DTYPES[str(reading.bin_dtype)]
+    count, rest = divmod(file.size, dtype.itemsize)
+    if rest:
+        raise DataError(
+            f"'{file.path}' has {file.size} bytes, no multiple of the {dtype.itemsize} of --bin-dtype "
+            f"{reading.bin_dtype}: give the dtype it was written in"
+        )
+    tokens = np.asarray(np.memmap(file.path, dtype, "r")) if count else np.empty(0, dtype)
+    bounds = _bounds(bounds_file(file.path), count)
+    for number in range(start.record, len(bounds) - 1):
+        end = int(bounds[number + 1])
+        where = f"'{file.path}', document {number}" if len(bounds) > 2 else f"'{file.path}'"
+        yield number + 1, end * dtype.itemsize, Document(where, tokens[bounds[number] : end], ready=True)
+
+
+def _bounds(path: Path, count: int) -> np.ndarray:
+    if not path.exists():
+        return np.array([0, count])
+    bounds = _load(path)
+    if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != count or (bounds[1:] < bounds[:-1]).any():
+        raise DataError(f"'{path}' is no rising list of offsets from 0 to the {count} tokens beside it")
+    return bounds
+
+
+_READERS: dict[str, Read] = {"text": _text, "jsonl": _jsonl, "parquet": _parquet, "npy": _npy, "bin": _bin}

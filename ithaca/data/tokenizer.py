@@ -1,0 +1,111 @@
+"""Text into tokens: by bytes, or by a `tokenizer.json` with the `tokenizers` package.
+
+A text is encoded whole, since a tokenizer may look at all of it. By `tokenizer.json` that takes about 120 times the
+text's bytes of memory while it lasts; by bytes it takes none. Texts of one call are encoded in parallel.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+from ithaca.errors import DataError
+
+Text = str | np.ndarray  # an array is a file's bytes as they are, which only `Bytes` takes
+
+
+class Tokenizer(Protocol):
+    """What both makes offer."""
+
+    fingerprint: str  # 'bytes' or 'sha256:<of tokenizer.json>'
+    vocab: int  # ids are below it
+    end: int | None  # the id that ends a document of text
+    raw: bool  # whether it takes a file's bytes undecoded
+
+    def encode(self, texts: Sequence[Text]) -> list[np.ndarray]: ...
+
+
+class Bytes:
+    """Each byte of the UTF-8 text is a token; nothing ends a document."""
+
+    fingerprint = "bytes"
+    vocab = 256
+    end: int | None = None
+    raw = True
+
+    def encode(self, texts: Sequence[Text]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) if isinstance(text, str) else text for text in texts]
+
+
+class Json:
+    """A `tokenizer.json`; `end` is the `eos_token` that a tokenizer_config.json beside it names."""
+
+    raw = False
+
+    def __init__(self, file: Path):
+        content = _read(file)
+        try:
+            self._inner = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as problem:  # the package raises nothing narrower
+            raise DataError(f"'{file}' is not a tokenizer.json ({_line(problem)})") from None
+        # What the file says of truncation and padding is for inference, and would cut documents
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self.fingerprint = "sha256:" + hashlib.sha256(content).hexdigest()
+        # Ids may have holes, and then the largest lies above the count
+        size = self._inner.get_vocab_size(with_added_tokens=True)
+        self.vocab = max(size, max(self._inner.get_vocab(with_added_tokens=True).values(), default=0) + 1)
+        self.end = self._end(file.with_name("tokenizer_config.json"))
+
+    def encode(self, texts: Sequence[Text]) -> list[np.ndarray]:
+        try:
+            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as problem:  # the package raises nothing narrower
+            raise DataError(f"the tokenizer cannot encode a text ({_line(problem)})") from None
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def _end(self, file: Path) -> int | None:
+        if not file.exists():
+            return None
+        try:
+            token = json.loads(_read(file)).get("eos_token")
+        except (ValueError, AttributeError):
+            raise DataError(
+                f"'{file}' is not a JSON object: mend it, or remove it to end documents by nothing"
+            ) from None
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is None:
+            return None
+        end = self._inner.token_to_id(str(token))
+        if end is None:
+            raise DataError(f"'{file}' names the eos_token '{token}', which the tokenizer.json beside it does not have")
+        return end
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`, or of a Hugging Face folder that holds one."""
+    if not path.exists():
+        raise DataError(f"--tokenizer '{path}' does not exist: name a tokenizer.json or a folder that holds one")
+    if not path.is_dir():
+        return Json(path)
+    if not (path / "tokenizer.json").exists():
+        raise DataError(
+            f"--tokenizer '{path}' holds no tokenizer.json: transformers writes one by "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        )
+    return Json(path / "tokenizer.json")
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as problem:
+        raise DataError(f"'{file}' cannot be read ({problem.strerror})") from None
+
+
+def _line(problem: Exception) -> str:
+    return str(problem).splitlines()[0] if str(problem) else type(problem).__name__

@@ -1,0 +1,237 @@
+"""Checkpoints that survive: written beside the training, whole or not at all, checked before they are believed.
+
+A checkpoint is a folder `step-00000120` of files that PyTorch's distributed checkpoint (DCP) wrote, one per rank, and a
+`manifest.json` with the step, what the caller adds, and the size and SHA-256 of every file. It is written as
+`step-00000120.partial` by a thread of each rank over a process group of their own, and gets its name when every file is
+on disk: a run that is killed at any moment leaves the last good one. It can be read on another number of ranks.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from ithaca.assemble import Model
+from ithaca.errors import RunError
+from ithaca.sizes import format_bytes
+from ithaca.train.snapshot import Snapshot, local_bytes, training_state
+
+PARTIAL = ".partial"
+
+
+class Checkpoints:
+    """The checkpoints of one run, seen from one rank. Every rank calls every method."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Model,
+        optimizer: torch.optim.Optimizer | None,
+        keep: int,
+        say: Callable[[str], None] = print,
+    ):
+        self._folder, self._keep = folder, keep
+        self._optimizer = optimizer
+        self._state = training_state(model, optimizer)
+        self._rank, self._ranks = model.mesh.rank, model.mesh.size
+        # Of its own, since its thread talks while the main one trains
+        self._group: Any = dist.new_group(list(range(self._ranks)), backend="gloo")
+        self._snapshot = self._make_snapshot(say) if optimizer else None
+        self._writer: threading.Thread | None = None
+        self._problem: tuple[int, str] | None = None
+        if self._rank == 0:
+            folder.mkdir(exist_ok=True)
+            for leftover in folder.glob(f"*{PARTIAL}"):
+                shutil.rmtree(leftover)
+
+    def save(self, step: int, note: dict[str, Any]) -> None:
+        """Begin to write the state after `step` steps; an earlier write is waited for first."""
+        self.wait()
+        work = (step, note, _random_state())
+        if self._snapshot is None:
+            self._write(*work)
+            return
+        self._snapshot.take()
+        self._writer = threading.Thread(target=self._write, args=work, daemon=True)
+        self._writer.start()
+
+    def writing(self) -> bool:
+        return self._writer is not None and self._writer.is_alive()
+
+    def before_update(self) -> None:
+        """Call before the optimizer changes what a snapshot may still be reading."""
+        if self._snapshot is not None:
+            self._snapshot.before_update()
+
+    def wait(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def close(self) -> None:
+        self.wait()
+        if self._snapshot is not None:
+            self._snapshot.close()
+
+    def problem(self) -> tuple[int, str] | None:
+        """(step, reason) of a write that failed since the last time this was asked."""
+        problem, self._problem = self._problem, None
+        return problem
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are there, oldest first."""
+        names = [path.name for path in self._folder.glob("step-*") if not path.name.endswith(PARTIAL)]
+        return sorted(int(name.removeprefix("step-")) for name in names if name[5:].isdigit())
+
+    def load(self, say: Callable[[str], None]) -> dict[str, Any] | None:
+        """Read the newest checkpoint that is sound into model and optimizer, and give its manifest; None if none is."""
+        known = [self.steps() if self._rank == 0 else None]
+        dist.broadcast_object_list(known, group=self._group, group_src=0)
+        for step in reversed(known[0] or []):
+            damage = [problem for problem in self._gather(self._damage(step)) if problem]
+            if damage:
+                say(f"checkpoint of step {step} is damaged ({damage[0]}): going back to the one before")
+                continue
+            return self._read(step)
+        if known[0]:
+            raise RunError(
+                f"none of the {len(known[0])} checkpoints in '{self._folder}' is sound: --fresh begins the run anew"
+            )
+        return None
+
+    def _make_snapshot(self, say: Callable[[str], None]) -> Snapshot | None:
+        """None where a rank's host has no room for a copy: checkpoints are then written while training waits."""
+        needed, local = local_bytes(self._state), int(os.environ.get("LOCAL_WORLD_SIZE", self._ranks))
+        free = psutil.virtual_memory().available
+        if not all(self._gather(needed * local < 0.9 * free)):
+            say(
+                f"a copy of the state for checkpoints takes {format_bytes(needed * local)} of host memory, "
+                f"{format_bytes(free)} are free: training will wait while checkpoints are written"
+            )
+            return None
+        return Snapshot(self._state)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}"
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        return json.loads((self._path(step) / "manifest.json").read_text(encoding="utf-8"))
+
+    def _read(self, step: int) -> dict[str, Any]:
+        dcp.load(dict(self._state), checkpoint_id=self._path(step), process_group=self._group)
+        for state in self._optimizer.state.values() if self._optimizer else ():
+            state["step"].fill_(step)
+        manifest = self._manifest(step)
+        if len(manifest["random"]) == self._ranks:  # another number of ranks draws other numbers
+            _restore_random_state(manifest["random"][self._rank])
+        return manifest
+
+    def _damage(self, step: int) -> str | None:
+        """What is wrong with a checkpoint, as far as this rank looks: ranks share the files among them."""
+        path = self._path(step)
+        try:
+            files = sorted(self._manifest(step)["files"].items())
+            for name, (size, digest) in files[self._rank :: self._ranks]:
+                if (path / name).stat().st_size != size or _sha256(path / name) != digest:
+                    return f"{name} is not what was written"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+            return str(problem) or type(problem).__name__
+        return None
+
+    def _write(self, step: int, note: dict[str, Any], random: list[str]) -> None:
+        """All of a write. Each stage ends in agreement: what fails on one rank fails on all."""
+        path = self._path(step)
+        partial = path.with_name(path.name + PARTIAL)
+        try:
+            state = self._snapshot.finish() if self._snapshot else self._state
+            self._stage(lambda: partial.mkdir(parents=True) if self._rank == 0 else None)
+            writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+            dcp.save(state, storage_writer=writer, process_group=self._group)
+            parts = self._stage(lambda: _digests(partial, self._rank))
+            files = {name: digest for part in parts for name, digest in part.items()}
+            manifest = {"step": step, "files": files, "random": self._gather(random), **note}
+            self._stage(lambda: self._complete(partial, path, manifest))
+        except (OSError, dcp.api.CheckpointException) as problem:
+            self._problem = step, _reason(problem)
+            if self._rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _complete(self, partial: Path, path: Path, manifest: dict[str, Any]) -> None:
+        if self._rank != 0:
+            return
+        with (partial / "manifest.json").open("w", encoding="utf-8") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():  # a step that is reached a second time, after going back past a damaged one
+            shutil.rmtree(path)
+        partial.rename(path)
+        _sync_folder(self._folder)
+        for old in self.steps()[: -self._keep]:
+            shutil.rmtree(self._path(old), ignore_errors=True)
+
+    def _stage(self, work: Callable[[], Any]) -> list[Any]:
+        """Do a part of a write; its result on every rank, or the OSError that one of them met."""
+        try:
+            found: Any = work()
+        except OSError as problem:
+            found = problem
+        results = self._gather(found)
+        for result in results:
+            if isinstance(result, OSError):
+                raise result
+        return results
+
+    def _gather(self, item: Any) -> list[Any]:
+        items: list[Any] = [None] * self._ranks
+        dist.all_gather_object(items, item, group=self._group)
+        return items
+
+
+def _digests(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of what this rank wrote; rank 0 also has the file that describes them all."""
+    names = [path.name for path in folder.glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
+    return {name: ((folder / name).stat().st_size, _sha256(folder / name)) for name in names}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _random_state() -> list[str]:
+    """Of this rank's CPU and, where there is one, GPU."""
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [bytes(state.tolist()).hex() for state in (torch.get_rng_state(), *cuda)]
+
+
+def _restore_random_state(states: list[str]) -> None:
+    cpu, *cuda = (torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8) for state in states)
+    torch.set_rng_state(cpu)
+    if cuda and torch.cuda.is_available():
+        torch.cuda.set_rng_state(cuda[0])
+
+
+def _reason(problem: BaseException) -> str:
+    """What the file system said, out of the layers that wrap it."""
+    if isinstance(problem, dcp.api.CheckpointException):
+        inner = next(iter(problem.failures.values()))[0]
+        return str(inner)
+    return str(problem)

@@ -1,0 +1,112 @@
+"""A run folder: all that a run leaves and needs to go on.
+
+    config.toml     the resolved configuration      model/       config.json and tokenizer of the model, for export
+    metrics.jsonl   one object a step               loss.png     its loss as a picture
+    checkpoints/    the last few                    log.txt      what was said
+
+Rank 0 writes it; a lock keeps two jobs out of one folder. Started again, a run goes on from its last checkpoint, and
+what its metrics say of later steps is cut off first: they will be made again.
+"""
+
+import fcntl
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from ithaca.config import Config, read_config
+from ithaca.errors import ConfigError, RunError
+from ithaca.model.folder import write_description
+from ithaca.model.source import ModelSource
+
+LOCK_SECONDS = 20  # an interrupted job may need a moment to let go
+
+
+class RunFolder:
+    """The files of one run, by name."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config, self.metrics = path / "config.toml", path / "metrics.jsonl"
+        self.model, self.checkpoints = path / "model", path / "checkpoints"
+        self.picture, self.log = path / "loss.png", path / "log.txt"
+
+    def begun(self) -> bool:
+        return self.config.exists()
+
+    def has_checkpoints(self) -> bool:
+        return any(path.name.removeprefix("step-").isdigit() for path in self.checkpoints.glob("step-*"))
+
+    def saved_config(self) -> Config:
+        return read_config(self.config, [])
+
+    def claim(self, config: Config) -> IO[str]:
+        """Make the folder, or check that it belongs to this configuration, and hold it: the lock is given back."""
+        if self.begun():
+            difference = config.differs(self.saved_config())
+            if difference:
+                raise ConfigError(
+                    f"'{self.path}' is a run with another configuration: {difference}; name another --run, or --fresh"
+                )
+        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ConfigError(f"'{self.path}' exists and is not a run folder: name another --run")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = self._lock()
+            partial = self.path / "config.toml.partial"
+            partial.write_text(config.toml(), encoding="utf-8")
+            partial.rename(self.config)
+            return lock
+        except OSError as problem:
+            raise ConfigError(f"'{self.path}' cannot be made a run folder ({problem.strerror})") from None
+
+    def describe(self, source: ModelSource, dtype: torch.dtype) -> None:
+        """Put into the folder what export needs of the model beside its weights."""
+        if not self.model.exists():
+            partial = self.path / "model.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            write_description(source, dtype, partial)
+            partial.rename(self.model)
+
+    def set_aside(self) -> Path | None:
+        """Give an old run another name, so that a fresh one can take its place; nothing is deleted."""
+        if not self.path.exists():
+            return None
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.name}.old{number}")).exists():
+            number += 1
+        self.path.rename(aside)
+        return aside
+
+    def _lock(self) -> IO[str]:
+        """Hold the folder while the file that is given back stays open; the system lets go of it with the process."""
+        file = (self.path / "lock").open("w")
+        until = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return file
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise RunError(f"'{self.path}' is in use by another job: stop it, or name another --run") from None
+                time.sleep(0.2)
+
+    def cut_metrics(self, step: int) -> None:
+        """Keep the metrics of the first `step` steps; a line that a kill left half-written goes with the rest."""
+        kept = [line for line in self.read_metrics() if line["step"] <= step]
+        partial = self.metrics.with_name("metrics.jsonl.partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        partial.rename(self.metrics)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        lines = []
+        for text in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else ():
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                break
+        return lines
