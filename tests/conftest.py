@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.nursery import Nursery
 from tests.ranks import Ranks
 
 
@@ -23,6 +24,14 @@ def _jobs() -> Iterator[dict[int, Ranks]]:
     yield jobs
     for job in jobs.values():
         job.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nursery() -> Iterator[Nursery]:
+    """Where whole commands and jobs are forked from; begun before the first test, for the same reason."""
+    nursery = Nursery()
+    yield nursery
+    nursery.stop()
 
 
 @pytest.fixture(scope="session")

@@ -87,6 +87,10 @@ class Checkpoints:
         problem, self._problem = self._problem, None
         return problem
 
+    def size(self) -> int:
+        """Bytes of one checkpoint, all ranks together."""
+        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self._state.values())
+
     def steps(self) -> list[int]:
         """The steps of the checkpoints that are there, oldest first."""
         names = [path.name for path in self._folder.glob("step-*") if not path.name.endswith(PARTIAL)]

@@ -1,6 +1,7 @@
 """A run from its configuration to its last checkpoint. Every rank calls `train`."""
 
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ithaca.errors import RunError
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.sizes import format_tokens
+from ithaca.sizes import format_bytes, format_tokens
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.metrics import Sink, draw_loss, open_sinks
 from ithaca.train.optimizer import clip, learning_rate, make_optimizer
@@ -38,7 +39,7 @@ def train(config: Config, path: Path) -> None:
     data = together(grid.group, lambda: open_data(config))
     source = together(grid.group, lambda: open_source(config, run, resumed, data))
     model = apply(source, config.plan, grid)
-    together(grid.group, lambda: run.describe(source, model.dtype) if first else None)
+    together(grid.group, lambda: run.begin(config, source, model.dtype) if first else None)
     Run(config, run, model, data).go()
     if lock:
         lock.close()
@@ -163,9 +164,11 @@ class Run:
         step, reason = problem
         good = self.checkpoints.steps()
         last = f"the last good one is of step {good[-1]}" if good else "there is none yet"
-        text = f"the checkpoint of step {step} could not be written ({reason}); {last}"
+        free, needed = shutil.disk_usage(self.folder.path).free, self.checkpoints.size()
+        room = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free on its disk"
+        text = f"the checkpoint of step {step} could not be written ({reason}; {room}); {last}"
         if final:
-            raise RunError(f"{text}: make room in '{self.folder.path}' and start again to go on from it")
+            raise RunError(f"{text}: mend the cause and start again, ithaca train --run {self.folder.path}")
         self.progress.warn(f"{text}; training goes on")
 
     def _fail(self, loss: float, norm: float) -> None:

@@ -44,33 +44,36 @@ class RunFolder:
         return read_config(self.config, [])
 
     def claim(self, config: Config) -> IO[str]:
-        """Make the folder, or check that it belongs to this configuration, and hold it: the lock is given back."""
+        """Hold the folder, which is new or belongs to this configuration: the lock is given back."""
         if self.begun():
             difference = config.differs(self.saved_config())
             if difference:
                 raise ConfigError(
                     f"'{self.path}' is a run with another configuration: {difference}; name another --run, or --fresh"
                 )
-        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        elif self.path.exists() and not self._vacant():
             raise ConfigError(f"'{self.path}' exists and is not a run folder: name another --run")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = self._lock()
-            partial = self.path / "config.toml.partial"
-            partial.write_text(config.toml(), encoding="utf-8")
-            partial.rename(self.config)
-            return lock
+            return self._lock()
         except OSError as problem:
             raise ConfigError(f"'{self.path}' cannot be made a run folder ({problem.strerror})") from None
 
-    def describe(self, source: ModelSource, dtype: torch.dtype) -> None:
-        """Put into the folder what export needs of the model beside its weights."""
+    def begin(self, config: Config, source: ModelSource, dtype: torch.dtype) -> None:
+        """Write down a configuration that has proved to work, and what export needs of the model beside its weights."""
         if not self.model.exists():
             partial = self.path / "model.partial"
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             write_description(source, dtype, partial)
             partial.rename(self.model)
+        partial = self.path / "config.toml.partial"
+        partial.write_text(config.toml(), encoding="utf-8")
+        partial.rename(self.config)
+
+    def _vacant(self) -> bool:
+        """Nothing but what a start that came to nothing leaves."""
+        return self.path.is_dir() and {path.name for path in self.path.iterdir()} <= {"lock", "model", "model.partial"}
 
     def set_aside(self) -> Path | None:
         """Give an old run another name, so that a fresh one can take its place; nothing is deleted."""

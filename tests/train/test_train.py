@@ -1,70 +1,78 @@
-"""`ithaca train` as a user runs it."""
+"""`ithaca train`, `export` and `data` as a user types them."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
-from tests.models import make_model, save
-
-SMALL = ["train.tokens=64", "train.batch=4", "train.steps=12", "train.warmup=2"]
-
-
-def run(*words: str, sets: list[str] = ()) -> subprocess.CompletedProcess[str]:
-    options = [word for item in sets for word in ("--set", item)]
-    command = [sys.executable, "-m", "ithaca", *words, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+from ithaca.train.run import RunFolder
+from tests.nursery import Nursery
+from tests.train.conftest import SMALL
 
 
-def losses(output: str) -> list[float]:
-    return [float(number) for number in re.findall(r"loss ([0-9.]+)", output)]
+def words(*sets: str) -> list[str]:
+    return [word for item in (*SMALL, *sets) for word in ("--set", item)]
 
 
-def test_two_ranks_learn_what_one_learns() -> None:
-    by_ranks = {}
-    for ranks in ("1", "2"):
-        done = run("train", "--ranks", ranks, sets=SMALL)
-        assert done.returncode == 0, done.stderr
-        by_ranks[ranks] = losses(done.stdout)
-        assert by_ranks[ranks][-1] < by_ranks[ranks][0] - 0.5
-    assert by_ranks["1"] == pytest.approx(by_ranks["2"], abs=2e-3)
+def losses(path: Path) -> list[float]:
+    return [line["loss"] for line in RunFolder(path).read_metrics()]
 
 
-def test_a_folder_and_a_file(tmp_path: Path) -> None:
-    folder = save(make_model("qwen3", vocab_size=300), tmp_path / "in")
-    (tmp_path / "run.toml").write_text(f'model.source = "{folder}"\nplan.checkpoint = "selective"\n')
-    done = run("train", str(tmp_path / "run.toml"), "--ranks", "1", sets=SMALL)
-    assert done.returncode == 0, done.stderr
-    assert losses(done.stdout)
+def test_from_text_to_a_folder_that_transformers_loads(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the wine-dark sea and the rosy-fingered dawn\n" * 300)
+    end = nursery.command("data", "text.txt", "--out", "text.tokens", folder=tmp_path)
+    assert end.code == 0, end.err
+    sets = words(f"model.source={small_model}", "data.source=text.tokens", "train.learning_rate=0.01")
+    end = nursery.command("train", "--run", "run", "--ranks", "1", *sets, folder=tmp_path)
+    assert end.code == 0, end.err
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0] - 2
+    for name in ("run folder   run", "loss curve   run/loss.png", "next         ithaca export run"):
+        assert name in end.out
+    end = nursery.command("export", "run", "out", "--dtype", "bfloat16", folder=tmp_path)
+    assert end.code == 0, end.err
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert str(model.dtype) == "torch.bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("words", "sets", "sentence"),
-    [
-        (["train", "missing.toml"], [], "'missing.toml' cannot be read"),
-        (["train"], ["train.stepps=1"], "did you mean 'steps'"),
-        (["train"], ["model.source=nowhere"], "'nowhere' is neither a folder nor a preset"),
-        (["train", "--ranks", "2"], ["mesh.shard=3"], "is 3, but the job has 2 ranks; shard=2 would fit"),
-        (["train", "--ranks", "2"], ["mesh.ulysses=2"], "recipe 'dense' has no context parallelism"),
-        (["train", "--ranks", "2"], ["train.batch=1"], "the batch has 1 rows for 2 data ranks"),
-        (["train", "--ranks", "1"], ["plan.kernel=fa9"], "kernel 'fa9' does not exist"),
-        (["train", "--ranks", "0"], [], "--ranks 0 cannot be started"),
-        (["train", "--ranks", "-1"], [], "--ranks -1 cannot be started: 1 or more can"),
-    ],
-)
-def test_mistakes_are_one_sentence(words: list[str], sets: list[str], sentence: str) -> None:
-    done = run(*words, sets=[*SMALL, *sets])
-    assert done.returncode == 2
-    errors = done.stderr.strip().splitlines()
-    assert len(errors) == 1, done.stderr
-    assert errors[0].startswith("error: ")
-    assert sentence in errors[0]
+def test_a_file_then_the_folder_alone(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    """A run goes on by its folder's name; what the file said is not needed again."""
+    (tmp_path / "run.toml").write_text(
+        f'model.source = "{small_model}"\nplan.checkpoint = "selective"\ntrain.micro = 2\n'
+    )
+    end = nursery.command("train", "run.toml", "--run", "run", "--ranks", "1", *words("train.steps=5"), folder=tmp_path)
+    assert end.code == 0, end.err
+    assert "4 sequences of 64 tokens a step in 2 passes" in end.out
+    end = nursery.command("train", "--run", "run", "--ranks", "1", "--set", "train.steps=9", folder=tmp_path)
+    assert end.code == 0, end.err
+    assert "going on from the checkpoint of step 5" in end.out
+    assert len(losses(tmp_path / "run")) == 9
+    end = nursery.command("train", "--run", "run", "--ranks", "1", "--fresh", *words("train.steps=2"), folder=tmp_path)
+    assert "the old run is now run.old1" in end.out
+    assert len(losses(tmp_path / "run.old1")) == 9
 
 
-def test_a_vocabulary_too_small_for_bytes(tmp_path: Path) -> None:
-    folder = save(make_model("qwen3"), tmp_path / "in")
-    done = run("train", "--ranks", "1", sets=[*SMALL, f"model.source={folder}"])
-    assert done.returncode == 2
-    assert "the data are bytes, 256 tokens, but the model's vocabulary is 97" in done.stderr
+def test_accumulation_is_one_large_batch(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    for micro in (1, 2, 4):
+        sets = words(f"model.source={small_model}", f"train.micro={micro}", "model.dtype=float64", "train.steps=8")
+        end = nursery.command("train", "--run", str(micro), "--ranks", "1", *sets, folder=tmp_path)
+        assert end.code == 0, end.err
+    whole = losses(tmp_path / "4")
+    for micro in ("1", "2"):
+        assert losses(tmp_path / micro) == pytest.approx(whole, rel=1e-9)
+
+
+def test_new_runs_get_new_folders(nursery: Nursery, tmp_path: Path) -> None:
+    for _ in range(2):
+        sets = words("train.steps=1", "train.batch=1")
+        assert nursery.command("train", "--ranks", "1", *sets, folder=tmp_path).code == 0
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["tiny-001", "tiny-002"]
+
+
+def test_no_terminal_still_sees_progress(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    end = nursery.command("train", "--ranks", "1", *words(f"model.source={small_model}"), folder=tmp_path)
+    steps = [int(number) for number in re.findall(r"^step (\d+)/30  loss [\d.]+  \d+ tokens/s/rank", end.out, re.M)]
+    assert steps[0] == 1
+    assert steps[-1] == 30
+    assert 10 <= len(steps) <= 20

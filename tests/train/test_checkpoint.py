@@ -1,0 +1,154 @@
+"""Checkpoints that are damaged, or cannot be written, and what a run does about it."""
+
+import json
+import re
+import resource
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from ithaca.config import Config
+from ithaca.train.export import export
+from ithaca.train.loop import train
+from ithaca.train.run import RunFolder
+from tests.nursery import Nursery
+
+
+@pytest.fixture
+def run(nursery: Nursery, small_config: Config, tmp_path: Path) -> Path:
+    """A run of 8 steps with checkpoints of 4 and 8."""
+    path = tmp_path / "run"
+    short = replace(small_config, train=replace(small_config.train, steps=8))
+    assert [end.code for end in nursery.job(train, short, path, ranks=2)] == [0, 0]
+    assert [folder.name for folder in sorted((path / "checkpoints").iterdir())] == ["step-00000004", "step-00000008"]
+    return path
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a bit": lambda f: flip(f / "__1_0.distcp"),
+    "the end": lambda f: (f / "__0_0.distcp").write_bytes((f / "__0_0.distcp").read_bytes()[:-1]),
+    "a file": lambda f: (f / "__1_0.distcp").unlink(),
+    "the metadata": lambda f: flip(f / ".metadata"),
+    "the manifest": lambda f: (f / "manifest.json").unlink(),
+    "half the manifest": lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text()[:-40]),
+    "the manifest's sense": lambda f: (f / "manifest.json").write_text('{"files": 5}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over(nursery, small_config, run: Path, damage: str) -> None:
+    before = RunFolder(run).read_metrics()
+    DAMAGE[damage](run / "checkpoints" / "step-00000008")
+    ends = nursery.job(train, small_config, run, ranks=2)
+    assert [end.code for end in ends] == [0, 0], ends[0].err
+    assert "warning: checkpoint of step 8 is damaged" in ends[0].out
+    assert "going on from the checkpoint of step 4" in ends[0].out
+    after = RunFolder(run).read_metrics()
+    assert [line["step"] for line in after] == list(range(1, 31))
+    # The same numbers again as far as the learning rate, whose schedule is now longer, was the same
+    assert after[:4] == before[:4]
+
+
+def test_none_is_sound(nursery, small_config, run: Path) -> None:
+    for folder in (run / "checkpoints").iterdir():
+        flip(folder / "__0_0.distcp")
+    for end in nursery.job(raising, small_config, run, ranks=2):
+        assert end.code == 1
+        assert "none of the 2 checkpoints" in end.err
+
+
+def raising(config: Config, path: Path) -> None:
+    """As the command line does: a user's mistake is a sentence and a code."""
+    import sys
+
+    from ithaca.errors import IthacaError
+
+    try:
+        train(config, path)
+    except IthacaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.code)
+
+
+def on_a_small_disk(config: Config, path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
+    raising(config, path)
+
+
+def test_a_full_disk(nursery, small_config, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    short = replace(small_config, train=replace(small_config.train, steps=8))
+    ends = nursery.job(on_a_small_disk, short, path, ranks=2)
+    assert [end.code for end in ends] == [1, 1]
+    assert "warning: the checkpoint of step 4 could not be written" in ends[0].out
+    assert re.search(r"it takes \d+ KiB, and [\d.]+ GiB are free on its disk", ends[0].out)
+    assert "training goes on" in ends[0].out
+    assert "error: the checkpoint of step 8 could not be written" in ends[0].err
+    assert "Traceback" not in ends[0].err
+    assert not list((path / "checkpoints").iterdir())
+    assert len(RunFolder(path).read_metrics()) == 8
+    # With room again the run begins where it must
+    assert [end.code for end in nursery.job(train, short, path, ranks=2)] == [0, 0]
+    assert len(RunFolder(path).read_metrics()) == 8
+
+
+def test_no_room_for_a_copy_on_the_host(nursery, small_config, tmp_path: Path) -> None:
+    for end in nursery.job(on_a_small_host, small_config, tmp_path / "run", ranks=2):
+        assert end.code == 0, end.err
+    ends = nursery.job(train, small_config, tmp_path / "other", ranks=2)
+    assert ends[0].code == 0
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "training will wait while checkpoints are written" in log
+    assert "training will wait" not in (tmp_path / "other" / "log.txt").read_text()
+    found, wanted = (RunFolder(tmp_path / name).read_metrics() for name in ("run", "other"))
+    assert [line["loss"] for line in found] == [line["loss"] for line in wanted]
+
+
+def on_a_small_host(config: Config, path: Path) -> None:
+    import psutil
+
+    whole = psutil.virtual_memory()
+    psutil.virtual_memory = lambda: whole._replace(available=1000)
+    train(config, path)
+
+
+def test_a_loss_that_is_no_number(nursery, small_config, tmp_path: Path) -> None:
+    wild = replace(small_config, train=replace(small_config.train, learning_rate=1e38, clip=1e38, warmup=0))
+    for end in nursery.job(raising, wild, tmp_path / "run", ranks=2):
+        assert end.code == 1
+        assert "error: the loss of step 2 is nan" in end.err
+        assert "there is no checkpoint yet" in end.err
+        assert "Traceback" not in end.err
+
+
+def test_export(nursery, small_config, run: Path, tmp_path: Path) -> None:
+    (end,) = nursery.job(export, run, tmp_path / "out", None)
+    assert end.code == 0, end.err
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.float32
+    before = transformers.AutoModelForCausalLM.from_pretrained(small_config.model.source)
+    changed = [not torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)]
+    assert all(changed)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "qwen3"
+
+
+def test_what_a_run_reports(nursery, small_config, tmp_path: Path) -> None:
+    reporting = replace(small_config, run=replace(small_config.run, report="tensorboard"))
+    (end,) = nursery.job(train, reporting, tmp_path / "run")
+    assert end.code == 0, end.err
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    (line, *_) = RunFolder(tmp_path / "run").read_metrics()
+    assert {"step", "loss", "gradient_norm", "learning_rate", "tokens_per_second_per_rank", "host_bytes"} <= line.keys()
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")

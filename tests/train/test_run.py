@@ -1,0 +1,95 @@
+"""The run folder: whose it is, who holds it, and what happens to its metrics."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ithaca.config import Config, read_config
+from ithaca.errors import ConfigError, RunError
+from ithaca.model.source import load_model
+from ithaca.train.optimizer import learning_rate
+from ithaca.train.run import RunFolder
+
+
+def test_a_configuration_comes_back_as_it_went(tmp_path: Path) -> None:
+    config = read_config(
+        None, ["train.tokens=64K", 'model.source=a"b\\c é', "plan.zero=2", "train.learning_rate=1e-05"]
+    )
+    folder = RunFolder(tmp_path / "run")
+    begin(folder, config)
+    assert folder.saved_config() == config
+
+
+def begin(folder: RunFolder, config: Config) -> None:
+    with folder.claim(config):
+        folder.begin(config, load_model("tiny"), torch.float32)
+
+
+def test_a_run_of_another_configuration(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    begin(folder, Config())
+    for allowed in ("train.steps=99", "plan.checkpoint=none", "mesh.shard=2", "run.keep=5", "train.micro=1"):
+        folder.claim(read_config(None, [allowed])).close()
+    for section in ("train.seed=1", "model.source=llama3-8b", "data.source=x", "train.beta2=0.99"):
+        with pytest.raises(ConfigError, match=r"another configuration: .*; name another --run, or --fresh"):
+            folder.claim(read_config(None, [section]))
+
+
+def test_a_folder_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match="exists and is not a run folder"):
+        RunFolder(tmp_path).claim(Config())
+    with pytest.raises(ConfigError, match="cannot be made a run folder"):
+        RunFolder(tmp_path / "thesis.tex" / "run").claim(Config())
+
+
+def test_two_jobs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / "run")
+    held = folder.claim(Config())
+    monkeypatch.setattr("ithaca.train.run.LOCK_SECONDS", 0.3)
+    with pytest.raises(RunError, match="in use by another job"):
+        folder.claim(Config())
+    held.close()
+    folder.claim(Config()).close()
+
+
+def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
+    program = f"from ithaca.train.run import *\nheld = RunFolder(Path('{tmp_path}/run')).claim(Config())"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    RunFolder(tmp_path / "run").claim(Config()).close()
+
+
+def test_metrics_are_cut_back(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
+    folder.cut_metrics(2)
+    assert folder.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_an_old_run_is_set_aside(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    assert folder.set_aside() is None
+    for number in (1, 2):
+        begin(folder, Config())
+        assert folder.set_aside() == tmp_path / f"run.old{number}"
+    assert not folder.begun()
+
+
+def test_learning_rates() -> None:
+    options = replace(Config().train, steps=110, warmup=10, learning_rate=1.0, final_rate=0.1, decay=0.25)
+    rates = [learning_rate(options, step) for step in range(111)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == pytest.approx(1.0)
+    assert rates[60] == pytest.approx(0.55)
+    assert rates[110] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    flat = [learning_rate(replace(options, schedule="wsd"), step) for step in range(111)]
+    assert set(flat[9:85]) == {1.0}
+    assert flat[85] == pytest.approx(1.0)
+    assert flat[97:99] == pytest.approx([0.1 + 0.9 * 0.52, 0.1 + 0.9 * 0.48])
+    assert flat[110] == pytest.approx(0.1)

@@ -1,0 +1,138 @@
+"""Runs that are killed and started again give, bit for bit, the losses of one left alone."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ithaca.config import Config
+from ithaca.train.loop import train
+from ithaca.train.run import RunFolder
+from ithaca.train.stop import StopRequest
+from tests.nursery import Nursery
+
+
+def losses(path: Path) -> list[tuple[int, float, float]]:
+    return [(line["step"], line["loss"], line["gradient_norm"]) for line in RunFolder(path).read_metrics()]
+
+
+@pytest.fixture(scope="module")
+def alone(nursery: Nursery, small_config: Config, tmp_path_factory: pytest.TempPathFactory) -> tuple[list, float]:
+    """What a run of two ranks gives when nobody disturbs it, and how long it takes."""
+    path = tmp_path_factory.mktemp("alone") / "run"
+    began = time.monotonic()
+    assert [end.code for end in nursery.job(train, small_config, path, ranks=2)] == [0, 0]
+    found = losses(path)
+    assert [step for step, *_ in found] == list(range(1, 31))
+    return found, time.monotonic() - began
+
+
+def killed_run(nursery: Nursery, config: Config, path: Path, kills: int, longest: float, chance: random.Random) -> None:
+    """Killed at random moments, then left to end."""
+    for _ in range(kills):
+        nursery.job(train, config, path, ranks=2, kill_after=chance.uniform(0.1, longest))
+    for end in nursery.job(train, config, path, ranks=2):
+        assert end.code == 0, end.err
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_moments(nursery, small_config, alone, tmp_path: Path, seed: int) -> None:
+    wanted, seconds = alone
+    killed_run(nursery, small_config, tmp_path / "run", 2, seconds, random.Random(seed))
+    assert losses(tmp_path / "run") == wanted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_killed_twenty_times_over(nursery, small_config, alone, tmp_path: Path, seed: int) -> None:
+    wanted, seconds = alone
+    killed_run(nursery, small_config, tmp_path / "run", 1 + seed % 3, seconds, random.Random(seed))
+    assert losses(tmp_path / "run") == wanted
+
+
+def test_going_on_with_other_numbers_of_ranks(nursery, small_config, alone, tmp_path: Path) -> None:
+    """2, then 4, then 1 rank: the same losses but for the order of sums."""
+    wanted, _ = alone
+    path = tmp_path / "run"
+    for ranks, steps in ((2, 9), (4, 9), (1, 12)):
+        for end in nursery.job(train_some, small_config, path, steps, ranks=ranks):
+            assert end.code == 0, end.err
+    found = losses(path)
+    assert [step for step, *_ in found] == [step for step, *_ in wanted]
+    for (_, a, _), (_, b, _) in zip(found, wanted, strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+def train_some(config: Config, path: Path, steps: int) -> None:
+    """Stop after some steps as Ctrl-C does."""
+    asked = iter(range(1, steps + 1))
+    StopRequest.agreed = lambda _: next(asked) == steps
+    train(config, path)
+
+
+def test_ctrl_c_finishes_the_step_and_saves(nursery, small_config, alone, tmp_path: Path) -> None:
+    wanted, seconds = alone
+    path = tmp_path / "run"
+    slow = replace(small_config, run=replace(small_config.run, checkpoint_every=0))
+    ends = nursery.job(train, slow, path, ranks=2, signals=((seconds * 0.7, signal.SIGINT),))
+    assert [end.code for end in ends] == [0, 0], ends
+    if len(losses(path)) < 30:  # it was quick enough to be stopped
+        assert "go on with: ithaca train --run" in ends[0].out
+        assert len(list((path / "checkpoints").glob("step-*"))) == 1
+    nursery.job(train, small_config, path, ranks=2)
+    assert losses(path) == wanted
+
+
+def test_ctrl_c_twice_stops_at_once(nursery, small_config, tmp_path: Path) -> None:
+    endless = replace(small_config, train=replace(small_config.train, steps=100000))
+    slow = replace(endless, train=replace(endless.train, tokens=8192, batch=16))  # a step takes many seconds
+    (end,) = nursery.job(train, slow, tmp_path / "slow", signals=((3.0, signal.SIGINT), (3.8, signal.SIGINT)))
+    assert end.code == -signal.SIGKILL  # it left no code of its own behind
+    assert "Ctrl-C again stops at once" in end.err
+    assert not RunFolder(tmp_path / "slow").has_checkpoints()
+    (end,) = nursery.job(train, endless, tmp_path / "run", signals=((2.0, signal.SIGTERM),))
+    assert end.code == 0
+    assert "stopped after step" in end.out
+
+
+def kill_one_rank(launcher: psutil.Process, path: Path, after: int) -> None:
+    """SIGKILL one of the launcher's ranks once the run has taken some steps."""
+    until = time.monotonic() + 100
+    while len(losses(path)) < after:
+        assert time.monotonic() < until
+        assert launcher.is_running()
+        time.sleep(0.02)
+    ranks = [child for child in launcher.children() if "spawn_main" in " ".join(child.cmdline())]
+    assert len(ranks) == 2
+    ranks[1].kill()
+
+
+def test_a_rank_killed_alone_is_started_again(small_model: Path, tmp_path: Path) -> None:
+    """By the real launcher, in real processes."""
+    sets = [
+        f"model.source={small_model}",
+        "train.tokens=64",
+        "train.batch=4",
+        "train.steps=60",
+        "run.checkpoint_every=4",
+    ]
+    options = [word for item in sets for word in ("--set", item)]
+
+    def start(path: Path) -> subprocess.Popen:
+        command = [sys.executable, "-m", "ithaca", "train", "--run", str(path), "--ranks", "2", *options]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    disturbed, left = start(tmp_path / "disturbed"), start(tmp_path / "left")
+    kill_one_rank(psutil.Process(disturbed.pid), tmp_path / "disturbed", 10)
+    _, said = disturbed.communicate(timeout=180)
+    left.communicate(timeout=180)
+    assert (disturbed.returncode, left.returncode) == (0, 0), said
+    assert "starting again from the last checkpoint (1 of 3)" in said
+    assert losses(tmp_path / "disturbed") == losses(tmp_path / "left")
+    assert len(losses(tmp_path / "left")) == 60
