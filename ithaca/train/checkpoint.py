@@ -12,6 +12,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +158,10 @@ class Checkpoints:
         path = self._path(step)
         partial = path.with_name(path.name + PARTIAL)
         try:
-            state = self._snapshot.finish() if self._snapshot else self._state
             self._stage(lambda: partial.mkdir(parents=True) if self._rank == 0 else None)
             writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
-            dcp.save(state, storage_writer=writer, process_group=self._group)
+            with self._snapshot.finished() if self._snapshot else nullcontext(self._state) as state:
+                dcp.save(dict(state), storage_writer=writer, process_group=self._group)
             parts = self._stage(lambda: _digests(partial, self._rank))
             files = {name: digest for part in parts for name, digest in part.items()}
             manifest = {"step": step, "files": files, "random": self._gather(random), **note}

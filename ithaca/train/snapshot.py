@@ -7,6 +7,8 @@ first steps run. torch's own pinned allocator would round each tensor up to a po
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -67,11 +69,19 @@ class Snapshot:
         if self._cuda:
             torch.cuda.current_stream(self._device).wait_event(self._done)
 
-    def finish(self) -> dict[str, DTensor]:
-        """Wait, on the host, for the copy; any thread may call it."""
-        if self._cuda:
-            self._done.synchronize()
-        return self._copies
+    @contextmanager
+    def finished(self) -> Iterator[dict[str, DTensor]]:
+        """Wait, on the host and in any thread, for the copy, and give it.
+
+        Within, the thread's current stream is the snapshot's idle one: DCP synchronizes with the current stream once a
+        tensor, and would otherwise wait for the training's kernels each time.
+        """
+        if not self._cuda:
+            yield self._copies
+            return
+        self._done.synchronize()
+        with torch.cuda.stream(self._stream):
+            yield self._copies
 
     def close(self) -> None:
         """Let the driver forget the slab before its memory goes."""
