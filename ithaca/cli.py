@@ -95,7 +95,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.code)
     except MemoryError as error:
-        print(f"error: the host has not enough memory ({error})", file=sys.stderr)
+        print(f"error: the host has not enough memory ({error}): a smaller train.batch takes less", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

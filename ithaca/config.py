@@ -21,6 +21,8 @@ from ithaca.sizes import parse_tokens
 
 Section = TypeVar("Section")
 
+MOST_TOKENS = 2**32  # in a step; each takes 24 bytes of host memory before it is split
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
@@ -89,14 +91,22 @@ class TrainSection:
             if value is not None and value < 1:
                 raise ConfigError(f"train.{name} is {value}: 1 or more is needed")
         for name in ("warmup", "weight_decay", "seed"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"train.{name} is {getattr(self, name)}: 0 or more is needed")
         for name in ("learning_rate", "clip"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"train.{name} is {getattr(self, name)}: a number above 0 is needed")
-        for name in ("decay", "final_rate", "beta1", "beta2"):
+        for name in ("decay", "final_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"train.{name} is {getattr(self, name)}: a number from 0 to 1 is needed")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"train.{name} is {getattr(self, name)}: a number from 0 to below 1 is needed")
+        if (self.batch or 1) * (self.tokens or 1) > MOST_TOKENS:
+            raise ConfigError(
+                f"train.batch {self.batch} × train.tokens {self.tokens} are more than the {MOST_TOKENS} tokens that a "
+                "step can have: fewer sequences work"
+            )
         for name, known in (("schedule", ("cosine", "wsd")), ("device", ("auto", "cuda", "cpu"))):
             if getattr(self, name) not in known:
                 hint = suggestion(getattr(self, name), known)
@@ -140,10 +150,11 @@ class Config:
 
         The mesh and the Plan change no number, and a run may go on for more steps.
         """
+        harmless = (("train", "steps"), ("train", "micro"), ("train", "device"))
         for section in ("model", "data", "train"):
             mine, theirs = vars(getattr(self, section)), vars(getattr(other, section))
             for name, value in mine.items():
-                if value != theirs[name] and (section, name) not in (("train", "steps"), ("train", "micro")):
+                if value != theirs[name] and (section, name) not in harmless:
                     return f"{section}.{name}={value!r} instead of {theirs[name]!r}"
         return None
 
@@ -154,7 +165,9 @@ class Config:
             lines.append(f"[{section.name}]")
             for name, value in vars(getattr(self, section.name)).items():
                 if value is not None:
-                    lines.append(f"{name} = {json.dumps(value)}")
+                    # JSON's strings and numbers are TOML's, but for characters that JSON need not escape
+                    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+                    lines.append(f"{name} = {text}")
             lines.append("")
         return "\n".join(lines)
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ithaca.errors import ModelError
-from ithaca.model.source import ModelSource
+from ithaca.model.source import DTYPES_FILE, ModelSource
 
 FILE_BYTES = 2 * 10**9
 
@@ -76,6 +76,12 @@ def write_description(source: ModelSource, dtype: torch.dtype, folder: Path, ren
                 copy = folder / file.relative_to(source.folder)  # pyrefly: ignore
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copy(file, copy)
+
+
+def write_dtypes(source: ModelSource, dtype: torch.dtype, folder: Path) -> None:
+    """In which dtype each weight is to leave, for a description whose weights come from a checkpoint."""
+    names = {name: source.weights.stored_dtype(name) or dtype for name, _ in source.spec.shapes()}
+    _write_json(folder / DTYPES_FILE, {name: str(kind).removeprefix("torch.") for name, kind in names.items()})
 
 
 def _files(source: ModelSource, dtypes: dict[str, torch.dtype]) -> list[list[str]]:

@@ -23,6 +23,8 @@ from ithaca.model.spec import Spec, read_spec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
+DTYPES_FILE = "dtypes.json"
+
 _STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
@@ -81,22 +83,22 @@ def load_model(model: str | Path, dtype: str = "auto", seed: int = 0) -> ModelSo
 
 
 def describe_model(folder: Path, dtype: str = "auto") -> ModelSource:
-    """A model whose weights come from elsewhere, a checkpoint, so that `folder` only holds its description."""
-    config = _read_json(folder / "config.json")
-    return ModelSource(read_spec(config), config, UnreadWeights(config), dtype, folder)
+    """A model whose weights come from elsewhere, a checkpoint, so that `folder` only describes it and their dtypes."""
+    config, dtypes = _read_json(folder / "config.json"), _read_json(folder / DTYPES_FILE)
+    return ModelSource(read_spec(config), config, UnreadWeights(dtypes), dtype, folder)
 
 
 class UnreadWeights:
     """Weights that are left as they are: a checkpoint will fill them."""
 
-    def __init__(self, config: Mapping[str, Any]):
-        self._dtype = getattr(torch, config.get("torch_dtype") or config["dtype"])
+    def __init__(self, dtypes: Mapping[str, str]):
+        self._dtypes = dtypes
 
-    def stored_dtype(self, name: str) -> torch.dtype | None:  # noqa: ARG002
-        return self._dtype
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        return getattr(torch, self._dtypes[name])
 
     def identity(self) -> object:
-        return None
+        return sorted(self._dtypes.items())
 
     def read(self, name: str, rows: range, into: Tensor) -> None: ...
 

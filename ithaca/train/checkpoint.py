@@ -23,10 +23,11 @@ import torch.distributed.checkpoint as dcp
 
 from ithaca.assemble import Model
 from ithaca.errors import RunError
+from ithaca.parallel.agree import from_first, together
 from ithaca.sizes import format_bytes
 from ithaca.train.snapshot import Snapshot, local_bytes, training_state
 
-PARTIAL = ".partial"
+PARTIAL, DAMAGED = ".partial", ".damaged"
 HASHED_BYTES = 64 << 20
 
 
@@ -50,10 +51,19 @@ class Checkpoints:
         self._snapshot = self._make_snapshot(say) if optimizer else None
         self._writer: threading.Thread | None = None
         self._problem: tuple[int, str] | None = None
-        if self._rank == 0:
-            folder.mkdir(exist_ok=True)
-            for leftover in folder.glob(f"*{PARTIAL}"):
-                shutil.rmtree(leftover)
+
+    def clean(self) -> None:
+        """Make the folder, and remove what a killed write left in it; for the one job that trains here."""
+
+        def sweep() -> None:
+            try:
+                self._folder.mkdir(exist_ok=True)
+                for leftover in self._folder.glob(f"*{PARTIAL}"):
+                    shutil.rmtree(leftover)
+            except OSError as problem:
+                raise RunError(f"'{self._folder}' is not a folder of checkpoints ({problem})") from None
+
+        together(self._group, lambda: sweep() if self._rank == 0 else None)
 
     def save(self, step: int, note: dict[str, Any]) -> None:
         """Begin to write the state after `step` steps; an earlier write is waited for first."""
@@ -95,24 +105,33 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that are there, oldest first."""
-        names = [path.name for path in self._folder.glob("step-*") if not path.name.endswith(PARTIAL)]
+        names = [path.name for path in self._folder.glob("step-*") if path.is_dir()]
         return sorted(int(name.removeprefix("step-")) for name in names if name[5:].isdigit())
 
-    def load(self, say: Callable[[str], None]) -> dict[str, Any] | None:
-        """Read the newest checkpoint that is sound into model and optimizer, and give its manifest; None if none is."""
-        known = [self.steps() if self._rank == 0 else None]
-        dist.broadcast_object_list(known, group=self._group, group_src=0)
-        for step in reversed(known[0] or []):
+    def load(self, say: Callable[[str], None], repair: bool) -> dict[str, Any] | None:
+        """Read the newest checkpoint that is sound into model and optimizer, and give its manifest; None if none is.
+
+        With `repair` damaged ones that are newer get another name, so that they stand in nobody's way.
+        """
+        known = from_first(self._group, self.steps)
+        for step in reversed(known):
             damage = [problem for problem in self._gather(self._damage(step)) if problem]
-            if damage:
-                say(f"checkpoint of step {step} is damaged ({damage[0]}): going back to the one before")
-                continue
-            return self._read(step)
-        if known[0]:
+            if not damage:
+                return self._read(step)
+            say(f"the checkpoint of step {step} is damaged ({damage[0]}): going back to the one before")
+            if repair and len(known) > 1 and self._rank == 0:
+                self._set_aside(step)
+        if known:
             raise RunError(
-                f"none of the {len(known[0])} checkpoints in '{self._folder}' is sound: --fresh begins the run anew"
+                f"none of the {len(known)} checkpoints in '{self._folder}' is sound: --fresh begins the run anew"
             )
         return None
+
+    def _set_aside(self, step: int) -> None:
+        path = self._path(step)
+        aside = path.with_name(f"{path.name}{DAMAGED}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
 
     def _make_snapshot(self, say: Callable[[str], None]) -> Snapshot | None:
         """None where a rank's host has no room for a copy: checkpoints are then written while training waits."""
@@ -129,29 +148,43 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
 
-    def _manifest(self, step: int) -> dict[str, Any]:
-        return json.loads((self._path(step) / "manifest.json").read_text(encoding="utf-8"))
+    def _manifest(self, step: int) -> dict[str, Any] | None:
+        """What a checkpoint says of itself; None if that is not what was written."""
+        try:
+            manifest = json.loads((self._path(step) / "manifest.json").read_text(encoding="utf-8"))
+            return manifest if manifest.pop("sha256") == _text_sha256(manifest) else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
 
     def _read(self, step: int) -> dict[str, Any]:
         dcp.load(dict(self._state), checkpoint_id=self._path(step), process_group=self._group)
         for state in self._optimizer.state.values() if self._optimizer else ():
             state["step"].fill_(step)
         manifest = self._manifest(step)
+        assert manifest is not None
         if len(manifest["random"]) == self._ranks:  # another number of ranks draws other numbers
             _restore_random_state(manifest["random"][self._rank])
         return manifest
 
     def _damage(self, step: int) -> str | None:
         """What is wrong with a checkpoint, as far as this rank looks: ranks share the files among them."""
-        path = self._path(step)
-        try:
-            files = sorted(self._manifest(step)["files"].items())
-            for name, (size, digest) in files[self._rank :: self._ranks]:
+        path, manifest = self._path(step), self._manifest(step)
+        if manifest is None or manifest["step"] != step:
+            return "manifest.json is not what was written"
+        for name, tensor in self._describe().items():
+            if manifest["tensors"].get(name) != tensor:
+                return f"it is of another model: {name} is {manifest['tensors'].get(name)}, not {tensor}"
+        for name, (size, digest) in sorted(manifest["files"].items())[self._rank :: self._ranks]:
+            try:
                 if (path / name).stat().st_size != size or _sha256(path / name) != digest:
                     return f"{name} is not what was written"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-            return str(problem) or type(problem).__name__
+            except OSError as problem:
+                return f"{name}: {problem.strerror}"
         return None
+
+    def _describe(self) -> dict[str, list[Any]]:
+        """Shape and dtype of every tensor of the state."""
+        return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in self._state.items()}
 
     def _write(self, step: int, note: dict[str, Any], random: list[str]) -> None:
         """All of a write. Each stage ends in agreement: what fails on one rank fails on all."""
@@ -164,9 +197,10 @@ class Checkpoints:
                 dcp.save(dict(state), storage_writer=writer, process_group=self._group)
             parts = self._stage(lambda: _digests(partial, self._rank))
             files = {name: digest for part in parts for name, digest in part.items()}
-            manifest = {"step": step, "files": files, "random": self._gather(random), **note}
+            manifest = {"step": step, "files": files, "tensors": self._describe(), "random": self._gather(random)}
+            manifest = json.loads(json.dumps({**manifest, **note}))  # as it will be read
             self._stage(lambda: self._complete(partial, path, manifest))
-        except (OSError, dcp.api.CheckpointException) as problem:
+        except (Exception, dcp.api.CheckpointException) as problem:  # nothing that fails may pass for written
             self._problem = step, _reason(problem)
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -175,7 +209,7 @@ class Checkpoints:
         if self._rank != 0:
             return
         with (partial / "manifest.json").open("w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=1)
+            json.dump({**manifest, "sha256": _text_sha256(manifest)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         if path.exists():  # a step that is reached a second time, after going back past a damaged one
@@ -216,6 +250,10 @@ def _sha256(file: Path) -> str:
         while count := opened.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def _text_sha256(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

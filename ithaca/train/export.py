@@ -20,8 +20,9 @@ def export(path: Path, folder: Path, dtype: str | None) -> int:
     check_vacant(folder)
     if not run.has_checkpoints():
         raise ModelError(f"'{path}' has no checkpoint yet: train it further, ithaca train --run {path}")
-    model = apply(describe_model(run.model, "float32"), Plan(), mesh(device="cpu"))
-    step = Checkpoints(run.checkpoints, model, None, keep=1).load(print)
-    assert step is not None
+    source = describe_model(run.model, "float64" if run.saved_config().model.dtype == "float64" else "float32")
+    model = apply(source, Plan(), mesh(device="cpu"))
+    manifest = Checkpoints(run.checkpoints, model, None, keep=1).load(print, repair=False)
+    assert manifest is not None
     save_model(model, folder, dtype)
-    return step["step"]
+    return manifest["step"]

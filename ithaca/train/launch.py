@@ -1,17 +1,22 @@
 """Processes for a run: one per GPU, or a few on a CPU, by torch's elastic launcher; under torchrun this one joins.
 
-A rank that dies takes the job down, and the launcher starts all of it again from the last checkpoint, a few times.
-What a user did wrong is no reason to start again: ranks give it back as a value. Ctrl-C reaches the ranks, which finish
-their step; the launcher only passes on what was sent to it alone.
+A rank that dies takes the job down, and all of it is started again from the last checkpoint, a few times. What a user
+did wrong is no reason to start again: the rank leaves its sentence in a file. Ctrl-C reaches the ranks, which finish
+their step and save; a second one kills them, also where they hang. Signals are blocked while ranks start, so that none
+is lost or kills a rank that cannot handle it yet.
 """
 
+import ctypes
 import logging
 import os
 import signal
 import sys
+import tempfile
+import threading
+import time
 import traceback
+from multiprocessing import resource_tracker
 from pathlib import Path
-from types import FrameType
 
 import psutil
 import torch
@@ -23,6 +28,7 @@ from ithaca.errors import ConfigError, IthacaError, RunError
 from ithaca.model.source import load_model
 from ithaca.train.loop import train
 from ithaca.train.run import RunFolder
+from ithaca.train.stop import SAME_SECONDS, SIGNALS
 
 RESTARTS = 3
 
@@ -79,9 +85,20 @@ def _start(config: Config, path: Path, ranks: int) -> None:
     # The launcher's own reports of a failure repeat, at length, what the failing rank has said
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP"  # Ctrl-C and SIGTERM are handled here
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _pass_on)
+    resource_tracker.ensure_running()  # it unblocks signals when it starts, so it must have started before
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    watch = _Watch()
+    watch.start()
+    try:
+        for attempt in range(RESTARTS + 1):
+            if _attempt(config, path, ranks, attempt, watch):
+                return
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _attempt(config: Config, path: Path, ranks: int, attempt: int, watch: "_Watch") -> bool:
+    """Run the job once. True when it has ended, False when it died and may be started again."""
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -89,42 +106,74 @@ def _start(config: Config, path: Path, ranks: int) -> None:
         run_id="ithaca",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=RESTARTS,
-        monitor_interval=0.5,
+        max_restarts=0,
+        monitor_interval=0.2,
+        signals_to_handle="SIGQUIT",  # the others are handled here
     )
-    try:
-        results = elastic_launch(settings, worker)(config, path, ranks)
-    except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        if failure.exitcode == 130:
-            raise KeyboardInterrupt from None
+    with tempfile.TemporaryDirectory(prefix="ithaca-") as sentences:
+        try:
+            elastic_launch(settings, worker)(config, path, ranks, Path(sentences))
+            return True
+        except ChildFailedError as failed:
+            rank, failure = failed.get_first_failure()
+            if watch.asked:
+                raise KeyboardInterrupt from None
+            _raise_sentence(Path(sentences))
+    how = f"was killed by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with code {failure.exitcode}"
+    if attempt == RESTARTS:
         raise RunError(
-            f"rank {rank} ended with code {failure.exitcode}, {RESTARTS} times over: start again with "
-            f"ithaca train --run {path} once the cause is mended"
-        ) from None
-    for error in results.values():
-        if error is not None:
-            raise error
+            f"rank {rank} {how}, the {RESTARTS + 1}th time over: mend the cause, then ithaca train --run {path}"
+        )
+    print(f"rank {rank} {how}: starting again from the last checkpoint ({attempt + 1} of {RESTARTS})", file=sys.stderr)
+    return False
 
 
-def _pass_on(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """Ranks count signals that come within a second as one, so it does no harm that a terminal sent it to all."""
-    for child in psutil.Process().children(recursive=True):
-        child.send_signal(number)
+def _raise_sentence(folder: Path) -> None:
+    """What the first rank that met a user's mistake said of it, as that error."""
+    for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns):
+        code, _, text = file.read_text(encoding="utf-8").partition(" ")
+        error = RunError(text) if code == "1" else IthacaError(text)
+        raise error from None
 
 
-def worker(config: Config, path: Path, ranks: int) -> IthacaError | None:
-    """One rank of the job; a user's mistake is its result."""
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if restarts and os.environ["RANK"] == "0":
-        print(f"a rank has failed: starting again from the last checkpoint ({restarts} of {RESTARTS})", file=sys.stderr)
+class _Watch(threading.Thread):
+    """Waits for Ctrl-C and SIGTERM in the launcher's stead: the first is passed on, the second kills the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.asked = 0
+
+    def run(self) -> None:
+        last = -SAME_SECONDS
+        while True:
+            number = signal.sigwait(SIGNALS)
+            if time.monotonic() - last > SAME_SECONDS:
+                self.asked += 1
+            last = time.monotonic()
+            for child in psutil.Process().children():
+                if "spawn_main" in " ".join(child.cmdline()):
+                    child.send_signal(number if self.asked == 1 else signal.SIGKILL)
+
+
+def worker(config: Config, path: Path, ranks: int, sentences: Path) -> None:
+    """One rank of the job; what it has to say of a user's mistake goes into a file of `sentences`."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its launcher
     if not torch.cuda.is_available():
         torch.set_num_threads(max((os.cpu_count() or 1) // ranks, 1))
     try:
         train(config, path)
+        return
     except IthacaError as error:
-        return error
+        code, text = error.code, str(error)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        code, text = 1, out_of_memory(error)
     except Exception:
         traceback.print_exc()  # the launcher would keep it to itself
         sys.exit(1)
-    return None
+    (sentences / os.environ["RANK"]).write_text(f"{code} {text}", encoding="utf-8")
+    sys.exit(code)
+
+
+def out_of_memory(error: Exception) -> str:
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"out of memory ({first}): a smaller train.micro or train.tokens, or plan.checkpoint=full, takes less"

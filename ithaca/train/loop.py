@@ -1,5 +1,6 @@
 """A run from its configuration to its last checkpoint. Every rank calls `train`."""
 
+import contextlib
 import math
 import shutil
 import time
@@ -13,7 +14,7 @@ from ithaca.assemble import Model, apply
 from ithaca.config import Config
 from ithaca.data.sample import sequences
 from ithaca.data.tokenfile import TokenFile
-from ithaca.errors import RunError
+from ithaca.errors import ConfigError, RunError
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.mesh import Mesh, mesh
@@ -23,7 +24,7 @@ from ithaca.train.metrics import Sink, draw_loss, open_sinks
 from ithaca.train.optimizer import clip, learning_rate, make_optimizer
 from ithaca.train.progress import Progress
 from ithaca.train.run import RunFolder
-from ithaca.train.start import open_data, open_source, settle
+from ithaca.train.start import identity, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
 
 PEAK_FLOPS = 989e12  # Hopper's dense bf16, the base of causal MFU
@@ -33,16 +34,16 @@ def train(config: Config, path: Path) -> None:
     """Train in a run folder on this job's ranks, from its last checkpoint on if it has one."""
     grid = mesh(**vars(config.mesh), device=None if config.train.device == "auto" else config.train.device)
     run, first = RunFolder(path), grid.rank == 0
-    config = from_first(grid.group, lambda: settle(config, run, grid))
-    lock = together(grid.group, lambda: run.claim(config) if first else None)
-    resumed = from_first(grid.group, run.has_checkpoints)
-    data = together(grid.group, lambda: open_data(config))
-    source = together(grid.group, lambda: open_source(config, run, resumed, data))
-    model = apply(source, config.plan, grid)
-    together(grid.group, lambda: run.begin(config, source, model.dtype) if first else None)
-    Run(config, run, model, data).go()
-    if lock:
-        lock.close()
+    lock = together(grid.group, lambda: run.hold() if first else None)
+    try:
+        config = from_first(grid.group, lambda: settle(config, run, grid))
+        resumed = from_first(grid.group, run.has_checkpoints)
+        data = together(grid.group, lambda: open_data(config))
+        source = together(grid.group, lambda: open_source(config, run, resumed, data))
+        Run(config, run, apply(source, config.plan, grid), data).go()
+    finally:
+        if lock:
+            lock.close()
 
 
 class Run:
@@ -53,24 +54,35 @@ class Run:
         self.mesh: Mesh = model.mesh
         self.first = self.mesh.rank == 0
         self.optimizer = make_optimizer(model, config.train)
-        said: list[str] = []
-        self.checkpoints = Checkpoints(folder.checkpoints, model, self.optimizer, config.run.keep, said.append)
-        manifest = self.checkpoints.load(said.append)
-        self.done = manifest["step"] if manifest else 0  # steps
-        self.saved = self.done
+        self.notes: list[str] = []  # said once there is someone to say it
+        self.checkpoints = Checkpoints(folder.checkpoints, model, self.optimizer, config.run.keep, self.notes.append)
+        self.checkpoints.clean()
+        manifest = self.checkpoints.load(self.notes.append, repair=True)
+        self.done = self.saved = manifest["step"] if manifest else 0  # steps
+        if manifest:
+            self._check_resumed(manifest)
+        together(self.mesh.group, lambda: folder.begin(config, model.source, model.dtype) if self.first else None)
         self.progress = Progress(folder.log if self.first else None, self.done, config.train.steps)
-        for text in said:
-            self.progress.warn(text)
-        self.stop = StopRequest(self.mesh)
         self.sinks: list[Sink] = []
+
+    def _check_resumed(self, manifest: dict[str, Any]) -> None:
+        if manifest["data"] != identity(self.data):
+            raise ConfigError(
+                f"the data have changed since the checkpoint of step {self.done}: it saw {manifest['data']}, "
+                f"now there are {identity(self.data)}; name a new --run"
+            )
+        if self.done > self.config.train.steps:
+            raise ConfigError(
+                f"the run has done {self.done} steps already, and train.steps is {self.config.train.steps}: "
+                "a larger number goes on"
+            )
 
     def go(self) -> None:
         """All steps that are left, whatever ends them."""
         if self.first:
             self.folder.cut_metrics(self.done)
-        self.sinks = together(
-            self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report) if self.first else []
-        )
+        self.sinks = together(self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first))
+        self.stop = StopRequest(self.mesh)
         self._announce()
         try:
             stopped = self._steps()
@@ -81,7 +93,8 @@ class Run:
         finally:
             self.checkpoints.close()
             for sink in self.sinks:
-                sink.close()
+                with contextlib.suppress(OSError):
+                    sink.close()
             self.progress.close()
             self.stop.close()
 
@@ -90,15 +103,23 @@ class Run:
         every = self.config.run.checkpoint_every
         while self.done < self.config.train.steps:
             metrics = self._step()
-            for sink in self.sinks:
-                sink.write(metrics)
-            self.progress.step(metrics)
+            self._publish(metrics)
             self._report_problem(final=False)
-            if self.stop.agreed():
+            if self.stop.agreed() and self.done < self.config.train.steps:
                 return True
             if every and self.done % every == 0 and self.done < self.config.train.steps:
                 self._save()
         return False
+
+    def _publish(self, metrics: dict[str, Any]) -> None:
+        self.progress.step(metrics)
+        for sink in self.sinks:
+            try:
+                sink.write(metrics)
+            except OSError as problem:
+                self.progress.warn(
+                    f"the metrics of step {self.done} could not be written ({problem}); training goes on"
+                )
 
     def _step(self) -> dict[str, Any]:
         options, began = self.config.train, time.perf_counter()
@@ -153,7 +174,7 @@ class Run:
     def _save(self) -> None:
         """Begin a checkpoint of this step, unless there is one."""
         if self.saved != self.done:
-            self.checkpoints.save(self.done, {"ranks": self.mesh.size, "config": self.config.toml()})
+            self.checkpoints.save(self.done, {"data": identity(self.data), "config": self.config.toml()})
             self.saved = self.done
 
     def _report_problem(self, final: bool) -> None:
@@ -194,11 +215,16 @@ class Run:
         )
         if self.done:
             self.progress.say(f"going on from the checkpoint of step {self.done}")
+        for text in self.notes:
+            self.progress.warn(text)
 
     def _conclude(self, stopped: bool) -> None:
         if not self.first:
             return
+        self.progress.end_live()
         metrics = self.folder.read_metrics()
+        if not metrics:  # someone has removed them
+            return
         draw_loss(metrics, self.folder.picture)
         path = self.folder.path
         if stopped:

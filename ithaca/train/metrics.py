@@ -65,7 +65,10 @@ class WeightsAndBiases:
 REPORTS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
-def open_sinks(folder: RunFolder, report: str) -> list[Sink]:
+def open_sinks(folder: RunFolder, report: str, first: bool) -> list[Sink]:
+    """Where a step's metrics go; from the first rank only."""
+    if not first:
+        return []
     return [JsonLines(folder), *([REPORTS[report](folder)] if report else [])]
 
 

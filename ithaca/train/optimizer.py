@@ -38,7 +38,7 @@ def learning_rate(options: TrainSection, step: int) -> float:
     """Linear warm-up; then `cosine` falls at once, `wsd` stays and falls linearly over the last part of the run."""
     if step < options.warmup:
         return options.learning_rate * (step + 1) / options.warmup
-    done = (step - options.warmup) / max(options.steps - options.warmup, 1)
+    done = (step - options.warmup) / max(options.steps - 1 - options.warmup, 1)  # 1 in the last step
     if options.schedule == "cosine":
         share = 0.5 + 0.5 * math.cos(math.pi * done)
     else:

@@ -3,6 +3,7 @@
 Rank 0 speaks, the others are silent; all that is said goes into the run's log as well.
 """
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -33,7 +34,8 @@ class Progress:
         """A line that stays."""
         if self._log:
             self._console.print(Text(text))
-            print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=self._log, flush=True)
+            with contextlib.suppress(OSError):  # a full disk takes the log, not the run
+                print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=self._log, flush=True)
 
     def warn(self, text: str) -> None:
         self.say(f"warning: {text}")
@@ -63,8 +65,14 @@ class Progress:
         parts.append(f"{left // 60:.0f}:{left % 60:02.0f} left")
         return "  ".join(parts)
 
-    def close(self) -> None:
+    def end_live(self) -> None:
+        """Leave the live line where it is; what is said from now on comes below."""
         if self._live:
             self._live.stop()
+            self._live = None
+
+    def close(self) -> None:
+        self.end_live()
         if self._log:
-            self._log.close()
+            with contextlib.suppress(OSError):
+                self._log.close()

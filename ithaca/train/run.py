@@ -19,7 +19,7 @@ import torch
 
 from ithaca.config import Config, read_config
 from ithaca.errors import ConfigError, RunError
-from ithaca.model.folder import write_description
+from ithaca.model.folder import write_description, write_dtypes
 from ithaca.model.source import ModelSource
 
 LOCK_SECONDS = 20  # an interrupted job may need a moment to let go
@@ -43,15 +43,9 @@ class RunFolder:
     def saved_config(self) -> Config:
         return read_config(self.config, [])
 
-    def claim(self, config: Config) -> IO[str]:
-        """Hold the folder, which is new or belongs to this configuration: the lock is given back."""
-        if self.begun():
-            difference = config.differs(self.saved_config())
-            if difference:
-                raise ConfigError(
-                    f"'{self.path}' is a run with another configuration: {difference}; name another --run, or --fresh"
-                )
-        elif self.path.exists() and not self._vacant():
+    def hold(self) -> IO[str]:
+        """Make the folder if it is new and keep other jobs out of it while the file that is given back stays open."""
+        if self.path.exists() and not self.begun() and not self._vacant():
             raise ConfigError(f"'{self.path}' exists and is not a run folder: name another --run")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -59,21 +53,33 @@ class RunFolder:
         except OSError as problem:
             raise ConfigError(f"'{self.path}' cannot be made a run folder ({problem.strerror})") from None
 
+    def check(self, config: Config) -> None:
+        """Refuse to go on with other numbers than those that the checkpoints were made with."""
+        difference = config.differs(self.saved_config()) if self.begun() and self.has_checkpoints() else None
+        if difference:
+            raise ConfigError(
+                f"'{self.path}' is a run with another configuration: {difference}; name another --run, or --fresh"
+            )
+
     def begin(self, config: Config, source: ModelSource, dtype: torch.dtype) -> None:
-        """Write down a configuration that has proved to work, and what export needs of the model beside its weights."""
-        if not self.model.exists():
+        """Write down the configuration and, before there are checkpoints, what they will need to know of the model."""
+        if not self.has_checkpoints():
+            shutil.rmtree(self.model, ignore_errors=True)
             partial = self.path / "model.partial"
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             write_description(source, dtype, partial)
+            write_dtypes(source, dtype, partial)
             partial.rename(self.model)
         partial = self.path / "config.toml.partial"
         partial.write_text(config.toml(), encoding="utf-8")
+        assert read_config(partial, []) == config
         partial.rename(self.config)
 
     def _vacant(self) -> bool:
         """Nothing but what a start that came to nothing leaves."""
-        return self.path.is_dir() and {path.name for path in self.path.iterdir()} <= {"lock", "model", "model.partial"}
+        left = {"lock", "model", "model.partial", "config.toml.partial"}
+        return self.path.is_dir() and {path.name for path in self.path.iterdir()} <= left
 
     def set_aside(self) -> Path | None:
         """Give an old run another name, so that a fresh one can take its place; nothing is deleted."""
@@ -82,11 +88,12 @@ class RunFolder:
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}.old{number}")).exists():
             number += 1
-        self.path.rename(aside)
+        with self.hold():
+            self.path.rename(aside)
         return aside
 
     def _lock(self) -> IO[str]:
-        """Hold the folder while the file that is given back stays open; the system lets go of it with the process."""
+        """The system lets go of it with the process."""
         file = (self.path / "lock").open("w")
         until = time.monotonic() + LOCK_SECONDS
         while True:
@@ -106,10 +113,14 @@ class RunFolder:
         partial.rename(self.metrics)
 
     def read_metrics(self) -> list[dict[str, Any]]:
+        """One object a step; lines that are none are left out."""
         lines = []
-        for text in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else ():
+        text = self.metrics.read_text(encoding="utf-8", errors="replace") if self.metrics.exists() else ""
+        for line in text.splitlines():
             try:
-                lines.append(json.loads(text))
+                found = json.loads(line)
             except ValueError:
-                break
+                continue
+            if isinstance(found, dict) and isinstance(found.get("step"), int):
+                lines.append(found)
         return lines

@@ -1,8 +1,12 @@
 """What a run needs before its first step: configuration, data and model, each complete and fitting the others."""
 
 import hashlib
+import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from ithaca.config import Config
 from ithaca.data.standard import standard_library
@@ -21,11 +25,19 @@ def settle(config: Config, run: RunFolder, grid: Mesh) -> Config:
     suited = GPU_TOKENS if grid.device.type == "cuda" else CPU_TOKENS
     tokens = config.train.tokens or saved.tokens or suited
     batch = config.train.batch or saved.batch or (config.train.micro or 1) * grid.data_ranks
-    return replace(config, train=replace(config.train, tokens=tokens, batch=batch))
+    settled = replace(config, train=replace(config.train, tokens=tokens, batch=batch))
+    run.check(settled)
+    return settled
 
 
 def open_data(config: Config) -> TokenFile:
     return open_tokens(Path(config.data.source)) if config.data.source else standard_library()
+
+
+def identity(data: TokenFile) -> list[Any]:
+    """What tells data from other data, cheaply: counts, tokenizer, and a checksum of both ends of the tokens."""
+    ends = np.concatenate((data.tokens[:65536], data.tokens[-65536:]))
+    return [len(data.tokens), data.documents, data.tokenizer, zlib.crc32(np.ascontiguousarray(ends).data)]
 
 
 def open_source(config: Config, run: RunFolder, resumed: bool, data: TokenFile) -> ModelSource:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ithaca.parallel.mesh import Mesh
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_SECONDS = 0.5  # a terminal signals every process, and the launcher passes on what it gets: both are one request
 
 
@@ -22,19 +23,20 @@ class StopRequest:
     """Whether the run was asked to stop; installs its handlers in the main thread of a rank."""
 
     def __init__(self, mesh: Mesh):
-        self._mesh, self._asked, self._parent, self._last = mesh, 0, os.getppid(), -SAME_SECONDS
-        signals = (signal.SIGINT, signal.SIGTERM)
-        self._before = {number: signal.signal(number, self._handle) for number in signals}
+        self._mesh, self._asked, self._last = mesh, 0, -SAME_SECONDS
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until a rank can handle them
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         now = time.monotonic()
         if now - self._last > SAME_SECONDS:
             self._asked += 1
         self._last = now
-        orphaned = os.getppid() != self._parent  # the launcher died, which also sends a signal
-        if self._asked > 1 or orphaned:
+        if self._asked > 1:
+            if sys.stdout.isatty():
+                print("\x1b[?25h", end="", flush=True)  # the live line hides the cursor
             os._exit(130)
-        if self._mesh.rank == 0 and self._asked == 1:
+        if self._mesh.rank == 0:
             print("\nfinishing this step, then saving; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -43,7 +45,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def agreed(self) -> bool:
-        """True on every rank as soon as one was asked. Collective."""
+        """True on every rank once one was asked. Collective."""
         asked = torch.tensor(self._asked)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._mesh.group)
         return bool(asked)

@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,22 +11,30 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from ithaca.config import Config
 from ithaca.train.export import export
 from ithaca.train.loop import train
 from ithaca.train.run import RunFolder
+from tests.models import make_model, save
 from tests.nursery import Nursery
 
 
-@pytest.fixture
-def run(nursery: Nursery, small_config: Config, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def finished(nursery: Nursery, small_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 8 steps with checkpoints of 4 and 8."""
-    path = tmp_path / "run"
+    path = tmp_path_factory.mktemp("finished") / "run"
     short = replace(small_config, train=replace(small_config.train, steps=8))
     assert [end.code for end in nursery.job(train, short, path, ranks=2)] == [0, 0]
     assert [folder.name for folder in sorted((path / "checkpoints").iterdir())] == ["step-00000004", "step-00000008"]
     return path
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def flip(file: Path) -> None:
@@ -42,19 +51,33 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "the manifest": lambda f: (f / "manifest.json").unlink(),
     "half the manifest": lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text()[:-40]),
     "the manifest's sense": lambda f: (f / "manifest.json").write_text('{"files": 5}'),
+    "its step": lambda f: edit_manifest(f, step=6),
+    "its model": lambda f: edit_manifest(f, tensors={}),
 }
+
+
+def edit_manifest(folder: Path, **changes: object) -> None:
+    """A manifest that is sound in itself, but says something else."""
+    from ithaca.train.checkpoint import _text_sha256
+
+    manifest = {**json.loads((folder / "manifest.json").read_text()), **changes}
+    del manifest["sha256"]
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": _text_sha256(manifest)}))
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over(nursery, small_config, run: Path, damage: str) -> None:
     before = RunFolder(run).read_metrics()
     DAMAGE[damage](run / "checkpoints" / "step-00000008")
-    ends = nursery.job(train, small_config, run, ranks=2)
+    longer = replace(small_config, train=replace(small_config.train, steps=12))
+    ends = nursery.job(train, longer, run, ranks=2)
     assert [end.code for end in ends] == [0, 0], ends[0].err
-    assert "warning: checkpoint of step 8 is damaged" in ends[0].out
+    assert "warning: the checkpoint of step 8 is damaged" in ends[0].out
     assert "going on from the checkpoint of step 4" in ends[0].out
     after = RunFolder(run).read_metrics()
-    assert [line["step"] for line in after] == list(range(1, 31))
+    assert [line["step"] for line in after] == list(range(1, 13))
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["step-00000008", "step-00000008.damaged", "step-00000012"]
     # The same numbers again as far as the learning rate, whose schedule is now longer, was the same
     assert after[:4] == before[:4]
 
@@ -130,6 +153,73 @@ def test_a_loss_that_is_no_number(nursery, small_config, tmp_path: Path) -> None
         assert "error: the loss of step 2 is nan" in end.err
         assert "there is no checkpoint yet" in end.err
         assert "Traceback" not in end.err
+
+
+def test_data_that_have_changed(nursery, small_config, tmp_path: Path) -> None:
+    for name, text in (("one", "the wine-dark sea " * 99), ("other", "the rosy-fingered dawn " * 99)):
+        (tmp_path / name).write_text(text)
+        assert nursery.command("data", name, "--out", f"{name}.tokens", folder=tmp_path).code == 0
+    config = replace(small_config, data=replace(small_config.data, source=str(tmp_path / "one.tokens")))
+    short = replace(config, train=replace(config.train, steps=4))
+    assert nursery.job(train, short, tmp_path / "run")[0].code == 0
+    (tmp_path / "other.tokens").rename(tmp_path / "one.tokens")
+    (end,) = nursery.job(raising, config, tmp_path / "run")
+    assert end.code == 2
+    assert "the data have changed since the checkpoint of step 4" in end.err
+
+
+def test_a_run_that_is_complete(nursery, small_config, run: Path) -> None:
+    short = replace(small_config, train=replace(small_config.train, steps=8))
+    assert nursery.job(train, short, run, ranks=2)[0].code == 0
+    fewer = replace(small_config, train=replace(small_config.train, steps=5))
+    ends = nursery.job(raising, fewer, run, ranks=2)
+    assert "error: the run has done 8 steps already, and train.steps is 5" in ends[0].err
+    (run / "metrics.jsonl").unlink()
+    assert nursery.job(train, short, run, ranks=2)[0].code == 0
+
+
+def test_export_leaves_a_running_job_alone(nursery, run: Path, tmp_path: Path) -> None:
+    (run / "checkpoints" / "step-00000012.partial").mkdir()
+    flip(run / "checkpoints" / "step-00000008" / "__0_0.distcp")
+    (end,) = nursery.job(export, run, tmp_path / "out", None)
+    assert end.code == 0, end.err
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000008", "step-00000012.partial"]
+
+
+def test_export_keeps_each_dtype(nursery, small_config, tmp_path: Path) -> None:
+    source = make_model("qwen3", torch.bfloat16, vocab_size=256, num_hidden_layers=1)
+    source.model.norm.float()
+    config = replace(small_config, model=replace(small_config.model, source=str(save(source, tmp_path / "in"))))
+    short = replace(config, train=replace(config.train, steps=1))
+    assert nursery.job(train, short, tmp_path / "run")[0].code == 0
+    assert nursery.job(export, tmp_path / "run", tmp_path / "out", None)[0].code == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
+    assert {name: tensor.dtype for name, tensor in before.items()} == {name: t.dtype for name, t in after.items()}
+    assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+def losing_metrics(config: Config, path: Path) -> None:
+    """The disk of the metrics is full from the third step on."""
+    from ithaca.train.metrics import JsonLines
+
+    write = JsonLines.write
+
+    def fail(self: JsonLines, metrics: dict) -> None:
+        if metrics["step"] >= 3:
+            raise OSError(28, "No space left on device")
+        write(self, metrics)
+
+    JsonLines.write = fail
+    train(config, path)
+
+
+def test_metrics_that_cannot_be_written(nursery, small_config, tmp_path: Path) -> None:
+    short = replace(small_config, train=replace(small_config.train, steps=4))
+    ends = nursery.job(losing_metrics, short, tmp_path / "run", ranks=2)
+    assert [end.code for end in ends] == [0, 0], ends[0].err
+    assert "warning: the metrics of step 3 could not be written" in ends[0].out
+    assert RunFolder(tmp_path / "run").has_checkpoints()
 
 
 def test_export(nursery, small_config, run: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs that are killed and started again give, bit for bit, the losses of one left alone."""
 
+import os
 import random
 import signal
 import subprocess
@@ -113,26 +114,44 @@ def kill_one_rank(launcher: psutil.Process, path: Path, after: int) -> None:
     ranks[1].kill()
 
 
+def start(path: Path, model: Path, *sets: str) -> subprocess.Popen:
+    """The real launcher with two real ranks, in a process group of its own as a shell would give it."""
+    options = [f"model.source={model}", "train.tokens=64", "train.batch=4", "run.checkpoint_every=4", *sets]
+    words = [word for item in options for word in ("--set", item)]
+    command = [sys.executable, "-m", "ithaca", "train", "--run", str(path), "--ranks", "2", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
 def test_a_rank_killed_alone_is_started_again(small_model: Path, tmp_path: Path) -> None:
-    """By the real launcher, in real processes."""
-    sets = [
-        f"model.source={small_model}",
-        "train.tokens=64",
-        "train.batch=4",
-        "train.steps=60",
-        "run.checkpoint_every=4",
-    ]
-    options = [word for item in sets for word in ("--set", item)]
-
-    def start(path: Path) -> subprocess.Popen:
-        command = [sys.executable, "-m", "ithaca", "train", "--run", str(path), "--ranks", "2", *options]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    disturbed, left = start(tmp_path / "disturbed"), start(tmp_path / "left")
+    disturbed, left = (start(tmp_path / name, small_model, "train.steps=60") for name in ("disturbed", "left"))
     kill_one_rank(psutil.Process(disturbed.pid), tmp_path / "disturbed", 10)
     _, said = disturbed.communicate(timeout=180)
     left.communicate(timeout=180)
     assert (disturbed.returncode, left.returncode) == (0, 0), said
-    assert "starting again from the last checkpoint (1 of 3)" in said
+    assert "rank 1 was killed by signal 9: starting again from the last checkpoint (1 of 3)" in said
     assert losses(tmp_path / "disturbed") == losses(tmp_path / "left")
     assert len(losses(tmp_path / "left")) == 60
+
+
+def test_ctrl_c_at_a_terminal(small_model: Path, tmp_path: Path) -> None:
+    """Signals to the launcher's whole group, once in one job and twice in another whose rank hangs."""
+    once, twice = (start(tmp_path / name, small_model, "train.steps=100000") for name in ("once", "twice"))
+    for job, name in ((once, "once"), (twice, "twice")):
+        while not losses(tmp_path / name):
+            assert job.poll() is None, job.communicate()
+            time.sleep(0.05)
+    hung = next(child for child in psutil.Process(twice.pid).children() if "spawn_main" in " ".join(child.cmdline()))
+    hung.suspend()
+    os.killpg(once.pid, signal.SIGINT)
+    for _ in range(2):
+        os.killpg(twice.pid, signal.SIGINT)
+        time.sleep(1)
+    out, err = once.communicate(timeout=20)
+    assert once.returncode == 0, err
+    assert "stopped after step" in out
+    assert "Traceback" not in err
+    assert RunFolder(tmp_path / "once").has_checkpoints()
+    out, err = twice.communicate(timeout=60)
+    assert twice.returncode == 130, err
+    assert err.strip().splitlines()[-1] == "stopped"
+    assert not psutil.pid_exists(hung.pid)
