@@ -97,6 +97,3 @@ def main() -> None:
     except MemoryError as error:
         print(f"error: the host has not enough memory ({error}): a smaller train.batch takes less", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(130)

@@ -17,6 +17,7 @@ import time
 import traceback
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import FrameType
 
 import psutil
 import torch
@@ -85,16 +86,10 @@ def _start(config: Config, path: Path, ranks: int) -> None:
     # The launcher's own reports of a failure repeat, at length, what the failing rank has said
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    resource_tracker.ensure_running()  # it unblocks signals when it starts, so it must have started before
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    watch = _Watch()
-    watch.start()
-    try:
+    with _Watch() as watch:
         for attempt in range(RESTARTS + 1):
             if _attempt(config, path, ranks, attempt, watch):
                 return
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _attempt(config: Config, path: Path, ranks: int, attempt: int, watch: "_Watch") -> bool:
@@ -136,23 +131,35 @@ def _raise_sentence(folder: Path) -> None:
         raise error from None
 
 
-class _Watch(threading.Thread):
-    """Waits for Ctrl-C and SIGTERM in the launcher's stead: the first is passed on, the second kills the ranks."""
+class _Watch:
+    """Ctrl-C and SIGTERM at the launcher: the first is passed on to the ranks, the second kills them.
+
+    While it watches, the main thread blocks the signals, so that processes it starts begin with them blocked; a thread
+    that does not block them is there to receive them, and Python runs the handler in the main thread all the same.
+    """
 
     def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.asked = 0
+        self.asked, self._last = 0, -SAME_SECONDS
 
-    def run(self) -> None:
-        last = -SAME_SECONDS
-        while True:
-            number = signal.sigwait(SIGNALS)
-            if time.monotonic() - last > SAME_SECONDS:
-                self.asked += 1
-            last = time.monotonic()
-            for child in psutil.Process().children():
-                if "spawn_main" in " ".join(child.cmdline()):
-                    child.send_signal(number if self.asked == 1 else signal.SIGKILL)
+    def __enter__(self) -> "_Watch":
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        resource_tracker.ensure_running()  # it unblocks signals when it starts, so it must have started before
+        self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if time.monotonic() - self._last > SAME_SECONDS:
+            self.asked += 1
+        self._last = time.monotonic()
+        for child in psutil.Process().children():
+            if "spawn_main" in " ".join(child.cmdline()):
+                child.send_signal(number if self.asked == 1 else signal.SIGKILL)
 
 
 def worker(config: Config, path: Path, ranks: int, sentences: Path) -> None:

@@ -153,5 +153,5 @@ def test_ctrl_c_at_a_terminal(small_model: Path, tmp_path: Path) -> None:
     assert RunFolder(tmp_path / "once").has_checkpoints()
     out, err = twice.communicate(timeout=60)
     assert twice.returncode == 130, err
-    assert err.strip().splitlines()[-1] == "stopped"
+    assert "Traceback" not in err
     assert not psutil.pid_exists(hung.pid)
