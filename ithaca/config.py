@@ -60,7 +60,7 @@ class TrainSection:
     """Sequences in a step, all ranks together; not given: one a data rank."""
     micro: int | None = None
     """Sequences in a pass, all ranks together; a step accumulates batch / micro passes. Not given: all at once."""
-    steps: int = 24
+    steps: int = 16
     """Optimizer steps."""
     learning_rate: float = 3e-3
     """The highest, reached after the warm-up."""

@@ -1,0 +1,46 @@
+"""Every shipped configuration runs, with its own options, on a tiny model of its family and a little data."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ithaca.train.run import RunFolder
+from tests.models import make_model, save
+from tests.nursery import Nursery
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.toml"))
+FAMILIES = {"llama": "llama3.1", "qwen3": "qwen3", "smollm2": "smollm2", "smollm3": "smollm3"}
+
+
+def prepare(nursery: Nursery, folder: Path, chats: bool) -> Path:
+    if chats:
+        lines = [json.dumps({"prompt": "sing, ", "completion": f"muse, of {number}. "}) for number in range(200)]
+        (folder / "in.jsonl").write_text("\n".join(lines))
+    else:
+        (folder / "in.txt").write_text("sing, muse, of the man of many turns. " * 99)
+    assert nursery.command("data", f"in.{'jsonl' if chats else 'txt'}", "--out", "tokens", folder=folder).code == 0
+    return folder / "tokens"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example(nursery: Nursery, example: Path, tmp_path: Path) -> None:
+    family = next(value for key, value in FAMILIES.items() if example.name.startswith(key))
+    model = save(
+        make_model(
+            family, vocab_size=256, num_hidden_layers=2, **({"no_rope_layers": [1, 0]} if family == "smollm3" else {})
+        ),
+        tmp_path / "m",
+    )
+    data = prepare(nursery, tmp_path, "finetune" in example.name)
+    sets = [f"model.source={model}", f"data.source={data}", "train.tokens=48", "train.steps=3", "train.warmup=1"]
+    words = [word for item in (*sets, "train.device=cpu") for word in ("--set", item)]
+    end = nursery.command("train", str(example), "--run", "run", "--ranks", "1", *words, folder=tmp_path)
+    assert end.code == 0, end.err
+    assert len(RunFolder(tmp_path / "run").read_metrics()) == 3
+
+
+def test_the_matrix_of_examples() -> None:
+    names = [example.stem for example in EXAMPLES]
+    for part in ("llama", "qwen3", "smollm", "continue", "finetune", "1gpu", "8gpu"):
+        assert any(part in name for name in names), part
