@@ -155,3 +155,15 @@ def test_ctrl_c_at_a_terminal(small_model: Path, tmp_path: Path) -> None:
     assert twice.returncode == 130, err
     assert "Traceback" not in err
     assert not psutil.pid_exists(hung.pid)
+
+
+def test_under_torchrun(small_model: Path, tmp_path: Path) -> None:
+    words = [
+        word for item in (f"model.source={small_model}", "train.tokens=64", "train.steps=2") for word in ("--set", item)
+    ]
+    job = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", "ithaca", "train"]
+    done = subprocess.run(
+        [*job, "--run", str(tmp_path / "run"), *words], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(losses(tmp_path / "run")) == 2
