@@ -33,11 +33,21 @@ def commit() -> str:
         return "unknown"
 
 
+def _command() -> str:
+    """As it can be typed anywhere: without where the results went and what commit it was."""
+    words, kept = iter(sys.argv[1:]), []
+    for word in words:
+        if word in ("--out", "--commit"):
+            next(words)
+        else:
+            kept.append(word)
+    return shlex.join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *kept])
+
+
 def record(name: str, results: list[dict[str, Any]], folder: Path, at: str | None) -> Path:
     """Write the results; `at` names the commit where the tree was copied without its history."""
     file = folder / f"{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-    head = {"command": command, "commit": at or commit(), "machine": machine()}
+    head = {"command": _command(), "commit": at or commit(), "machine": machine()}
     file.write_text(json.dumps({**head, "results": results}, indent=2) + "\n")
     return file

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ithaca.attention.kernels.naive import Naive
-from ithaca.attention.kernels.seam import PieceByPiece, bhtd, thd
+from ithaca.attention.kernels.seam import PieceByPiece, bhtd, refuses_unless_half_on_cuda, thd
 
 aten = torch.ops.aten
 
@@ -17,13 +17,7 @@ class Cudnn(PieceByPiece):
     name = "cudnn"
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-        if device.type != "cuda":
-            return f"it runs on a CUDA GPU, the model is on {device.type}"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"it computes in bfloat16 or float16, the model in {str(dtype).removeprefix('torch.')}"
-        if head_size % 8 or head_size > 128:
-            return f"it takes head sizes up to 128 in steps of 8, the model has {head_size}"
-        return None
+        return refuses_unless_half_on_cuda(device, dtype, head_size, 128)
 
     def one_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         if len(q) == len(k) == 1:

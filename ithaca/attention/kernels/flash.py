@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ithaca.attention.documents import Pieces
+from ithaca.attention.kernels.seam import refuses_unless_half_on_cuda
 
 aten = torch.ops.aten
 
@@ -17,13 +18,7 @@ class Flash:
     name = "flash"
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-        if device.type != "cuda":
-            return f"it runs on a CUDA GPU, the model is on {device.type}"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"it computes in bfloat16 or float16, the model in {str(dtype).removeprefix('torch.')}"
-        if head_size % 8 or head_size > 256:
-            return f"it takes head sizes up to 256 in steps of 8, the model has {head_size}"
-        return None
+        return refuses_unless_half_on_cuda(device, dtype, head_size, 256)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
         q_bounds, k_bounds, q_longest, k_longest = _lengths(pieces, q)

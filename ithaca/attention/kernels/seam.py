@@ -92,6 +92,17 @@ class PieceByPiece(ABC):
         return dq, dk, dv
 
 
+def refuses_unless_half_on_cuda(device: torch.device, dtype: torch.dtype, head_size: int, largest: int) -> str | None:
+    """What the fused CUDA kernels have in common: 16-bit numbers, and heads of 8 to `largest` in steps of 8."""
+    if device.type != "cuda":
+        return f"it runs on a CUDA GPU, the model is on {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 or float16, the model in {str(dtype).removeprefix('torch.')}"
+    if head_size % 8 or head_size > largest:
+        return f"it takes head sizes up to {largest} in steps of 8, the model has {head_size}"
+    return None
+
+
 def bhtd(x_THD: Tensor) -> Tensor:
     """[1, H, T, D], the layout of torch's own attention operations; no copy."""
     return x_THD.transpose(0, 1)[None]
