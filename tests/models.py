@@ -71,4 +71,4 @@ def save(model: Any, folder: Path, **more: Any) -> Path:
 
 def relative(found: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-300) -> float:
     """Relative Frobenius distance; `floor` is the norm below which a wanted tensor is rounding alone."""
-    return float((found - wanted).norm() / wanted.norm().clamp(min=floor))
+    return ((found - wanted).norm() / wanted.norm().clamp(min=floor)).item()
