@@ -174,11 +174,19 @@ def worker(config: Config, path: Path, ranks: int, sentences: Path) -> None:
         code, text = error.code, str(error)
     except (MemoryError, torch.OutOfMemoryError) as error:
         code, text = 1, out_of_memory(error)
-    except Exception:
-        traceback.print_exc()  # the launcher would keep it to itself
+    except Exception as error:
+        if _lost_a_rank(error):
+            print(f"rank {os.environ['RANK']} has lost the connection to another rank", file=sys.stderr)
+        else:
+            traceback.print_exc()  # the launcher would keep it to itself
         sys.exit(1)
     (sentences / os.environ["RANK"]).write_text(f"{code} {text}", encoding="utf-8")
     sys.exit(code)
+
+
+def _lost_a_rank(error: Exception) -> bool:
+    """Whether a collective failed because the other side is gone: what happened is told there, not here."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("closed by peer", "reset by peer"))
 
 
 def out_of_memory(error: Exception) -> str:
