@@ -85,6 +85,11 @@ def mesh(
         fitting = f"; shard={world // others} would fit" if world % others == 0 else ""
         raise PlanError(f"{product} is {others * shard}, but the job has {world} ranks{fitting}")
     assert dist.group.WORLD is not None
+    if "cpu" not in dist.get_backend_config():
+        raise PlanError(
+            f"torch.distributed was begun with {dist.get_backend_config()} alone, and ranks also agree in host memory: "
+            "begin it with 'cpu:gloo,cuda:nccl', or leave that to ithaca.mesh"
+        )
     same_everywhere(dist.group.WORLD, "mesh", (replicate, shard, ring, ulysses, place.type))
     sizes = {"parameters": world} if replicate == 1 else {"replicate": replicate, "parameters": world // replicate}
     parameters = init_device_mesh(place.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -113,14 +113,16 @@ class Checkpoints:
 
         With `repair` damaged ones that are newer get another name, so that they stand in nobody's way.
         """
-        known = from_first(self._group, self.steps)
+        known, damaged = from_first(self._group, self.steps), []
         for step in reversed(known):
             damage = [problem for problem in self._gather(self._damage(step)) if problem]
             if not damage:
+                # Only now: without a sound one they must stay, or the next start would silently begin anew
+                for newer in damaged if repair and self._rank == 0 else ():
+                    self._set_aside(newer)
                 return self._read(step)
             say(f"the checkpoint of step {step} is damaged ({damage[0]}): going back to the one before")
-            if repair and len(known) > 1 and self._rank == 0:
-                self._set_aside(step)
+            damaged.append(step)
         if known:
             raise RunError(
                 f"none of the {len(known)} checkpoints in '{self._folder}' is sound: --fresh begins the run anew"

@@ -29,9 +29,10 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         now = time.monotonic()
-        if now - self._last > SAME_SECONDS:
-            self._asked += 1
-        self._last = now
+        again, self._last = now - self._last <= SAME_SECONDS, now
+        if again:
+            return
+        self._asked += 1
         if self._asked > 1:
             if sys.stdout.isatty():
                 print("\x1b[?25h", end="", flush=True)  # the live line hides the cursor

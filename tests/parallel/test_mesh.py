@@ -40,6 +40,21 @@ def test_meshes_that_do_not_fit(ranks, sizes: dict[str, int], wanted: str) -> No
         assert wanted in found
 
 
+def without_gloo() -> str:
+    kept = dist.get_backend_config
+    dist.get_backend_config = lambda: "cuda:nccl"
+    try:
+        return sentence(ithaca.mesh)
+    finally:
+        dist.get_backend_config = kept
+
+
+def test_a_job_that_cannot_agree_on_the_host(ranks) -> None:
+    for found in ranks(2).run(without_gloo):
+        assert "begun with cuda:nccl alone" in found
+        assert "begin it with 'cpu:gloo,cuda:nccl'" in found
+
+
 def coordinates() -> tuple[int, ...]:
     mesh = ithaca.mesh(replicate=2, device="cpu")
     return mesh.data_ranks, mesh.data_rank, mesh.parameter_ranks, mesh.parameter_rank, mesh.size
