@@ -4,8 +4,9 @@ The order is fixed: modules without memory, then FSDP2, then this rank's shards 
 here and nowhere else.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from ithaca.model.folder import check_vacant, write_folder
 from ithaca.model.precision import at_least_fp32
 from ithaca.model.source import DTYPES, ModelSource
 from ithaca.model.spec import Spec
-from ithaca.parallel.agree import same_batch, same_everywhere, together
+from ithaca.parallel.agree import on_this_node, same_batch, same_everywhere, together
 from ithaca.parallel.batch import Batch, split_batch, whole_batch
+from ithaca.parallel.layout import batch_range
 from ithaca.parallel.mesh import Mesh, alone
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
-from ithaca.schedule.forward import logits, loss_sum
+from ithaca.schedule.forward import Job, logits, loss_sum
 from ithaca.schedule.plan import Plan
+from ithaca.schedule.tapes import Need, Tapes, check_room, describe, host_bytes, needs, tiles_of
+from ithaca.tape.engine import make_engine
+from ithaca.tape.tiles import Tiles
 
 
 class Model(nn.Module):
@@ -36,6 +41,8 @@ class Model(nn.Module):
         self.dtype = source.compute_dtype(mesh.device)
         self.kernel = choose_kernel(plan.kernel, mesh.device, self.dtype, source.spec.head_size)
         self.decoder = Decoder(source.spec, at_least_fp32(self.dtype))
+        self.engine = make_engine(mesh.device)
+        self._tapes: dict[bool, Tapes] = {}  # for passes that are kept for backward, and for those that are not
         self._begins_step = True
         cut(self.decoder, mesh, plan.zero, self.dtype)
 
@@ -54,6 +61,25 @@ class Model(nn.Module):
         """
         return split_batch(tokens, labels, documents, self.mesh, self.spec.vocab)
 
+    def reserve(self, rows: int, tokens: int, say: Callable[[str], None] = lambda _: None) -> None:
+        """Take, before training begins, the memory that passes over `rows` sequences of `tokens` tokens need.
+
+        A first pass does the same; `say` is told how far it is.
+        """
+        self._reserve(self._local_tokens(rows, tokens), self.plan, True, say)
+
+    def check_room(self, rows: int, tokens: int) -> None:
+        """Refuse now what `reserve` would refuse for want of memory, and take nothing yet."""
+        self._check_room(self._local_tokens(rows, tokens), self.plan, True)
+
+    def _local_tokens(self, rows: int, tokens: int) -> int:
+        return max(len(batch_range(rows, self.mesh.data_rank, self.mesh.data_ranks)), 1) * tokens
+
+    def describe_tapes(self) -> list[str]:
+        """What the Plan keeps outside of tensors, and where; nothing where it keeps nothing so."""
+        tapes = self._tapes.get(True)
+        return describe(self._needs(True), tapes.tiles) if tapes else []
+
     def forward(self, batch: Batch, valid_tokens: int | None = None, last: bool = True) -> Tensor:
         """The mean cross-entropy over the valid tokens of all ranks: the same number on each of them.
 
@@ -64,11 +90,11 @@ class Model(nn.Module):
         """
         if valid_tokens is not None and valid_tokens < 0:
             raise InputError(f"valid_tokens is {valid_tokens}: the number of valid tokens of the step is needed")
-        same_batch(self.mesh.group, batch.fingerprint)
+        job = self._job(batch, self.plan, torch.is_grad_enabled())
         prepare_pass(self.decoder, self.plan.zero, self._begins_step, last)
         self._begins_step = last
         with _outside_inference_mode():
-            mine = total(self.decoder(loss_sum, batch, self.plan, self.kernel), self.mesh)
+            mine = total(self.decoder(loss_sum, batch, job), self.mesh)
             if not torch.is_grad_enabled():
                 free_gathered(self.decoder)
         valid = batch.valid_tokens if valid_tokens is None else valid_tokens
@@ -78,11 +104,48 @@ class Model(nn.Module):
     def logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """[S, vocabulary] or [B, S, vocabulary], the same on every rank. For small inputs: all logits exist at once."""
         batch = whole_batch(tokens, documents, self.mesh, self.spec.vocab)
-        same_batch(self.mesh.group, batch.fingerprint)
+        chunk = min(self.plan.chunk, len(batch.tokens)) if self.plan.chunk else None
+        job = self._job(batch, replace(self.plan, chunk=chunk), False)
         with _outside_inference_mode():
-            flat = self.decoder(logits, batch, self.plan, self.kernel)
+            flat = self.decoder(logits, batch, job)
             free_gathered(self.decoder)
         return flat.view(*torch.as_tensor(tokens).shape, -1)
+
+    def _job(self, batch: Batch, plan: Plan, training: bool) -> Job:
+        """Check that every rank has the same batch, and begin a pass over its tokens."""
+        tokens = len(batch.tokens)
+        wanting = self._tapes_for(tokens, plan, training) is None and self._needs(training)
+        if same_batch(self.mesh.group, batch.fingerprint, bool(wanting)):
+            self._reserve(tokens, plan, training, lambda _: None)
+        tapes = self._tapes_for(tokens, plan, training)
+        return Job(plan, self.kernel, tapes.begin(training) if tapes else None)
+
+    def _needs(self, training: bool) -> list[Need]:
+        return [need for need in needs(self.plan, self.spec, self.dtype) if training or not need.kept]
+
+    def _tapes_for(self, tokens: int, plan: Plan, training: bool) -> Tapes | None:
+        """What is there for such a pass; one that keeps nothing can also use what training has."""
+        tiles = tiles_of(plan, tokens)
+        candidates = [self._tapes.get(True), None if training else self._tapes.get(False)]
+        return next((tapes for tapes in candidates if tapes and tapes.tiles == tiles), None)
+
+    def _reserve(self, tokens: int, plan: Plan, training: bool, say: Callable[[str], None]) -> None:
+        """Make tapes for such passes, in place of those for others. Collective."""
+        before = self._tapes.pop(training, None)
+        if before:
+            before.close()
+        tiles, asked = self._check_room(tokens, plan, training), self._needs(training)
+        if asked:
+            self._tapes[training] = together(self.mesh.group, lambda: Tapes(asked, tiles, self.engine, say))
+
+    def _check_room(self, tokens: int, plan: Plan, training: bool) -> Tiles:
+        """How such a pass is cut, if there is room for it. Collective."""
+        asked, group, device = self._needs(training), self.mesh.group, self.mesh.device
+        tiles = together(group, lambda: tiles_of(plan, tokens))
+        if asked:
+            node_bytes, node_ranks = on_this_node(group, host_bytes(asked, tiles, device))
+            together(group, lambda: check_room(asked, tiles, plan, device, node_bytes, node_ranks))
+        return tiles
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards, whenever they are asked for: never the gathered copies that ZeRO-1 and 2 keep a while."""
@@ -109,10 +172,10 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None) -> Model:
     """Put a named model onto the ranks of a mesh (None: this process alone) and read its weights. Collective."""
     mesh = mesh or alone()
     same_everywhere(mesh.group, "model or Plan", (source.spec, source.dtype, source.weights.identity(), plan))
-    if plan.recipe == "dense" and mesh.context_ranks > 1:
+    if mesh.context_ranks > 1:
         raise PlanError(
-            f"recipe 'dense' has no context parallelism, but the mesh has ulysses {mesh.ulysses} × ring {mesh.ring}: "
-            f"set both to 1 and shard to {mesh.shard * mesh.context_ranks}"
+            f"recipe '{plan.recipe}' has no context parallelism, but the mesh has ulysses {mesh.ulysses} × ring "
+            f"{mesh.ring}: set both to 1 and shard to {mesh.shard * mesh.context_ranks}"
         )
 
     def assemble() -> Model:

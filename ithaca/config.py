@@ -11,12 +11,13 @@ import json
 import tomllib
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ithaca.errors import ConfigError, suggestion
-from ithaca.schedule.plan import Plan
+from ithaca.schedule.plan import RECIPE_OPTIONS, Plan
 from ithaca.sizes import parse_tokens
 
 Section = TypeVar("Section")
@@ -175,9 +176,21 @@ class Config:
 def read_config(file: Path | None, overrides: list[str]) -> Config:
     """The configuration of a TOML file (None: the defaults) with `key=value` overrides."""
     content = _read_toml(file) if file else {}
+    before = _recipe(content)
+    given = {}
+    for override in overrides:
+        _set(given, override)
+    if _recipe(given) not in (None, before) and isinstance(content.get("plan"), dict):
+        # Another recipe begins with its own options, not with what the file says of the old one
+        content["plan"] = {name: value for name, value in content["plan"].items() if name not in RECIPE_OPTIONS}
     for override in overrides:
         _set(content, override)
     return build(Config, content, "")
+
+
+def _recipe(content: dict[str, Any]) -> Any:
+    plan = content.get("plan")
+    return plan.get("recipe") if isinstance(plan, dict) else None
 
 
 def build(section: type[Section], content: dict[str, Any], where: str) -> Section:
@@ -189,8 +202,16 @@ def build(section: type[Section], content: dict[str, Any], where: str) -> Sectio
         if key not in fields:
             raise ConfigError(f"'{where}{key}' is not an option: {suggestion(key, fields)}")
         read = fields[key].metadata.get("read")
-        values[key] = read(value) if read else _typed(kinds[key], value, f"{where}{key}")
+        name = f"{where}{key}"
+        values[key] = _read(read, value, name) if read else _typed(kinds[key], value, name)
     return section(**values)
+
+
+def _read(read: Callable[[Any], Any], value: Any, name: str) -> Any:
+    try:
+        return read(value)
+    except ConfigError as problem:
+        raise ConfigError(f"{name}: {problem}") from None
 
 
 def _typed(kind: Any, value: Any, name: str) -> Any:

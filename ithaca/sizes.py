@@ -5,6 +5,11 @@ import re
 from ithaca.errors import ConfigError
 
 _TOKEN_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_BYTE_UNITS = {"": 1} | {
+    f"{prefix}{kind}": (1024 if kind == "IB" else 1000) ** power
+    for power, prefix in enumerate("KMGT", start=1)
+    for kind in ("B", "IB")
+}
 
 
 def parse_tokens(text: str | int) -> int:
@@ -14,6 +19,15 @@ def parse_tokens(text: str | int) -> int:
     if tokens < 1 or tokens != int(tokens):
         raise ConfigError(f"'{text}' is not a number of tokens: write 4096, 64K or 5M")
     return int(tokens)
+
+
+def parse_bytes(text: str | int) -> int:
+    """'80GB' -> 80 000 000 000, '1.9TB', '64GiB' -> 64 · 2^30, 4096 -> 4096."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?((?:[KMGT]I?B)?)", str(text).strip().upper())
+    count = float(match[1]) * _BYTE_UNITS[match[2]] if match else 0.0
+    if count < 1:
+        raise ConfigError(f"'{text}' is not a number of bytes: write 80GB, 1.9TB or 64GiB")
+    return int(count)
 
 
 def format_tokens(tokens: int) -> str:

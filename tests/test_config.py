@@ -38,10 +38,10 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ("train.steps.x=3", "goes through|of type dict"),
         ("steps", "not of the form key=value"),
         ("=3", "not of the form key=value"),
-        ("plan.recipe=wsweep", "recipe 'wsweep' does not exist: known are dense"),
+        ("plan.recipe=wsweep", "recipe 'wsweep' does not exist: did you mean 'sweep'"),
         ("plan.checkpoint=ful", "did you mean 'full'"),
         ("plan.zero=4", "zero=4 does not exist: 1, 2 and 3 do"),
-        ("plan.loss_tile=0", "loss_tile=0"),
+        ("plan.loss_tile=0", "plan.loss_tile: '0' is not a number of tokens"),
     ],
 )
 def test_refused(override: str, sentence: str) -> None:

@@ -14,12 +14,15 @@ from torch import Tensor
 class Pieces:
     """Rectangles of attention: rows q_bounds[i]:q_bounds[i+1] see keys k_bounds[i]:k_bounds[i+1].
 
-    `causal` turns each rectangle into the lower triangle of a square (then both bounds agree).
+    `causal` turns each rectangle into the lower triangle of a square (then both bounds agree). `ragged` says that the
+    shapes come from the documents at hand: they will hardly come again, so a kernel that builds something for each
+    shape should leave them to one that does not.
     """
 
     q_bounds: tuple[int, ...]
     k_bounds: tuple[int, ...]
     causal: bool
+    ragged: bool = True
 
     def __post_init__(self) -> None:
         assert len(self.q_bounds) == len(self.k_bounds) >= 2
@@ -28,11 +31,20 @@ class Pieces:
     @staticmethod
     def documents(bounds: tuple[int, ...]) -> "Pieces":
         """Causal attention within each document of a packed sequence."""
-        return Pieces(bounds, bounds, causal=True)
+        lengths = {b - a for a, b in pairwise(bounds)}
+        return Pieces(bounds, bounds, causal=True, ragged=len(lengths) > 1)
 
-    @property
-    def single(self) -> bool:
-        return len(self.q_bounds) == 2
+    @staticmethod
+    def rectangle(rows: int, keys: int, ragged: bool) -> "Pieces":
+        """All rows see all keys."""
+        return Pieces((0, rows), (0, keys), causal=False, ragged=ragged)
+
+    def equal(self, rows: int, keys: int) -> int:
+        """How many pieces there are, if they have one shape and together cover all rows and keys; else 0."""
+        count = len(self.q_bounds) - 1
+        covers = (self.q_bounds[0], self.q_bounds[-1], self.k_bounds[0], self.k_bounds[-1]) == (0, rows, 0, keys)
+        shapes = {(rows.stop - rows.start, keys.stop - keys.start) for rows, keys in self.spans()}
+        return count if covers and len(shapes) == 1 else 0
 
     def spans(self) -> list[tuple[slice, slice]]:
         q, k = pairwise(self.q_bounds), pairwise(self.k_bounds)

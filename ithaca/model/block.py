@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from ithaca.model.linear import linear
 from ithaca.model.rope import Turn, rotate
 from ithaca.model.spec import Spec
 
@@ -31,6 +32,11 @@ class Heads:
     @staticmethod
     def all(spec: Spec) -> "Heads":
         return Heads(range(spec.heads), range(spec.kv_heads))
+
+    @staticmethod
+    def keys_only(spec: Spec) -> "Heads":
+        """No query: what K and V cost alone."""
+        return Heads(range(0), range(spec.kv_heads))
 
 
 def project(spec: Spec, w: Weights, x_TE: Tensor, turn: Turn | None, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,15 +56,13 @@ def project(spec: Spec, w: Weights, x_TE: Tensor, turn: Turn | None, heads: Head
 def mix(spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads: Heads) -> Tensor:
     """Add what these heads say. Over slices: mix(mix(x, o1, h1), o2, h2); the bias comes with head 0."""
     columns = slice(heads.q.start * spec.head_size, heads.q.stop * spec.head_size)
-    bias = w.get("self_attn.o_proj.bias") if heads.q.start == 0 else None
-    return x_TE + F.linear(o_THD.flatten(1), w["self_attn.o_proj.weight"][:, columns], bias)
+    return x_TE + linear(w, "self_attn.o_proj", o_THD.flatten(1), columns=columns)
 
 
 def feed(spec: Spec, w: Weights, x_TE: Tensor) -> Tensor:
     normed = norm(spec, x_TE, w["post_attention_layernorm.weight"])
-    gate = F.linear(normed, w["mlp.gate_proj.weight"], w.get("mlp.gate_proj.bias"))
-    up = F.linear(normed, w["mlp.up_proj.weight"], w.get("mlp.up_proj.bias"))
-    return x_TE + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"], w.get("mlp.down_proj.bias"))
+    gate, up = linear(w, "mlp.gate_proj", normed), linear(w, "mlp.up_proj", normed)
+    return x_TE + linear(w, "mlp.down_proj", F.silu(gate) * up)
 
 
 def norm(spec: Spec, x: Tensor, weight: Tensor) -> Tensor:
@@ -68,6 +72,4 @@ def norm(spec: Spec, x: Tensor, weight: Tensor) -> Tensor:
 
 def _head_rows(spec: Spec, w: Weights, name: str, x_TE: Tensor, heads: range) -> Tensor:
     rows = slice(heads.start * spec.head_size, heads.stop * spec.head_size)
-    bias = w.get(f"{name}.bias")
-    y = F.linear(x_TE, w[f"{name}.weight"][rows], None if bias is None else bias[rows])
-    return y.view(-1, len(heads), spec.head_size)
+    return linear(w, name, x_TE, rows=rows).view(len(x_TE), len(heads), spec.head_size)

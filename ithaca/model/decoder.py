@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ithaca.model.precision import at_least_fp32
 from ithaca.model.spec import Spec
 
 
@@ -29,7 +30,7 @@ class Unit(nn.Module):
             owner.register_parameter(leaf, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
 
     def forward(self, run: Callable[..., Any], *args: Any) -> Any:
-        return run(dict(self.named_parameters()), *args)
+        return run({name: _summing(weight) for name, weight in self.named_parameters()}, *args)
 
 
 class Decoder(nn.Module):
@@ -50,7 +51,13 @@ class Decoder(nn.Module):
 
     def table(self) -> Tensor:
         """The embedding table."""
-        return self.embedding.get_parameter("weight")
+        return _summing(self.embedding.get_parameter("weight"))
+
+
+def _summing(weight: Tensor) -> Tensor:
+    """The weight, told that its gradient comes in at least fp32 and is not to be rounded to its own dtype."""
+    weight.grad_dtype = at_least_fp32(weight.dtype)
+    return weight
 
 
 def stored_name(name: str) -> str:

@@ -1,6 +1,7 @@
 """Ranks that agree before they go on: a mistake on one rank is an error on all, never a hang."""
 
 import hashlib
+import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -42,12 +43,23 @@ def same_everywhere(group: dist.ProcessGroup, what: str, value: object) -> None:
         raise PlanError(f"rank {odd[0]} has another {what} than rank 0: every rank must be given the same")
 
 
-def same_batch(group: dist.ProcessGroup, fingerprint: int) -> None:
-    """The same, for a number and often: one small collective on the host, which waits for no device."""
-    both = torch.tensor([fingerprint, -fingerprint])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    if both[0] != -both[1]:
+def same_batch(group: dist.ProcessGroup, fingerprint: int, wish: bool) -> bool:
+    """The same, for a number and often: one small collective on the host, which waits for no device.
+
+    Returns whether any rank has the wish.
+    """
+    numbers = torch.tensor([fingerprint, -fingerprint, int(wish)])
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    if numbers[0] != -numbers[1]:
         raise InputError("the ranks were given different batches: model.shard needs the same whole batch on every rank")
+    return bool(numbers[2])
+
+
+def on_this_node(group: dist.ProcessGroup, amount: int) -> tuple[int, int]:
+    """The sum of an amount over the ranks that share this node, and how many they are."""
+    here = socket.gethostname()
+    amounts = [theirs for node, theirs in _gather(group, (here, amount)) if node == here]
+    return sum(amounts), len(amounts)
 
 
 def _portable(problem: Exception | None) -> tuple[type[IthacaError], str] | None:

@@ -1,49 +1,101 @@
 """A rank's tokens through the decoder: embedding, blocks, then the loss or the logits.
 
-`loss_sum` and `logits` run inside the decoder's call, so that its weights are there when they are used.
+`loss_sum` and `logits` run inside the decoder's call, so that its weights are there when they are used. Under the
+schedule `whole` a tensor of hidden states goes from block to block, under `sweep` a token, and the states go by tape.
 """
 
+from dataclasses import dataclass
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
+from ithaca.attention.walk import Walk
 from ithaca.model.decoder import Decoder
 from ithaca.model.rope import turn
 from ithaca.parallel.batch import Batch
-from ithaca.schedule.loss import head_logits, tiled_loss
+from ithaca.parallel.exchange import Alone
+from ithaca.schedule.embedding import embed
+from ithaca.schedule.loss import head_logits, tape_loss, tiled_loss
 from ithaca.schedule.plan import Plan
+from ithaca.schedule.sweep import SweepCall, run_sweep
+from ithaca.schedule.tapes import Pass
 from ithaca.schedule.whole import BlockCall, run_block
 
 
-def loss_sum(decoder: Decoder, batch: Batch, plan: Plan, kernel: Kernel) -> Tensor:
+@dataclass(frozen=True)
+class Job:
+    """How a batch is to be run."""
+
+    plan: Plan
+    kernel: Kernel
+    tapes: Pass | None  # None: the Plan asks for none
+
+
+def loss_sum(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
     """Σ of the cross-entropy over this rank's valid tokens, a scalar."""
+    spec, tile = decoder.spec, job.plan.loss_tile
 
-    def run(w: dict[str, Tensor], x: Tensor) -> Tensor:
-        head = _head(decoder, w)
-        return tiled_loss(decoder.spec, x, w["norm.weight"], head, batch.labels, plan.loss_tile)
+    def run(w: dict[str, Tensor], state: Tensor) -> Tensor:
+        weight, head = w["norm.weight"], _head(decoder, w)
+        if job.plan.sweeps:
+            assert job.tapes is not None
+            return tape_loss(spec, state, job.tapes, weight, head, batch.labels, tile)
+        return tiled_loss(spec, state, weight, head, batch.labels, tile)
 
-    return decoder.head(run, _hidden(decoder, batch, plan, kernel))
+    return decoder.head(run, _through_blocks(decoder, batch, job))
 
 
-def logits(decoder: Decoder, batch: Batch, plan: Plan, kernel: Kernel) -> Tensor:
+def logits(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
     """[tokens, vocabulary], all at once."""
 
-    def run(w: dict[str, Tensor], x: Tensor) -> Tensor:
+    def run(w: dict[str, Tensor], state: Tensor) -> Tensor:
+        x = _read_all(job) if job.plan.sweeps else state
         return head_logits(decoder.spec, x, w["norm.weight"], _head(decoder, w))
 
-    return decoder.head(run, _hidden(decoder, batch, plan, kernel))
+    return decoder.head(run, _through_blocks(decoder, batch, job))
 
 
-def _hidden(decoder: Decoder, batch: Batch, plan: Plan, kernel: Kernel) -> Tensor:
-    """[tokens, hidden]: what the last block puts out."""
-    spec = decoder.spec
+def _through_blocks(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
+    """[tokens, hidden], what the last block puts out; or the token, and that stands on the gradient's tape."""
+    return _swept(decoder, batch, job) if job.plan.sweeps else _whole(decoder, batch, job)
+
+
+def _whole(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
+    spec, plan = decoder.spec, job.plan
+    assert plan.checkpoint is not None
     x = F.embedding(batch.tokens, decoder.table())
     rope = turn(spec.rope, spec.head_size, batch.positions, x.dtype)
     pieces = Pieces.documents(batch.bounds)
-    for block, turns in zip(decoder.blocks, spec.rope_layers, strict=True):
-        x = block(run_block, x, BlockCall(spec, rope if turns else None, kernel, pieces, plan.checkpoint))
+    for layer, (block, turns) in enumerate(zip(decoder.blocks, spec.rope_layers, strict=True)):
+        rotation = rope if turns else None
+        call = BlockCall(spec, layer, rotation, job.kernel, pieces, plan.checkpoint, plan.tile, job.tapes)
+        x = block(run_block, x, call)
     return x
+
+
+def _swept(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
+    spec, tapes, tile = decoder.spec, job.tapes, job.plan.tile
+    assert tapes is not None
+    assert tile is not None
+    walk = Walk(job.kernel, tapes.gradient.tiles, batch.bounds)
+    token = embed(decoder.table(), batch.tokens, tapes, tile)
+    for layer, block in enumerate(decoder.blocks):
+        token = block(run_sweep, token, SweepCall(spec, layer, tapes, walk, batch.positions, tile, Alone()))
+    return token
+
+
+def _read_all(job: Job) -> Tensor:
+    assert job.tapes is not None
+    tape = job.tapes.gradient
+    tiles = []
+    for index in range(tape.tiles.count):
+        tile = tape.read(index, toward=1)
+        tiles.append(tile.clone())
+        tape.release(tile)
+    return torch.cat(tiles)
 
 
 def _head(decoder: Decoder, w: dict[str, Tensor]) -> Tensor:

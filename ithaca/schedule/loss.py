@@ -2,8 +2,8 @@
 
 Whole logits never exist: a tile holds `tile` × vocabulary of them, in the dtype of the computation and once more in
 fp32. The gradients are made beside the loss, while the logits are there, so backward only scales them; for that the
-head's gradient takes vocabulary × hidden in fp32 from the forward pass on. Tiles add to it in fp32: summed in bf16 over
-many tiles it would lose several bits. `naive_loss` is the twin.
+head's gradient takes vocabulary × hidden in fp32 from the forward pass on, and tiles are added to it in fp32.
+`naive_loss` is the twin.
 """
 
 from typing import Any
@@ -15,9 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from ithaca.errors import InputError
 from ithaca.model.block import norm
+from ithaca.model.linear import add_product
 from ithaca.model.precision import at_least_fp32
 from ithaca.model.spec import Spec
 from ithaca.parallel.batch import IGNORED
+from ithaca.schedule.tapes import Pass
+from ithaca.tape.tiles import Tiles
 
 
 def head_logits(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor) -> Tensor:
@@ -36,44 +39,98 @@ def tiled_loss(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T:
     return _TiledLoss.apply(spec, x_TE, weight, head, labels_T, tile)
 
 
+def tape_loss(
+    spec: Spec, token: Tensor, tapes: Pass, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int
+) -> Tensor:
+    """The same sum of hidden states that stand on the gradient's tape, where their gradients take their place.
+
+    Those are the gradients of the sum itself: what is upstream goes to the token.
+    """
+    return _TapeLoss.apply(spec, token, tapes, weight, head, labels_T, tile)
+
+
+class _Tiler:
+    """Loss and gradients of some tokens after others, with the sums of the weights' gradients."""
+
+    def __init__(self, spec: Spec, weight: Tensor, head: Tensor, need_weight: bool, need_head: bool, tile: int):
+        self.spec, self.weight, self.head, self.tile = spec, weight.detach(), head, tile
+        high = at_least_fp32(weight.dtype)
+        self.dweight = torch.zeros_like(weight, dtype=high) if need_weight else None
+        self.dhead = torch.zeros_like(head, dtype=high) if need_head else None
+        self.loss = weight.new_zeros((), dtype=high)
+
+    def add(self, x: Tensor, labels: Tensor, dx: Tensor | None) -> None:
+        """Add these tokens; `dx`, which may be x, takes their gradient."""
+        for part in Tiles(len(x), self.tile).slices():
+            with torch.enable_grad():
+                x_tile = x[part].detach().requires_grad_(dx is not None)
+                weight = self.weight.detach().requires_grad_(self.dweight is not None)
+                normed = norm(self.spec, x_tile, weight)
+            loss, dlogits = _cross_entropy(F.linear(normed.detach(), self.head), labels[part])
+            self.loss += loss
+            if self.dhead is not None:
+                add_product(self.dhead, dlogits.T, normed.detach())
+            wanted = [tensor for tensor in (x_tile, weight) if tensor.requires_grad]
+            if wanted:
+                grads = list(torch.autograd.grad(normed, wanted, dlogits @ self.head))
+                if dx is not None:
+                    dx[part] = grads.pop(0)
+                if self.dweight is not None:
+                    self.dweight += grads.pop(0)
+
+
 class _TiledLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: Spec, x: Tensor, weight: Tensor, head: Tensor, labels: Tensor, tile: int) -> Tensor:
-        high = at_least_fp32(x.dtype)
-        loss = x.new_zeros((), dtype=high)
         need_x, need_weight, need_head = ctx.needs_input_grad[1:4]
+        tiler = _Tiler(spec, weight, head, need_weight, need_head, tile)
         dx = torch.empty_like(x) if need_x else None
-        dweight = torch.zeros_like(weight, dtype=high) if need_weight else None
-        dhead = torch.zeros_like(head, dtype=high) if need_head else None
-        for start in range(0, x.shape[0], tile):
-            part = slice(start, start + tile)
-            with torch.enable_grad():
-                x_tile = x[part].detach().requires_grad_(need_x)
-                weight_ = weight.detach().requires_grad_(need_weight)
-                normed = norm(spec, x_tile, weight_)
-            tile_loss, dlogits = _cross_entropy(F.linear(normed.detach(), head), labels[part])
-            loss += tile_loss
-            if dhead is not None:
-                dhead += dlogits.T @ normed.detach()
-            wanted = [tensor for tensor in (x_tile, weight_) if tensor.requires_grad]
-            if wanted:
-                grads = list(torch.autograd.grad(normed, wanted, dlogits @ head))
-                if dx is not None:
-                    dx[part] = grads.pop(0)
-                if dweight is not None:
-                    dweight += grads.pop(0)
-        ctx.grads = dx, dweight, dhead
-        return loss
+        tiler.add(x, labels, dx)
+        ctx.grads = dx, tiler.dweight, tiler.dhead
+        return tiler.loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, None
-        if grads is None:
-            raise InputError(
-                "backward was called twice on one loss, whose gradients are kept once: call the model again"
-            )
-        return (None, *(None if grad is None else grad.mul_(scale) for grad in grads), None, None)
+        return (None, *_scaled_once(ctx, scale), None, None)
+
+
+class _TapeLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        spec: Spec,
+        token: Tensor,  # noqa: ARG004
+        tapes: Pass,
+        weight: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        tile: int,
+    ) -> Tensor:
+        need_x = tapes.kept and ctx.needs_input_grad[1]
+        need_weight, need_head = (tapes.kept and needed for needed in ctx.needs_input_grad[3:5])
+        tiler = _Tiler(spec, weight, head, need_weight, need_head, tile)
+        tape = tapes.gradient
+        for index, rows in enumerate(tape.tiles.slices()):
+            x = tape.read(index, toward=1)
+            tiler.add(x, labels[rows], x if need_x else None)
+            tape.write(index, x) if need_x else tape.release(x)
+        ctx.grads, ctx.tapes = (tiler.dweight, tiler.dhead), tapes
+        return tiler.loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
+        grads = _scaled_once(ctx, scale)
+        ctx.tapes.waits = False
+        return (None, scale, None, *grads, None, None)
+
+
+def _scaled_once(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+    grads, ctx.grads = ctx.grads, None
+    if grads is None:
+        raise InputError("backward was called twice on one loss, whose gradients are kept once: call the model again")
+    return tuple(None if grad is None else grad.mul_(scale) for grad in grads)
 
 
 def _cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,23 +1,67 @@
 """A Plan is a value: everything that decides memory and speed, and nothing else does."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ithaca.errors import PlanError, suggestion
+from ithaca.sizes import format_tokens, parse_bytes, parse_tokens
 
-RECIPES = ("dense",)
 CHECKPOINTS = ("none", "selective", "full")
+PLACES = ("device", "host")
+CHUNK = 64 * 2**10  # what a sweep takes when it is not told: attention kernels are at their best from here on
+
+# What each recipe may be told, and what it does when it is not; None is left to the length of the batch
+RECIPES: dict[str, dict[str, Any]] = {
+    "dense": {"checkpoint": "full", "tile": None, "x": "device"},
+    "alst": {"checkpoint": "full", "tile": 8192, "x": "host"},
+    "sweep": {
+        "chunk": None,
+        "tile": 8192,
+        "x": "host",
+        "o": "host",
+        "lse": "device",
+        "gradient": "host",
+        "kv": "device",
+    },
+}
+RECIPE_OPTIONS = ("checkpoint", "chunk", "tile", "x", "o", "lse", "gradient", "kv")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a model is run. Under every Plan the numbers are the same; memory and time differ."""
+    """How a model is run. Under every Plan the numbers are the same; memory and time differ.
+
+    Options that are not given are the recipe's; options that mean nothing to a recipe are refused.
+    """
 
     recipe: str = "dense"
-    """`dense`: each data rank takes whole sequences, without context parallelism."""
+    """`dense`: blocks run over whole sequences. `alst`: the same with a tiled MLP and block inputs on the host.
+    `sweep`: blocks run over chunks of a sequence, and only K and V stay on the device."""
 
-    checkpoint: str = "full"
+    checkpoint: str | None = None
     """What a block keeps for its backward pass. `none`: everything. `selective`: its input and the attention's output,
-    so that attention runs once. `full`: its input."""
+    so that attention runs once. `full`: its input. (dense, alst)"""
+
+    chunk: int | None = field(default=None, metadata={"read": parse_tokens})
+    """Tokens that go through a block together; not given: 64K, or all where there are fewer. (sweep)"""
+
+    tile: int | None = field(default=None, metadata={"read": parse_tokens})
+    """Tokens that go through an MLP together; not given under `dense`: all."""
+
+    x: str | None = None
+    """Where block inputs are kept: `device` or `host`."""
+
+    o: str | None = None
+    """Where attention outputs are kept. (sweep)"""
+
+    lse: str | None = None
+    """Where the attention's log-sum-exps are kept. (sweep)"""
+
+    gradient: str | None = None
+    """Where the gradient between blocks is kept. (sweep)"""
+
+    kv: str | None = None
+    """Where K and V of a block, and their gradients, are kept while it runs. (sweep)"""
 
     zero: int = 3
     """What is cut over ranks: 1 optimizer states, 2 gradients too, 3 parameters too."""
@@ -25,17 +69,68 @@ class Plan:
     kernel: str = "auto"
     """The attention kernel; `auto` takes the fastest that the device and dtype allow."""
 
-    loss_tile: int = 4096
+    loss_tile: int = field(default=4096, metadata={"read": parse_tokens})
     """Tokens whose logits exist at a time."""
+
+    host_memory: int | None = field(default=None, metadata={"read": parse_bytes})
+    """Bytes of host memory that tapes may take on a node, as 96GB; not given: what is free, within the limit of the
+    control group."""
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
-            raise PlanError(f"recipe '{self.recipe}' does not exist: {suggestion(str(self.recipe), RECIPES)}")
-        if self.checkpoint not in CHECKPOINTS:
-            raise PlanError(
-                f"checkpoint '{self.checkpoint}' does not exist: {suggestion(str(self.checkpoint), CHECKPOINTS)}"
-            )
+            raise PlanError(f"recipe '{self.recipe}' does not exist: {suggestion(str(self.recipe), list(RECIPES))}")
+        for name in RECIPE_OPTIONS:
+            self._settle(name)
+        self._check_words("checkpoint", CHECKPOINTS)
+        for name in ("x", "o", "lse", "gradient", "kv"):
+            self._check_words(name, PLACES)
+        for name, works in (("chunk", CHUNK), ("tile", 8192), ("loss_tile", 4096), ("host_memory", 64 * 10**9)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                what = "bytes" if name == "host_memory" else "tokens"
+                raise PlanError(f"{name}={value} is no number of {what}: {works} is")
         if type(self.zero) is not int or self.zero not in (1, 2, 3):
             raise PlanError(f"zero={self.zero} does not exist: 1, 2 and 3 do")
-        if type(self.loss_tile) is not int or self.loss_tile < 1:
-            raise PlanError(f"loss_tile={self.loss_tile} is no number of tokens: 4096 is")
+        self._check_together()
+
+    @property
+    def sweeps(self) -> bool:
+        return self.recipe == "sweep"
+
+    def chunk_of(self, tokens: int) -> int:
+        """Tokens in a chunk of a sequence that has so many."""
+        if self.chunk is not None and self.chunk > tokens:
+            raise PlanError(
+                f"chunk={self.chunk} is longer than the {tokens} tokens of the batch: chunk={tokens} works, and so "
+                f"does none, which takes {format_tokens(CHUNK)} or what there is"
+            )
+        return self.chunk or min(CHUNK, tokens)
+
+    def _settle(self, name: str) -> None:
+        """An option that was not given is the recipe's; one that the recipe has no use for is refused."""
+        options, value = RECIPES[self.recipe], getattr(self, name)
+        if value is None:
+            object.__setattr__(self, name, options.get(name))
+        elif name not in options:
+            others = " and ".join(f"'{recipe}'" for recipe, known in RECIPES.items() if name in known)
+            raise PlanError(
+                f"{name}={value} means nothing under recipe '{self.recipe}': leave it out, or use recipe {others}"
+            )
+
+    def _check_words(self, name: str, known: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value is not None and value not in known:
+            raise PlanError(f"{name}={value} does not exist: {suggestion(str(value), known)}")
+
+    def _check_together(self) -> None:
+        if self.checkpoint == "none" and self.x == "host":
+            raise PlanError("x='host' means nothing with checkpoint='none', which keeps everything: use 'full'")
+        if self.checkpoint == "none" and self.tile is not None:
+            raise PlanError(
+                f"tile={self.tile} saves nothing with checkpoint='none', which keeps every tile: use 'full'"
+            )
+        if self.chunk is not None and self.tile is not None and self.tile > self.chunk:
+            if self.tile == RECIPES[self.recipe]["tile"]:  # not given
+                object.__setattr__(self, "tile", self.chunk)
+            else:
+                raise PlanError(f"tile={self.tile} is longer than chunk={self.chunk}: a tile of {self.chunk} fits")

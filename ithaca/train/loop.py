@@ -53,6 +53,7 @@ class Run:
         self.config, self.folder, self.model, self.data = config, folder, model, data
         self.mesh: Mesh = model.mesh
         self.first = self.mesh.rank == 0
+        model.check_room(*self._pass_size())
         self.optimizer = make_optimizer(model, config.train)
         self.notes: list[str] = []  # said once there is someone to say it
         self.checkpoints = Checkpoints(folder.checkpoints, model, self.optimizer, config.run.keep, self.notes.append)
@@ -64,6 +65,11 @@ class Run:
         together(self.mesh.group, lambda: folder.begin(config, model.source, model.dtype) if self.first else None)
         self.progress = Progress(folder.log if self.first else None, self.done, config.train.steps)
         self.sinks: list[Sink] = []
+
+    def _pass_size(self) -> tuple[int, int]:
+        """Sequences in a pass, and the tokens of each."""
+        options = self.config.train
+        return options.micro or options.batch, options.tokens  # pyrefly: ignore
 
     def _check_resumed(self, manifest: dict[str, Any]) -> None:
         if manifest["data"] != identity(self.data):
@@ -85,6 +91,7 @@ class Run:
         self.stop = StopRequest(self.mesh)
         self._announce()
         try:
+            self._reserve()
             stopped = self._steps()
             self._save()
             self.checkpoints.wait()
@@ -97,6 +104,12 @@ class Run:
                     sink.close()
             self.progress.close()
             self.stop.close()
+
+    def _reserve(self) -> None:
+        """Take the memory of the Plan's tapes before the first step."""
+        self.model.reserve(*self._pass_size(), self.progress.live)
+        for line in self.model.describe_tapes():
+            self.progress.say(line)
 
     def _steps(self) -> bool:
         """Train until the last step (False) or until someone asks to stop (True)."""

@@ -37,6 +37,11 @@ class Progress:
             with contextlib.suppress(OSError):  # a full disk takes the log, not the run
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=self._log, flush=True)
 
+    def live(self, text: str) -> None:
+        """A line that the next one replaces; where no terminal watches, none."""
+        if self._live:
+            self._live.update(Text(text), refresh=True)
+
     def warn(self, text: str) -> None:
         self.say(f"warning: {text}")
 
@@ -46,7 +51,7 @@ class Progress:
         if not self._log:
             return
         if self._live:
-            self._live.update(Text(self._line(metrics)), refresh=True)
+            self.live(self._line(metrics))
         elif (done - self._first) % self._every == 0 or done in (self._first + 1, self._steps):
             print(self._line(metrics), file=sys.stdout, flush=True)
 

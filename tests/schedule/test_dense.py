@@ -8,58 +8,8 @@ import torch
 from torch import Tensor
 
 import ithaca
-from ithaca.model.decoder import stored_name
-from ithaca.schedule import naive
 from tests.models import make_model, relative, save
-
-EXACT = 1e-10
-
-
-def random_batch(rows: int, length: int, documents: bool, ignored: float, seed: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 97, (rows, length), generator=generator)
-    labels = tokens.masked_fill(torch.rand(rows, length, generator=generator) < ignored, -100)
-    ids = (torch.rand(rows, length, generator=generator) < 0.15).cumsum(1) if documents else torch.zeros_like(tokens)
-    return tokens, labels, ids
-
-
-def naive_step(folder: Path, batches: list[tuple[Tensor, ...]]) -> tuple[float, dict[str, Tensor]]:
-    """The mean loss over all valid tokens of all batches, and its gradients, one row at a time."""
-    source = ithaca.load_model(folder, "float64")
-    weights = {name: torch.empty(shape, dtype=torch.float64) for name, shape in source.spec.shapes()}
-    for name, weight in weights.items():
-        source.weights.read(name, range(len(weight)), weight)
-        weight.requires_grad_()
-    rows = [row for batch in batches for row in zip(*batch, strict=True)]
-    valid = sum(((labels[1:] != -100) & (ids[1:] == ids[:-1])).sum() for _, labels, ids in rows)
-    loss = sum(naive.loss(source.spec, weights, *row) for row in rows) / valid
-    loss.backward()
-    return loss.item(), {name: weight.grad for name, weight in weights.items()}
-
-
-def dense_step(
-    folder: Path, plan: ithaca.Plan, batches: list[tuple[Tensor, ...]], replicate: int
-) -> tuple[float, dict[str, Tensor]]:
-    """The same step by Ithaca; in every rank of a job."""
-    model = ithaca.apply(ithaca.load_model(folder, "float64"), plan, ithaca.mesh(replicate=replicate))
-    parts = [model.shard(*batch) for batch in batches]
-    valid = sum(part.valid_tokens for part in parts)
-    loss = 0.0
-    for number, part in enumerate(parts, start=1):
-        micro = model(part, valid_tokens=valid, last=number == len(parts))
-        (3 * micro).backward()
-        loss += micro.item()
-    gradients = {stored_name(name): p.grad.full_tensor() / 3 for name, p in model.decoder.named_parameters()}
-    return loss, gradients
-
-
-def compare(job, folder: Path, plan: ithaca.Plan, batches: list[tuple[Tensor, ...]], replicate: int = 1) -> None:
-    wanted_loss, wanted = naive_step(folder, batches)
-    for loss, gradients in job.run(dense_step, folder, plan, batches, replicate):
-        assert abs(loss - wanted_loss) <= EXACT * abs(wanted_loss)
-        assert gradients.keys() == wanted.keys()
-        for name, gradient in gradients.items():
-            assert relative(gradient, wanted[name]) <= EXACT, name
+from tests.schedule.steps import EXACT, compare, ithaca_step, random_batch
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +72,7 @@ def test_a_rank_without_valid_tokens(ranks, folders) -> None:
 
 def test_no_valid_tokens_at_all(ranks, folders) -> None:
     tokens, labels, ids = random_batch(2, 19, documents=False, ignored=1.0, seed=7)
-    for loss, gradients in ranks(2).run(dense_step, folders["tied"], ithaca.Plan(), [(tokens, labels, ids)], 1):
+    for loss, gradients in ranks(2).run(ithaca_step, folders["tied"], ithaca.Plan(), [(tokens, labels, ids)], 1):
         assert loss == 0
         assert all(gradient.abs().max() == 0 for gradient in gradients.values())
 

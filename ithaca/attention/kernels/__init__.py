@@ -12,7 +12,7 @@ from ithaca.errors import PlanError, suggestion
 
 
 class CudnnAndFlash:
-    """cuDNN for a single piece, flash for several: each where it is the faster."""
+    """cuDNN for shapes that come again, flash for what documents cut: each where it is the faster."""
 
     name = "cudnn+flash"
 
@@ -23,7 +23,7 @@ class CudnnAndFlash:
         return self.full.refuses(device, dtype, head_size) or self.ragged.refuses(device, dtype, head_size)
 
     def _choose(self, pieces: Pieces) -> Kernel:
-        return self.full if pieces.single else self.ragged
+        return self.ragged if pieces.ragged else self.full
 
     def forward(self, q, k, v, pieces, scale):
         return self._choose(pieces).forward(q, k, v, pieces, scale)

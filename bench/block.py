@@ -1,0 +1,338 @@
+"""Transformer blocks on one GPU: time, memory and causal MFU of a schedule, beside its bare kernels and GEMMs.
+
+    python -m bench.block --tokens 256K,512K                     the sweep against what it cannot do without
+    python -m bench.block --tokens 256K,1M --no-bare             memory: how many d the peak grows by
+    python -m bench.block --tokens 32K --recipe dense,sweep --place device
+    python -m bench.block --tokens 256K --documents 256K,64x4K,192K+64x1K     one run, each layout in turn
+
+Blocks only, without embedding, loss and optimizer; one rank, no collectives. "Bare" runs the attention kernel on the
+same pairs of tiles, and every GEMM of the schedule with the same shapes, on random data and nothing else.
+1 d is one bf16 hidden state of all tokens. MFU counts 6 · (block's parameters) + 6 · Hq · D · Σ length² / S FLOPs a
+token over 989 TFLOP/s, without credit for recomputation.
+"""
+
+import argparse
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.bounds import matmul_tflops
+from bench.record import record
+from ithaca.attention.attend import softmax_scale
+from ithaca.attention.documents import Pieces, attended_length, positions
+from ithaca.attention.kernels import choose_kernel
+from ithaca.attention.walk import Walk
+from ithaca.model.decoder import Unit
+from ithaca.model.rope import turn
+from ithaca.model.source import load_model
+from ithaca.model.spec import Spec
+from ithaca.parallel.exchange import Alone
+from ithaca.schedule.plan import Plan
+from ithaca.schedule.sweep import SweepCall, run_sweep
+from ithaca.schedule.tapes import Tapes, needs, tiles_of
+from ithaca.schedule.whole import BlockCall, run_block
+from ithaca.sizes import format_bytes, format_tokens, parse_tokens
+from ithaca.tape.engine import make_engine
+from ithaca.tape.tape import Tape
+from ithaca.tape.tiles import Tiles
+
+PEAK, BF16 = 989e12, torch.bfloat16
+DEVICE = torch.device("cuda", 0)
+
+
+class Blocks:
+    """Some blocks with random weights, and one layout of documents to run them on."""
+
+    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan):
+        self.spec, self.bounds, self.plan, self.tokens = spec, bounds, plan, bounds[-1]
+        self.kernel = choose_kernel(plan.kernel, DEVICE, BF16, spec.head_size)
+        self.units = [Unit(spec.block_shapes(), BF16, DEVICE) for _ in range(spec.layers)]
+        for parameter in (p for unit in self.units for p in unit.parameters()):
+            parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
+        self.positions = positions(bounds).to(DEVICE)
+
+    def zero_grad(self) -> None:
+        for unit in self.units:
+            unit.zero_grad()
+
+
+class Swept(Blocks):
+    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan):
+        super().__init__(spec, bounds, plan)
+        self.tiles = tiles_of(plan, self.tokens)
+        self.walk = Walk(self.kernel, self.tiles, bounds)
+        began = time.perf_counter()
+        self.tapes = Tapes(needs(plan, spec, BF16), self.tiles, make_engine(DEVICE), lambda _: None)
+        self.reserve_seconds = time.perf_counter() - began
+
+    def forward(self) -> None:
+        self.zero_grad()
+        self.run = self.tapes.begin(kept=True)
+        _fill(self.run.x(0), 1.0)
+        torch.cuda.synchronize()
+
+    def timed_forward(self) -> None:
+        token = torch.zeros((), device=DEVICE, requires_grad=True)
+        for layer, unit in enumerate(self.units):
+            call = SweepCall(self.spec, layer, self.run, self.walk, self.positions, self.plan.tile or 0, Alone())
+            token = unit(run_sweep, token, call)
+        self.token = token
+
+    def backward(self) -> None:
+        _fill(self.run.gradient, 1e-3)
+        torch.cuda.synchronize()
+
+    def timed_backward(self) -> None:
+        self.run.waits = False
+        self.token.backward()
+        del self.token
+
+    def close(self) -> None:
+        del self.run
+        self.tapes.close()
+
+
+class Whole(Blocks):
+    """The schedule `whole` on tensors."""
+
+    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan):
+        super().__init__(spec, bounds, plan)
+        self.reserve_seconds = 0.0
+        self.pieces = Pieces.documents(bounds)
+
+    def forward(self) -> None:
+        self.zero_grad()
+        self.x = torch.randn(self.tokens, self.spec.hidden, device=DEVICE, dtype=BF16).requires_grad_()
+        torch.cuda.synchronize()
+
+    def timed_forward(self) -> None:
+        rope = turn(self.spec.rope, self.spec.head_size, self.positions, BF16)
+        y = self.x
+        for layer, unit in enumerate(self.units):
+            checkpoint = self.plan.checkpoint or ""
+            call = BlockCall(self.spec, layer, rope, self.kernel, self.pieces, checkpoint, self.plan.tile, None)
+            y = unit(run_block, y, call)
+        self.y = y
+
+    def backward(self) -> None:
+        self.dy = torch.randn_like(self.x) * 1e-3
+        torch.cuda.synchronize()
+
+    def timed_backward(self) -> None:
+        self.y.backward(self.dy)
+        del self.x, self.y, self.dy
+
+    def close(self) -> None:
+        pass
+
+
+def _fill(tape: Tape, scale: float) -> None:
+    for index in range(tape.tiles.count):
+        tape.write(index, tape.blank(index).normal_(0.0, scale))
+
+
+class Bare:
+    """What the sweep cannot do without: its attention kernels and its GEMMs, each on random data of its shape."""
+
+    def __init__(self, blocks: Swept):
+        self.spec, self.kernel, self.walk = blocks.spec, blocks.kernel, blocks.walk
+        spec, size = self.spec, blocks.tiles.size
+        self.q, self.do = (torch.randn(size, spec.heads, spec.head_size, device=DEVICE, dtype=BF16) for _ in range(2))
+        self.k, self.v = (torch.randn(size, spec.kv_heads, spec.head_size, device=DEVICE, dtype=BF16) for _ in range(2))
+        self.gemms = _gemms(spec, blocks.tiles, blocks.plan.tile or size)
+        self.visits = [visit for chunk in range(blocks.tiles.count) for visit in self.walk.visits(chunk)]
+        self._kept: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def attention_forward(self) -> None:
+        for visit in self.visits:
+            args = self._args(visit)
+            self._kept[visit.pieces] = self.kernel.forward(*args, visit.pieces, softmax_scale(self.q))
+
+    def attention_backward(self) -> None:
+        for visit in self.visits:
+            q, k, v = self._args(visit)
+            o, lse = self._kept[visit.pieces]
+            self.kernel.backward(self.do[visit.rows], q, k, v, o, lse, visit.pieces, softmax_scale(q))
+
+    def _args(self, visit: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q[visit.rows], self.k[visit.keys], self.v[visit.keys]
+
+    def linear(self) -> None:
+        for (m, k, n, kind), count in self.gemms.items():
+            # The layouts that the GEMM has in the block: x · Wᵀ, dy · W, dyᵀ · x
+            a = torch.randn((k, m) if kind == "weight" else (m, k), device=DEVICE, dtype=BF16)
+            b = torch.randn((n, k) if kind == "forward" else (k, n), device=DEVICE, dtype=BF16)
+            a, b = (a.T if kind == "weight" else a), (b.T if kind == "forward" else b)
+            for _ in range(count * self.spec.layers):
+                a @ b
+
+
+def _gemms(spec: Spec, chunks: Tiles, tile: int) -> Counter[tuple[int, int, int, str]]:
+    """(m, k, n, which of the three) -> how often, for one block's forward and backward."""
+    heads, keys, hidden, wide = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.hidden, spec.mlp
+    found: Counter[tuple[int, int, int, str]] = Counter()
+
+    def layer(rows: int, into: int, out: int, forward: int) -> None:
+        """A linear layer: so many times forward, once backward."""
+        found[rows, into, out, "forward"] += forward
+        found[rows, out, into, "input"] += 1
+        found[out, rows, into, "weight"] += 1
+
+    for index in range(chunks.count):
+        rows = chunks.rows_in(index)
+        layer(rows, hidden, heads, 2)
+        for _ in range(2):  # k and v, which later chunks ask for once more
+            layer(rows, hidden, keys, 2 if index == chunks.count - 1 else 3)
+        for part in Tiles(rows, min(tile, rows)).slices():
+            size = part.stop - part.start
+            layer(size, heads, hidden, 2)
+            layer(size, hidden, wide, 2)
+            layer(size, hidden, wide, 2)
+            layer(size, wide, hidden, 1)
+    return found
+
+
+def timed(work: Callable[[], None]) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    work()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / 1e3
+
+
+def measure(spec: Spec, bounds: tuple[int, ...], plan: Plan, repeats: int, with_bare: bool) -> dict[str, Any]:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    blocks = (Swept if plan.sweeps else Whole)(spec, bounds, plan)
+    bare: Bare | None = None
+    seconds: dict[str, list[float]] = {}
+
+    def take(name: str, work: Callable[[], None], warm: bool) -> None:
+        taken = timed(work)
+        if not warm:
+            seconds.setdefault(name, []).append(taken)
+
+    peak = [0, 0]
+    for number in range(repeats + 1):  # the first is a warm-up
+        torch.cuda.reset_peak_memory_stats()
+        blocks.forward()
+        take("forward", blocks.timed_forward, number == 0)
+        blocks.backward()
+        take("backward", blocks.timed_backward, number == 0)
+        blocks.zero_grad()
+        if number == 0:
+            peak = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+            bare = Bare(blocks) if with_bare and isinstance(blocks, Swept) else None
+        if bare:
+            take("attention_forward", bare.attention_forward, number == 0)
+            take("attention_backward", bare.attention_backward, number == 0)
+            take("linear", bare.linear, number == 0)
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    blocks.close()
+    attended, tokens = attended_length(bounds), bounds[-1]
+    block = sum(p.numel() for p in blocks.units[0].parameters())
+    flops = tokens * spec.layers * (6 * block + 6 * spec.heads * spec.head_size * attended)
+    step = median["forward"] + median["backward"]
+    result = {
+        "recipe": plan.recipe,
+        "tokens": tokens,
+        "documents": len(bounds) - 1,
+        "attended": attended,
+        "layers": spec.layers,
+        "plan": {name: value for name, value in vars(plan).items() if value is not None},
+        "kernel": blocks.kernel.name,
+        "seconds": step,
+        **{f"seconds_{name}": value for name, value in median.items()},
+        "mfu_causal": flops / step / PEAK,
+        "peak_bytes_allocated": peak[0],
+        "peak_bytes": peak[1],
+        "d_bytes": tokens * spec.hidden * 2,
+        "reserve_seconds": blocks.reserve_seconds,
+    }
+    if bare:
+        result["seconds_bare"] = median["attention_forward"] + median["attention_backward"] + median["linear"]
+        result["over_bare"] = step / result["seconds_bare"]
+    return result
+
+
+def read_documents(text: str) -> tuple[int, ...]:
+    """'192K+64x1K' -> where these documents begin and end."""
+    bounds = [0]
+    for part in text.split("+"):
+        match = re.fullmatch(r"(?:(\d+)x)?(\w+)", part)
+        if not match:
+            raise SystemExit(f"'{part}' is not a document: write 192K, or 64x1K for many")
+        bounds += [bounds[-1] + parse_tokens(match[2]) * (i + 1) for i in range(int(match[1] or 1))]
+    return tuple(bounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama3-8b")
+    parser.add_argument("--layers", default=1, type=int)
+    parser.add_argument("--tokens", default="256K", help="several, parted by commas")
+    parser.add_argument("--documents", help="layouts in place of --tokens, as 64x4K,192K+64x1K")
+    parser.add_argument("--recipe", default="sweep", help="several, parted by commas")
+    parser.add_argument("--place", default="host", help="of x, o and the gradient under the sweep")
+    parser.add_argument("--kv", default="device")
+    parser.add_argument("--chunk", type=parse_tokens)
+    parser.add_argument("--tile", type=parse_tokens)
+    parser.add_argument("--repeats", default=3, type=int)
+    parser.add_argument("--no-bare", action="store_true")
+    parser.add_argument("--name", help="of the file of results")
+    parser.add_argument("--out", default="bench/results", type=Path)
+    parser.add_argument("--commit", help="of a tree that was copied without its history")
+    args = parser.parse_args()
+    spec = replace(load_model(args.model).spec, layers=args.layers)
+    spec = replace(spec, rope_layers=spec.rope_layers[: args.layers])
+    layouts = [read_documents(text) for text in (args.documents or args.tokens).split(",")]
+    bound, results = matmul_tflops(), []
+    for recipe in args.recipe.split(","):
+        options = {"recipe": recipe}
+        if recipe == "sweep":
+            options |= dict.fromkeys(("x", "o", "gradient"), args.place)
+            options |= {"kv": args.kv, "chunk": args.chunk, "tile": args.tile}
+        for bounds in layouts:
+            plan = Plan(**options)
+            row = measure(spec, bounds, plan, args.repeats, not args.no_bare)
+            results.append({**row, "matmul_tflops": bound})
+            print(_line(row), flush=True)
+    for first, second in pairwise(results):
+        growth = second["d_bytes"] - first["d_bytes"]
+        if first["recipe"] == second["recipe"] and growth > 0:
+            slope = (second["peak_bytes_allocated"] - first["peak_bytes_allocated"]) / growth
+            second["slope_d"] = slope
+            print(f"  slope from {first['tokens']} to {second['tokens']} tokens: {slope:.3f} d")
+    name = args.name or f"block-{args.model}-{format_tokens(layouts[0][-1])}-{args.recipe.replace(',', '-')}"
+    print(
+        f"{args.model}, {args.layers} layers, matmul bound {bound:.0f} TFLOP/s -> "
+        f"{record(name, results, args.out, args.commit)}"
+    )
+
+
+def _line(row: dict[str, Any]) -> str:
+    text = (
+        f"  {row['recipe']:6} {format_tokens(row['tokens']):>5} in {row['documents']:3} documents  "
+        f"{row['seconds']:.3f} s ({row['seconds_forward']:.3f} + {row['seconds_backward']:.3f})  "
+        f"{100 * row['mfu_causal']:.1f} % causal MFU  peak {format_bytes(row['peak_bytes_allocated'])} "
+        f"({format_bytes(row['peak_bytes'])} reserved)"
+    )
+    if "over_bare" in row:
+        parts = " + ".join(f"{row[f'seconds_{n}']:.3f}" for n in ("attention_forward", "attention_backward", "linear"))
+        text += f"  {row['over_bare']:.3f} x bare {row['seconds_bare']:.3f} s ({parts})"
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The two halves of a block, before and after its attention, forward and backward over some tokens.
+
+What comes after it, mix and feed, is done tile by tile: an MLP's intermediates are several times as wide as a hidden
+state. Backward of either half is the half run again under autograd, with weights that sum their gradients
+(`summed`); the block's own output, which backward has no use for, is not computed again.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ithaca.model.block import Heads, Weights, feed, mix, project
+from ithaca.model.linear import Summed
+from ithaca.model.rope import Turn
+from ithaca.model.spec import Spec
+from ithaca.tape.tiles import Tiles
+
+
+def summed(w: Weights, wanted: Iterable[str]) -> Summed:
+    """A block's weights for its backward pass."""
+    return Summed(w, wanted, unread=("mlp.down_proj",))
+
+
+def finish(spec: Spec, w: Weights, x: Tensor, o: Tensor, y: Tensor, tile: int) -> None:
+    """y = mix and feed of x and o. y may be x."""
+    for part in Tiles(len(x), tile).slices():
+        y[part] = _finish(spec, w, x[part], o[part])
+
+
+def finish_backward(spec: Spec, w: Summed, x: Tensor, o: Tensor, dy: Tensor, dx: Tensor, do: Tensor, tile: int) -> None:
+    """dx and do of dy. dx may be dy."""
+    for part in Tiles(len(x), tile).slices():
+        inputs = [tensor[part].detach().requires_grad_() for tensor in (x, o)]
+        with torch.enable_grad():
+            y = _finish(spec, w, *inputs)
+        dx[part], do[part] = w.differentiate(y, inputs, (dy[part],))
+
+
+def _finish(spec: Spec, w: Weights, x: Tensor, o: Tensor) -> Tensor:
+    return feed(spec, w, mix(spec, w, x, o, Heads.all(spec)))
+
+
+class Projection:
+    """q, k and v of some tokens, with what their backward pass needs: the normed x, 1 d of these tokens."""
+
+    def __init__(self, spec: Spec, w: Summed, x: Tensor, turn: Turn | None):
+        self._w, self._x = w, x.detach().requires_grad_()
+        with torch.enable_grad():
+            self._outputs = project(spec, w, self._x, turn, Heads.all(spec))
+        self.qkv = tuple(output.detach() for output in self._outputs)
+
+    def backward(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """dx; the weights' gradients go to their sums."""
+        (dx,) = self._w.differentiate(self._outputs, (self._x,), (dq, dk, dv))
+        return dx

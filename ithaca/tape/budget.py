@@ -1,0 +1,61 @@
+"""How much host memory may be taken: what is free, and what the control group still allows.
+
+A container's limit is not the machine's: a process that looks only at free memory is killed at the limit of its group
+without a word. Pages of files that the kernel can drop count as free in both.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+KEPT_BACK = 0.05  # of the memory there is: for the programs themselves
+
+
+def host_budget(system: Path = Path("/")) -> tuple[int, str]:
+    """Bytes that can still be taken on this node, and what limits them; `system` is where /proc and /sys are."""
+    memory = psutil.virtual_memory()
+    limits = [(memory.available - int(KEPT_BACK * memory.total), "free memory")]
+    limits += [(free - int(KEPT_BACK * limit), "the control group's limit") for limit, free in _groups(system)]
+    budget, reason = min(limits)
+    return max(budget, 0), reason
+
+
+def _groups(system: Path) -> Iterator[tuple[int, int]]:
+    """(limit, what is left of it) of each control group that this process is in, version 1 or 2, and of its parents."""
+    try:
+        entries = (system / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for entry in entries:
+        _, controllers, path = entry.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = system / "sys/fs/cgroup" / controllers
+        names = (
+            ("memory.max", "memory.current", "inactive_file")
+            if not controllers
+            else (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        )
+        folder = top / path.lstrip("/")
+        # Within a container the path may be the host's, and only the top is there
+        for place in (folder, *folder.parents) if folder.is_relative_to(top) else ():
+            if not place.is_relative_to(top):
+                break
+            found = _group(place, *names)
+            if found:
+                yield found
+
+
+def _group(folder: Path, limit_name: str, used_name: str, cache_name: str) -> tuple[int, int] | None:
+    try:
+        limit = int((folder / limit_name).read_text())
+        used = int((folder / used_name).read_text())
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # not there, or "max": no limit
+        return None
+    return limit, limit - used + int(counts.get(cache_name, 0))

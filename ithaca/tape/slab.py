@@ -1,0 +1,79 @@
+"""Host memory for tapes: one region of exactly the size they need, cut into parts, registered with the driver once.
+
+torch's pinned allocator rounds every tensor up to a power of two: 1.25 TiB of tapes would take 2. Registering is what
+takes time (see docs/LOG.md), so threads first touch the pages, then register the parts. A copy must not cross the
+border of a part, and none does: a tape lies within one.
+"""
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from ithaca.errors import RunError
+from ithaca.sizes import format_bytes
+
+PAGE = 2 * 2**20  # of the huge pages that the kernel is asked for
+STRIDE = 256 * 2**20  # what a thread touches at a time
+
+
+class Slab:
+    """`parts[i]` is sizes[i] bytes of host memory; `say` is told how far it is."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device, say: Callable[[str], None]):
+        starts, total = [], 0
+        for size in sizes:
+            starts.append(total)
+            total += size + -size % mmap.PAGESIZE
+        self.nbytes = total
+        # Private: shared memory would come from a tmpfs, with its own limits and small pages
+        region = mmap.mmap(-1, max(total, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            region.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(region, dtype=torch.uint8)
+        self.parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        self._device, self._registered = device, []
+        if device.type == "cuda":
+            self._register(memory, say)
+
+    def _register(self, memory: Tensor, say: Callable[[str], None]) -> None:
+        cudart = torch.cuda.cudart()
+        threads = min(os.cpu_count() or 1, 16)
+
+        def touch(start: int) -> int:
+            memory[start : start + STRIDE : mmap.PAGESIZE] = 0
+            return min(STRIDE, len(memory) - start)
+
+        def register(part: Tensor) -> int:
+            with torch.cuda.device(self._device):
+                code = int(cudart.cudaHostRegister(part.data_ptr(), part.nbytes, 0))  # pyrefly: ignore
+            if code:
+                raise RunError(
+                    f"the driver does not register {format_bytes(part.nbytes)} of host memory (code {code}); "
+                    "a smaller plan.host_memory or ulimit -l unlimited may help"
+                )
+            self._registered.append(part)
+            return part.nbytes
+
+        with ThreadPoolExecutor(threads) as pool:
+            done = 0
+            for share, work, items in (
+                (0.5, touch, range(0, self.nbytes, STRIDE)),
+                (0.5, register, [part for part in self.parts if part.nbytes]),
+            ):
+                for size in pool.map(work, items):
+                    done += share * size
+                    say(f"registering {format_bytes(self.nbytes)} of host memory: {100 * done / self.nbytes:.0f} %")
+
+    def close(self) -> None:
+        """Let the driver forget the memory before it goes."""
+        if not self._registered:
+            return
+        torch.cuda.synchronize(self._device)
+        cudart = torch.cuda.cudart()
+        for part in self._registered:
+            cudart.cudaHostUnregister(part.data_ptr())  # pyrefly: ignore
+        self._registered.clear()

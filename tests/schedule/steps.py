@@ -1,0 +1,68 @@
+"""A training step by the naive twin and by Ithaca under any Plan, to be compared."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import ithaca
+from ithaca.model.decoder import stored_name
+from ithaca.schedule import naive
+from tests.models import relative
+
+EXACT = 1e-10
+
+Rows = tuple[Tensor, ...]  # tokens, labels, documents
+Outcome = tuple[float, dict[str, Tensor]]  # the loss, and gradients by their Hugging Face names
+
+
+def random_batch(rows: int, length: int, documents: bool, ignored: float, seed: int) -> Rows:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 97, (rows, length), generator=generator)
+    labels = tokens.masked_fill(torch.rand(rows, length, generator=generator) < ignored, -100)
+    ids = (torch.rand(rows, length, generator=generator) < 0.15).cumsum(1) if documents else torch.zeros_like(tokens)
+    return tokens, labels, ids
+
+
+def naive_step(folder: Path, batches: list[Rows]) -> Outcome:
+    """The mean loss over all valid tokens of all batches, and its gradients, one row at a time."""
+    source = ithaca.load_model(folder, "float64")
+    weights = {name: torch.empty(shape, dtype=torch.float64) for name, shape in source.spec.shapes()}
+    for name, weight in weights.items():
+        source.weights.read(name, range(len(weight)), weight)
+        weight.requires_grad_()
+    rows = [row for batch in batches for row in zip(*batch, strict=True)]
+    valid = sum(((labels[1:] != -100) & (ids[1:] == ids[:-1])).sum() for _, labels, ids in rows)
+    loss = sum(naive.loss(source.spec, weights, *row) for row in rows) / valid
+    loss.backward()
+    return loss.item(), {name: weight.grad for name, weight in weights.items()}
+
+
+def model_step(model: ithaca.Model, batches: list[Rows]) -> Outcome:
+    """The same by a model, in every rank of a job; the loss is scaled upstream, and its gradients back."""
+    parts = [model.shard(*batch) for batch in batches]
+    valid = sum(part.valid_tokens for part in parts)
+    loss = 0.0
+    for number, part in enumerate(parts, start=1):
+        micro = model(part, valid_tokens=valid, last=number == len(parts))
+        (3 * micro).backward()
+        loss += micro.item()
+    return loss, {stored_name(name): p.grad.full_tensor() / 3 for name, p in model.decoder.named_parameters()}
+
+
+def ithaca_step(folder: Path, plan: ithaca.Plan, batches: list[Rows], replicate: int = 1) -> Outcome:
+    mesh = ithaca.mesh(replicate=replicate)
+    return model_step(ithaca.apply(ithaca.load_model(folder, "float64"), plan, mesh), batches)
+
+
+def assert_same(found: Outcome, wanted: Outcome, bound: float = EXACT) -> None:
+    assert abs(found[0] - wanted[0]) <= bound * abs(wanted[0])
+    assert found[1].keys() == wanted[1].keys()
+    for name, gradient in found[1].items():
+        assert relative(gradient, wanted[1][name]) <= bound, name
+
+
+def compare(job, folder: Path, plan: ithaca.Plan, batches: list[Rows], replicate: int = 1) -> None:
+    wanted = naive_step(folder, batches)
+    for found in job.run(ithaca_step, folder, plan, batches, replicate):
+        assert_same(found, wanted)
