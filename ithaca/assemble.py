@@ -6,7 +6,6 @@ here and nowhere else.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +65,13 @@ class Model(nn.Module):
 
         A first pass does the same; `say` is told how far it is.
         """
-        self._reserve(self._local_tokens(rows, tokens), self.plan, True, say)
+        local = self._local_tokens(rows, tokens)
+        self._reserve(lambda: tiles_of(self.plan, local), True, say)
 
     def check_room(self, rows: int, tokens: int) -> None:
         """Refuse now what `reserve` would refuse for want of memory, and take nothing yet."""
-        self._check_room(self._local_tokens(rows, tokens), self.plan, True)
+        local = self._local_tokens(rows, tokens)
+        self._check_room(lambda: tiles_of(self.plan, local), True)
 
     def _local_tokens(self, rows: int, tokens: int) -> int:
         return max(len(batch_range(rows, self.mesh.data_rank, self.mesh.data_ranks)), 1) * tokens
@@ -90,7 +91,7 @@ class Model(nn.Module):
         """
         if valid_tokens is not None and valid_tokens < 0:
             raise InputError(f"valid_tokens is {valid_tokens}: the number of valid tokens of the step is needed")
-        job = self._job(batch, self.plan, torch.is_grad_enabled())
+        job = self._job(batch, lambda: tiles_of(self.plan, len(batch.tokens)), torch.is_grad_enabled())
         prepare_pass(self.decoder, self.plan.zero, self._begins_step, last)
         self._begins_step = last
         with _outside_inference_mode():
@@ -104,47 +105,50 @@ class Model(nn.Module):
     def logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """[S, vocabulary] or [B, S, vocabulary], the same on every rank. For small inputs: all logits exist at once."""
         batch = whole_batch(tokens, documents, self.mesh, self.spec.vocab)
-        chunk = min(self.plan.chunk, len(batch.tokens)) if self.plan.chunk else None
-        job = self._job(batch, replace(self.plan, chunk=chunk), False)
+        job = self._job(batch, lambda: tiles_of(self.plan, len(batch.tokens), shorten=True), False)
         with _outside_inference_mode():
             flat = self.decoder(logits, batch, job)
             free_gathered(self.decoder)
         return flat.view(*torch.as_tensor(tokens).shape, -1)
 
-    def _job(self, batch: Batch, plan: Plan, training: bool) -> Job:
-        """Check that every rank has the same batch, and begin a pass over its tokens."""
-        tokens = len(batch.tokens)
-        wanting = self._tapes_for(tokens, plan, training) is None and self._needs(training)
-        if same_batch(self.mesh.group, batch.fingerprint, bool(wanting)):
-            self._reserve(tokens, plan, training, lambda _: None)
-        tapes = self._tapes_for(tokens, plan, training)
-        return Job(plan, self.kernel, tapes.begin(training) if tapes else None)
+    def _job(self, batch: Batch, cut: Callable[[], Tiles], training: bool) -> Job:
+        """Check that every rank has the same batch, and begin a pass over its tokens, cut as `cut` says."""
+        wanting = bool(self._needs(training)) and self._tapes_for(cut, training) is None
+        if same_batch(self.mesh.group, batch.fingerprint, wanting):
+            self._reserve(cut, training, lambda _: None)
+        tapes = self._tapes_for(cut, training) if self._needs(training) else None
+        return Job(self.plan, self.kernel, tapes.begin(training) if tapes else None)
 
     def _needs(self, training: bool) -> list[Need]:
         return [need for need in needs(self.plan, self.spec, self.dtype) if training or not need.kept]
 
-    def _tapes_for(self, tokens: int, plan: Plan, training: bool) -> Tapes | None:
+    def _tapes_for(self, cut: Callable[[], Tiles], training: bool) -> Tapes | None:
         """What is there for such a pass; one that keeps nothing can also use what training has."""
-        tiles = tiles_of(plan, tokens)
         candidates = [self._tapes.get(True), None if training else self._tapes.get(False)]
-        return next((tapes for tapes in candidates if tapes and tapes.tiles == tiles), None)
+        try:
+            return next((tapes for tapes in candidates if tapes and tapes.tiles == cut()), None)
+        except PlanError:
+            return None  # this rank's tokens cannot be cut so: `_reserve` tells all ranks
 
-    def _reserve(self, tokens: int, plan: Plan, training: bool, say: Callable[[str], None]) -> None:
+    def _reserve(self, cut: Callable[[], Tiles], training: bool, say: Callable[[str], None]) -> None:
         """Make tapes for such passes, in place of those for others. Collective."""
-        before = self._tapes.pop(training, None)
+        before = self._tapes.get(training)
+        together(self.mesh.group, lambda: before.check_idle() if before else None)
         if before:
+            del self._tapes[training]
             before.close()
-        tiles, asked = self._check_room(tokens, plan, training), self._needs(training)
+        tiles, asked = self._check_room(cut, training), self._needs(training)
         if asked:
-            self._tapes[training] = together(self.mesh.group, lambda: Tapes(asked, tiles, self.engine, say))
+            with _outside_inference_mode():
+                self._tapes[training] = together(self.mesh.group, lambda: Tapes(asked, tiles, self.engine, say))
 
-    def _check_room(self, tokens: int, plan: Plan, training: bool) -> Tiles:
+    def _check_room(self, cut: Callable[[], Tiles], training: bool) -> Tiles:
         """How such a pass is cut, if there is room for it. Collective."""
         asked, group, device = self._needs(training), self.mesh.group, self.mesh.device
-        tiles = together(group, lambda: tiles_of(plan, tokens))
+        tiles = together(group, cut)
         if asked:
             node_bytes, node_ranks = on_this_node(group, host_bytes(asked, tiles, device))
-            together(group, lambda: check_room(asked, tiles, plan, device, node_bytes, node_ranks))
+            together(group, lambda: check_room(asked, tiles, self.plan, device, node_bytes, node_ranks))
         return tiles
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -160,7 +164,7 @@ class Model(nn.Module):
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    """FSDP2 cannot gather into inference tensors: run as under `no_grad` instead."""
+    """FSDP2 cannot gather into inference tensors, nor tapes outlive them: run as under `no_grad` instead."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             yield

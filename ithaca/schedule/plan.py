@@ -97,14 +97,14 @@ class Plan:
     def sweeps(self) -> bool:
         return self.recipe == "sweep"
 
-    def chunk_of(self, tokens: int) -> int:
-        """Tokens in a chunk of a sequence that has so many."""
-        if self.chunk is not None and self.chunk > tokens:
+    def chunk_of(self, tokens: int, shorten: bool) -> int:
+        """Tokens in a chunk of a sequence that has so many. A longer chunk is shortened only where that is said."""
+        if self.chunk is not None and self.chunk > tokens and not shorten:
             raise PlanError(
                 f"chunk={self.chunk} is longer than the {tokens} tokens of the batch: chunk={tokens} works, and so "
                 f"does none, which takes {format_tokens(CHUNK)} or what there is"
             )
-        return self.chunk or min(CHUNK, tokens)
+        return min(self.chunk or CHUNK, tokens)
 
     def _settle(self, name: str) -> None:
         """An option that was not given is the recipe's; one that the recipe has no use for is refused."""

@@ -74,9 +74,9 @@ def needs(plan: Plan, spec: Spec, dtype: torch.dtype) -> list[Need]:
     ]
 
 
-def tiles_of(plan: Plan, tokens: int) -> Tiles:
+def tiles_of(plan: Plan, tokens: int, shorten: bool = False) -> Tiles:
     """How the tapes for so many tokens are cut."""
-    return Tiles(tokens, plan.chunk_of(tokens) if plan.sweeps else min(plan.tile or WHOLE_TILE, tokens))
+    return Tiles(tokens, plan.chunk_of(tokens, shorten) if plan.sweeps else min(plan.tile or WHOLE_TILE, tokens))
 
 
 def host_bytes(asked: list[Need], tiles: Tiles, device: torch.device) -> int:
@@ -165,16 +165,20 @@ class Tapes:
 
     def begin(self, kept: bool) -> "Pass":
         """Begin a forward pass; `kept` when a backward one follows."""
+        self.check_idle()
+        self._mend()
+        begun = Pass(self._tapes, kept)
+        self._pass = weakref.ref(begun) if kept else None
+        return begun
+
+    def check_idle(self) -> None:
+        """Refuse another use while a pass waits for its backward."""
         before = self._pass() if self._pass else None
         if before is not None and before.waits:
             raise InputError(
                 "a second forward pass began before the backward pass of the first, whose tapes it would overwrite: "
                 "call backward, or drop the loss, or use torch.no_grad() where no gradient is wanted"
             )
-        self._mend()
-        begun = Pass(self._tapes, kept)
-        self._pass = weakref.ref(begun) if kept else None
-        return begun
 
     def _mend(self) -> None:
         """Give back what a pass that broke off still holds."""

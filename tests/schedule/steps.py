@@ -58,8 +58,10 @@ def ithaca_step(folder: Path, plan: ithaca.Plan, batches: list[Rows], replicate:
 def assert_same(found: Outcome, wanted: Outcome, bound: float = EXACT) -> None:
     assert abs(found[0] - wanted[0]) <= bound * abs(wanted[0])
     assert found[1].keys() == wanted[1].keys()
+    # Where tokens see only themselves, gradients of q and k are zero but for rounding: no relative distance
+    floor = 1e-5 * max(gradient.norm().item() for gradient in wanted[1].values())
     for name, gradient in found[1].items():
-        assert relative(gradient, wanted[1][name]) <= bound, name
+        assert relative(gradient, wanted[1][name], floor) <= bound, name
 
 
 def compare(job, folder: Path, plan: ithaca.Plan, batches: list[Rows], replicate: int = 1) -> None:

@@ -1,0 +1,335 @@
+"""`sweep` and `alst` against the naive twin in float64: chunks, tiles, documents, GQA, residencies, ranks, copies."""
+
+import gc
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ithaca
+from ithaca.errors import InputError, PlanError
+from tests.models import make_model, relative, save
+from tests.schedule.steps import (
+    EXACT,
+    Rows,
+    assert_same,
+    compare,
+    model_step,
+    naive_step,
+    random_batch,
+)
+
+PLACES = ("device", "host")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Between them everything that a block can have, and 1, 4 and 7 query heads for each key/value head."""
+    top = tmp_path_factory.mktemp("models")
+    small = {"num_hidden_layers": 2}
+    return {
+        "tied": save(make_model("smollm3", no_rope_layers=[1, 0], **small), top / "tied"),
+        "untied": save(make_model("llama-bias", num_key_value_heads=6, **small), top / "untied"),
+        "normed": save(make_model("qwen3", num_attention_heads=4, num_key_value_heads=1, **small), top / "normed"),
+        "double": save(
+            make_model("qwen2", torch.float64, hidden_size=56, num_attention_heads=7, num_key_value_heads=1, **small),
+            top / "double",
+        ),
+    }
+
+
+@st.composite
+def plans(draw: st.DrawFn, length: int) -> ithaca.Plan:
+    """Any chunk, any tile, every tape anywhere."""
+    places = {name: draw(st.sampled_from(PLACES)) for name in ("x", "o", "lse", "gradient", "kv")}
+    chunk = draw(st.none() | st.integers(1, length))
+    tile = draw(st.integers(1, chunk or length))
+    return ithaca.Plan(recipe="sweep", chunk=chunk, tile=tile, loss_tile=draw(st.sampled_from((5, 4096))), **places)
+
+
+def of_lengths(lengths: list[int], seed: int) -> Rows:
+    """One packed row of documents of these lengths; at least its last tokens are learned."""
+    tokens, labels, _ = random_batch(1, sum(lengths), documents=False, ignored=0.2, seed=seed)
+    labels[:, -2:] = tokens[:, -2:]
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    return tokens, labels, ids
+
+
+def check_one(folder: Path, data: st.DataObject, seed: int) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 16), min_size=1, max_size=6))
+    plan = data.draw(plans(sum(lengths)))
+    batches = [of_lengths([*lengths, 3], seed)]
+    model = ithaca.apply(ithaca.load_model(folder, "float64"), plan)
+    model.engine.poison = True  # a tile that is read too late or too early is NaN
+    assert_same(model_step(model, batches), naive_step(folder, batches))
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 10**6))
+@pytest.mark.parametrize("heads", ["tied", "untied", "normed", "double"])
+def test_equals_naive(folders, heads: str, data: st.DataObject, seed: int) -> None:
+    check_one(folders[heads], data, seed)
+
+
+@pytest.mark.full
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 10**6))
+@pytest.mark.parametrize("heads", ["tied", "untied", "normed", "double"])
+def test_equals_naive_often(folders, heads: str, data: st.DataObject, seed: int) -> None:
+    check_one(folders[heads], data, seed)
+
+
+@pytest.mark.parametrize("heads", ["tied", "untied", "double"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("recipe", ["sweep", "alst"])
+def test_two_ranks_with_accumulation(ranks, folders, heads: str, zero: int, recipe: str) -> None:
+    chance = random.Random(f"{heads} {zero} {recipe}")
+    if recipe == "sweep":
+        places = {name: chance.choice(PLACES) for name in ("x", "o", "lse", "gradient", "kv")}
+        plan = ithaca.Plan(recipe="sweep", zero=zero, chunk=chance.randint(3, 23), tile=3, loss_tile=7, **places)
+    else:
+        checkpoint = chance.choice(("selective", "full"))
+        plan = ithaca.Plan(recipe="alst", zero=zero, tile=chance.randint(1, 30), checkpoint=checkpoint)
+    batches = [
+        # Ranks with different numbers of tokens, few valid labels in the one batch and many in the other
+        random_batch(3, 23, documents=True, ignored=0.7, seed=chance.randrange(10**6)),
+        random_batch(4, 31, documents=False, ignored=0.1, seed=chance.randrange(10**6)),
+    ]
+    compare(ranks(2), folders[heads], plan, batches)
+
+
+def test_naive_kernel(ranks, folders) -> None:
+    batches = [random_batch(2, 19, documents=True, ignored=0.3, seed=6)]
+    compare(ranks(1), folders["normed"], ithaca.Plan(recipe="sweep", kernel="naive", chunk=7), batches)
+
+
+def test_dense_with_x_on_the_host(ranks, folders) -> None:
+    batches = [random_batch(2, 19, documents=True, ignored=0.3, seed=6)]
+    compare(ranks(1), folders["normed"], ithaca.Plan(recipe="dense", x="host", checkpoint="selective"), batches)
+
+
+def random_delays(seed: int, longest: float):
+    chance = random.Random(seed)
+    return lambda: time.sleep(chance.random() * longest)
+
+
+RESIDENCIES = [
+    {"x": "device", "o": "device", "lse": "device", "gradient": "device", "kv": "device"},
+    {"x": "host", "o": "host", "lse": "device", "gradient": "host", "kv": "device"},
+    {"x": "host", "o": "device", "lse": "host", "gradient": "device", "kv": "host"},
+    {"x": "host", "o": "host", "lse": "host", "gradient": "host", "kv": "host"},
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_copies_that_are_late_change_no_bit(folders, seed: int) -> None:
+    """Whatever the residency and however late the copies, gradients are the same bits; freed slots are NaN."""
+    batches = [of_lengths([31, 2, 40, 8], seed), random_batch(2, 20, documents=False, ignored=0.1, seed=seed)]
+    outcomes = []
+    for places in RESIDENCIES:
+        for delay in (None, random_delays(seed, 0.002)):
+            plan = ithaca.Plan(recipe="sweep", chunk=9, tile=4, **places)
+            model = ithaca.apply(ithaca.load_model(folders["double"], "float64"), plan)
+            model.engine.poison, model.engine.before_copy = True, delay
+            outcomes.append(model_step(model, batches))
+    for loss, gradients in outcomes[1:]:
+        assert loss == outcomes[0][0]
+        assert all(torch.equal(gradient, outcomes[0][1][name]) for name, gradient in gradients.items())
+
+
+def test_late_copies_of_a_whole_block(folders) -> None:
+    batches = [of_lengths([31, 2, 40, 8], 0)]
+    outcomes = []
+    for plan, delay in ((ithaca.Plan(tile=7), None), (ithaca.Plan(recipe="alst", tile=7), random_delays(1, 0.002))):
+        model = ithaca.apply(ithaca.load_model(folders["double"], "float64"), plan)
+        model.engine.poison, model.engine.before_copy = True, delay
+        outcomes.append(model_step(model, batches))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert all(torch.equal(gradient, outcomes[0][1][name]) for name, gradient in outcomes[1][1].items())
+
+
+def open_model(folder: Path, **options) -> tuple[ithaca.Model, ithaca.Batch]:
+    plan = ithaca.Plan(**({"recipe": "sweep", "chunk": 8} | options))
+    model = ithaca.apply(ithaca.load_model(folder, "float64"), plan)
+    return model, model.shard(*random_batch(1, 37, documents=True, ignored=0.2, seed=3))
+
+
+@pytest.mark.parametrize("options", [{}, {"recipe": "alst", "chunk": None}])
+def test_a_second_forward_before_backward_is_refused(folders, options) -> None:
+    model, batch = open_model(folders["tied"], **options)
+    loss = model(batch)
+    with pytest.raises(InputError, match="a second forward pass began before the backward pass of the first"):
+        model(batch)
+    loss.backward()  # which is still possible
+    first = [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(batch).backward()
+    assert all(torch.equal(p.grad.full_tensor(), old) for p, old in zip(model.parameters(), first, strict=True))
+
+
+def test_a_loss_that_is_dropped_waits_for_nothing(folders) -> None:
+    model, batch = open_model(folders["tied"])
+    model(batch)
+    gc.collect()
+    model(batch).backward()
+
+
+def test_backward_twice_is_refused(folders) -> None:
+    for options in ({}, {"recipe": "alst", "chunk": None}):
+        model, batch = open_model(folders["tied"], **options)
+        loss = model(batch)
+        loss.backward(retain_graph=True)
+        with pytest.raises(InputError, match="backward was called twice on one loss"):
+            loss.backward()
+
+
+def test_without_gradients_nothing_is_kept(folders) -> None:
+    """Losses and logits are those of `dense`; a pass without gradients may come at any time but one."""
+    dense = ithaca.apply(ithaca.load_model(folders["tied"], "float64"), ithaca.Plan())
+    tokens, labels, ids = random_batch(2, 23, documents=True, ignored=0.2, seed=3)
+    for places in RESIDENCIES:
+        plan = ithaca.Plan(recipe="sweep", chunk=6, **places)
+        model = ithaca.apply(ithaca.load_model(folders["tied"], "float64"), plan)
+        model.engine.poison, model.engine.before_copy = True, random_delays(0, 0.001)
+        with torch.no_grad():
+            wanted = dense(dense.shard(tokens, labels, ids))
+            found = model(model.shard(tokens, labels, ids))
+        assert relative(found, wanted) <= EXACT
+        assert not model._tapes.get(True), "tapes of a training pass"
+        model(model.shard(tokens, labels, ids)).backward()
+        with torch.inference_mode():
+            assert relative(model(model.shard(tokens, labels, ids)), wanted) <= EXACT
+            assert relative(model.logits(tokens, ids), dense.logits(tokens, ids)) <= EXACT
+            assert relative(model.logits(tokens[0, :3]), dense.logits(tokens[0, :3])) <= EXACT
+        model(model.shard(tokens, labels, ids)).backward()
+
+
+def test_a_pass_that_breaks_off_leaves_the_model_usable(folders) -> None:
+    model, batch = open_model(folders["normed"], kv="host", lse="host")
+    model(batch).backward()
+    wanted = [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
+    model.zero_grad()
+    kernel = model.kernel
+
+    class Breaking:
+        """A kernel whose n-th forward call fails. (After a backward pass that fails, FSDP2 itself is of no use.)"""
+
+        name = "breaking"
+
+        def __init__(self, call: int):
+            self.calls_left = call
+
+        def forward(self, *args):
+            self.calls_left -= 1
+            if self.calls_left == 0:
+                raise RuntimeError("out of memory")
+            return kernel.forward(*args)
+
+    for call in (1, 3, 9):
+        model.kernel = Breaking(call)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(batch)
+    model.kernel = kernel
+    model(batch).backward()
+    assert all(torch.equal(p.grad.full_tensor(), old) for p, old in zip(model.parameters(), wanted, strict=True))
+
+
+def freeze(folder: Path, options: dict, frozen: str) -> dict[str, Tensor | None]:
+    plan = ithaca.Plan(**options)
+    model = ithaca.apply(ithaca.load_model(folder, "float64"), plan, ithaca.mesh())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    for seed in (3, 4):
+        model(model.shard(*random_batch(2, 19, documents=True, ignored=0.2, seed=seed))).backward()
+    return {name: p.grad if p.grad is None else p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("frozen", ["self_attn", "mlp", "embedding", "head", "norm", "blocks.0", "blocks.1"])
+def test_frozen_weights(ranks, folders, frozen: str) -> None:
+    wanted = ranks(2).run(freeze, folders["untied"], {}, "nothing")[0]
+    for options in ({"recipe": "sweep", "chunk": 5, "zero": 1}, {"recipe": "alst", "tile": 4}):
+        for name, gradient in ranks(2).run(freeze, folders["untied"], options, frozen)[0].items():
+            if frozen in name:
+                assert gradient is None
+            else:
+                assert relative(gradient, wanted[name]) <= EXACT, name
+
+
+def test_a_short_batch_after_a_long_one(folders) -> None:
+    plan = ithaca.Plan(recipe="sweep", tile=4)
+    model = ithaca.apply(ithaca.load_model(folders["tied"], "float64"), plan)
+    batches = [random_batch(1, length, documents=True, ignored=0.1, seed=length) for length in (31, 5, 44)]
+    assert_same(model_step(model, batches), naive_step(folders["tied"], batches))
+
+
+def test_transformers(folders) -> None:
+    """Not ours: the loss and gradients of transformers in float32 norms, documents by their own rows."""
+    model = make_model(
+        "qwen2", torch.float64, num_hidden_layers=2, hidden_size=56, num_attention_heads=7, num_key_value_heads=1
+    )
+    tokens = random_batch(2, 23, documents=False, ignored=0.0, seed=1)[0]
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    plan = ithaca.Plan(recipe="sweep", chunk=9, tile=5, kv="host")
+    found = model_step(
+        ithaca.apply(ithaca.load_model(folders["double"], "float64"), plan),
+        [(tokens, tokens, torch.zeros_like(tokens))],
+    )
+    theirs = {name: theirs[name] for name in found[1]}
+    assert_same(found, (loss.item(), theirs), 1e-6)
+
+
+REFUSED = [
+    ({"recipe": "sweep", "chunk": 100}, "chunk=100 is longer than the 37 tokens of the batch: chunk=37 works"),
+    ({"recipe": "sweep", "chunk": 8, "tile": 9}, "tile=9 is longer than chunk=8: a tile of 8 fits"),
+    ({"recipe": "sweep", "chunk": 0}, "chunk=0 is no number of tokens: 65536 is"),
+    ({"recipe": "sweep", "tile": -3}, "tile=-3 is no number of tokens: 8192 is"),
+    ({"recipe": "sweep", "o": "hots"}, "o=hots does not exist: did you mean 'host'"),
+    ({"recipe": "sweep", "checkpoint": "full"}, "checkpoint=full means nothing under recipe 'sweep'"),
+    (
+        {"recipe": "dense", "kv": "host"},
+        "kv=host means nothing under recipe 'dense': leave it out",
+    ),
+    ({"recipe": "alst", "checkpoint": "none"}, "x='host' means nothing with checkpoint='none'"),
+    ({"recipe": "dense", "checkpoint": "none", "tile": 8}, "tile=8 saves nothing with checkpoint='none'"),
+    ({"recipe": "sweep", "kernel": "fa9"}, "kernel 'fa9' does not exist"),
+    ({"recipe": "sweep", "kernel": "cudnn"}, "kernel 'cudnn' cannot be used here: it runs on a CUDA GPU"),
+    (
+        {"recipe": "sweep", "host_memory": 1000},
+        "plan.host_memory is 1e\\+03 B: .* are missing; 0 tokens would",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), REFUSED)
+def test_refused(folders, options: dict, sentence: str) -> None:
+    def run() -> None:
+        model = ithaca.apply(ithaca.load_model(folders["tied"], "float64"), ithaca.Plan(**options))
+        model(model.shard(*random_batch(1, 37, documents=False, ignored=0.0, seed=0)))
+
+    with pytest.raises(PlanError, match=sentence):
+        run()
+
+
+def too_little_memory(folder: Path) -> str:
+    """One rank's tapes would fit, both ranks' do not; every rank hears of it."""
+    plan = ithaca.Plan(recipe="sweep", host_memory=60_000)
+    model = ithaca.apply(ithaca.load_model(folder, "float64"), plan, ithaca.mesh())
+    try:
+        model.check_room(2, 37)
+    except PlanError as error:
+        return str(error)
+    return "fits"
+
+
+def test_ranks_of_a_node_share_its_memory(ranks, folders) -> None:
+    needed = 37 * 8 * (2 * 48 + 2 * 48 + 2 * 6 + 48 + 4 * 16)  # of one rank: x, o, lse, gradient, K, V and theirs
+    assert ranks(1).run(too_little_memory, folders["tied"])[0] != "fits" or needed < 60_000
+    for text in ranks(2).run(too_little_memory, folders["tied"]):
+        assert "for the 2 ranks of this node, and plan.host_memory is" in text
