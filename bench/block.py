@@ -3,10 +3,11 @@
     python -m bench.block --tokens 256K,512K                     the sweep against what it cannot do without
     python -m bench.block --tokens 256K,1M --no-bare             memory: how many d the peak grows by
     python -m bench.block --tokens 32K --recipe dense,sweep --place device
-    python -m bench.block --tokens 256K --documents 256K,64x4K,192K+64x1K     one run, each layout in turn
+    python -m bench.block --documents 256K,64x4K,192K+64x1K      attention's time against Σ length²
 
 Blocks only, without embedding, loss and optimizer; one rank, no collectives. "Bare" runs the attention kernel on the
-same pairs of tiles, and every GEMM of the schedule with the same shapes, on random data and nothing else.
+same pairs of tiles, and every GEMM of the schedule with the same shapes, on random data and nothing else. Attention's
+time is what a step takes more than one whose kernel does nothing.
 1 d is one bf16 hidden state of all tokens. MFU counts 6 · (block's parameters) + 6 · Hq · D · Σ length² / S FLOPs a
 token over 989 TFLOP/s, without credit for recomputation.
 """
@@ -49,6 +50,21 @@ PEAK, BF16 = 989e12, torch.bfloat16
 DEVICE = torch.device("cuda", 0)
 
 
+class Nothing:
+    """In place of an attention kernel: its outputs without its work, to time everything else."""
+
+    name = "nothing"
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:  # noqa: ARG002
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float):  # noqa: ARG002
+        return torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0], device=q.device)
+
+    def backward(self, do, q: Tensor, k: Tensor, v: Tensor, o, lse, pieces: Pieces, scale: float):  # noqa: ARG002
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
 class Blocks:
     """Some blocks with random weights, and one layout of documents to run them on."""
 
@@ -73,6 +89,16 @@ class Swept(Blocks):
         began = time.perf_counter()
         self.tapes = Tapes(needs(plan, spec, BF16), self.tiles, make_engine(DEVICE), lambda _: None)
         self.reserve_seconds = time.perf_counter() - began
+
+    def without_attention(self) -> float:
+        """Seconds of a step whose attention takes no time."""
+        walk, self.walk = self.walk, replace(self.walk, kernel=Nothing())
+        self.forward()
+        forward = timed(self.timed_forward)
+        self.backward()
+        backward = timed(self.timed_backward)
+        self.walk = walk
+        return forward + backward
 
     def forward(self) -> None:
         self.zero_grad()
@@ -220,7 +246,7 @@ def measure(spec: Spec, bounds: tuple[int, ...], plan: Plan, repeats: int, with_
 
     def take(name: str, work: Callable[[], None], warm: bool) -> None:
         taken = timed(work)
-        if not warm:
+        if not warm or repeats == 0:
             seconds.setdefault(name, []).append(taken)
 
     peak = [0, 0]
@@ -239,6 +265,8 @@ def measure(spec: Spec, bounds: tuple[int, ...], plan: Plan, repeats: int, with_
             take("attention_backward", bare.attention_backward, number == 0)
             take("linear", bare.linear, number == 0)
     median = {name: statistics.median(times) for name, times in seconds.items()}
+    if isinstance(blocks, Swept) and repeats:
+        median["without_attention"] = statistics.median(blocks.without_attention() for _ in range(repeats))
     blocks.close()
     attended, tokens = attended_length(bounds), bounds[-1]
     block = sum(p.numel() for p in blocks.units[0].parameters())
@@ -288,7 +316,7 @@ def main() -> None:
     parser.add_argument("--kv", default="device")
     parser.add_argument("--chunk", type=parse_tokens)
     parser.add_argument("--tile", type=parse_tokens)
-    parser.add_argument("--repeats", default=3, type=int)
+    parser.add_argument("--repeats", default=3, type=int, help="0: once, without a warm-up")
     parser.add_argument("--no-bare", action="store_true")
     parser.add_argument("--name", help="of the file of results")
     parser.add_argument("--out", default="bench/results", type=Path)
@@ -314,11 +342,30 @@ def main() -> None:
             slope = (second["peak_bytes_allocated"] - first["peak_bytes_allocated"]) / growth
             second["slope_d"] = slope
             print(f"  slope from {first['tokens']} to {second['tokens']} tokens: {slope:.3f} d")
+    if args.documents:
+        _compare_layouts(results)
     name = args.name or f"block-{args.model}-{format_tokens(layouts[0][-1])}-{args.recipe.replace(',', '-')}"
     print(
         f"{args.model}, {args.layers} layers, matmul bound {bound:.0f} TFLOP/s -> "
         f"{record(name, results, args.out, args.commit)}"
     )
+
+
+def _compare_layouts(results: list[dict[str, Any]]) -> None:
+    """Attention's time against Σ length², both as a share of the first layout's."""
+    first = results[0]
+    for row in results:
+        row["attention_share"] = _attention(row) / _attention(first)
+        row["work_share"] = row["attended"] * row["tokens"] / (first["attended"] * first["tokens"])
+        print(
+            f"  {row['documents']:3} documents: attention {_attention(row):.3f} s, {100 * row['attention_share']:.2f} % "
+            f"of the first layout's; Σ length² {100 * row['work_share']:.2f} %; their ratio "
+            f"{row['attention_share'] / row['work_share']:.3f}"
+        )
+
+
+def _attention(row: dict[str, Any]) -> float:
+    return row["seconds"] - row["seconds_without_attention"]
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ithaca.attention.attend import softmax_scale
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
-from ithaca.model.precision import at_least_fp32
+from ithaca.model.precision import at_least_fp32, fusable
 from ithaca.tape.tiles import Tiles
 
 
@@ -122,10 +122,15 @@ class Walk:
 
 def merge(o_sum: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
     """Join attention over some keys, o [T, H, D] and lse [H, T], with that over others, in place."""
+    if fusable(o_sum):
+        from ithaca.attention import fused
+
+        return fused.merge(o_sum, lse, o_part, lse_part)
     total = torch.logaddexp(lse, lse_part)
     keep, take = ((part - total).exp_().T[..., None] for part in (lse, lse_part))
     o_sum.mul_(keep).addcmul_(o_part, take)
     lse.copy_(total)
+    return None
 
 
 def _with_following(visits: list[Visit]) -> list[tuple[Visit, int | None]]:

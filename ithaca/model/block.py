@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from ithaca.model.gate import gated
 from ithaca.model.linear import linear
 from ithaca.model.rope import Turn, rotate
 from ithaca.model.spec import Spec
@@ -62,7 +63,7 @@ def mix(spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads: Heads) -> Te
 def feed(spec: Spec, w: Weights, x_TE: Tensor) -> Tensor:
     normed = norm(spec, x_TE, w["post_attention_layernorm.weight"])
     gate, up = linear(w, "mlp.gate_proj", normed), linear(w, "mlp.up_proj", normed)
-    return x_TE + linear(w, "mlp.down_proj", F.silu(gate) * up)
+    return x_TE + linear(w, "mlp.down_proj", gated(gate, up))
 
 
 def norm(spec: Spec, x: Tensor, weight: Tensor) -> Tensor:

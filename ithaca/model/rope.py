@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ithaca.errors import ModelError
 from ithaca.model.keys import real, table, whole
+from ithaca.model.precision import fusable
 
 _NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -166,6 +167,10 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    if fusable(x):
+        from ithaca.model import fused
+
+        return fused.rotated(x, cos, sin, way)
     y = torch.empty_like(x)
     (x_first, x_second), (y_first, y_second) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
     torch.mul(x_first, cos, out=y_first).addcmul_(x_second, sin, value=-way)

@@ -100,9 +100,26 @@ def test_choice() -> None:
 @pytest.mark.parametrize("name", ["cudnn+flash", "cudnn", "flash", "naive"])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (7, 1)])
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("lengths", [[1000], [256, 3, 128, 613], [1, 999]])
+@pytest.mark.parametrize("lengths", [[1000], [256, 3, 128, 613], [1, 999], [250] * 4, [1] * 1000])
 def test_gpu_kernels(name: str, heads: tuple[int, int], size: int, lengths: list[int]) -> None:
     given = [x.bfloat16() for x in tensors(1000, 1000, *heads, size, 7)]
     wanted = everything("naive", [x.double() for x in given], documents(lengths))
     found = everything(name, [x.to(GPU) for x in given], documents(lengths))
     assert_close(found, wanted, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cudnn+flash", "cudnn", "flash"])
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        Pieces.rectangle(300, 1000, False),
+        Pieces.rectangle(300, 1000, True),
+        Pieces((0, 100, 200, 300), (0, 300, 600, 900), causal=False),
+    ],
+)
+def test_gpu_rectangles(name: str, pieces: Pieces) -> None:
+    keys = pieces.k_bounds[-1]
+    given = [x.bfloat16() for x in tensors(300, keys, 8, 2, 128, 8)]
+    wanted = everything("naive", [x.double() for x in given], pieces)
+    assert_close(everything(name, [x.to(GPU) for x in given], pieces), wanted, 1e-2)
