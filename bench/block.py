@@ -162,6 +162,7 @@ class Whole(Blocks):
 
 
 def _fill(tape: Tape, scale: float) -> None:
+    tape.drop()  # what was fetched ahead is not what will be read
     for index in range(tape.tiles.count):
         tape.write(index, tape.blank(index).normal_(0.0, scale))
 
@@ -358,8 +359,8 @@ def _compare_layouts(results: list[dict[str, Any]]) -> None:
         row["attention_share"] = _attention(row) / _attention(first)
         row["work_share"] = row["attended"] * row["tokens"] / (first["attended"] * first["tokens"])
         print(
-            f"  {row['documents']:3} documents: attention {_attention(row):.3f} s, {100 * row['attention_share']:.2f} % "
-            f"of the first layout's; Σ length² {100 * row['work_share']:.2f} %; their ratio "
+            f"  {row['documents']:3} documents: attention {_attention(row):.3f} s, "
+            f"{100 * row['attention_share']:.2f} % of the first layout's; Σ length² {100 * row['work_share']:.2f} %, ratio "
             f"{row['attention_share'] / row['work_share']:.3f}"
         )
 

@@ -146,9 +146,12 @@ class Tapes:
         self.tiles, self._engine = tiles, engine
         hosted = [need for need in asked if need.place == "host"]
         sizes = [tiles.length * need.row for need in hosted for _ in range(need.count)]
-        self._slab = Slab(sizes, engine.device, say)
-        self.host_bytes = self._slab.nbytes
-        parts = iter(self._slab.parts)
+        slab = Slab(sizes, engine.device, say)
+        # Before the memory goes, by close or with the last reference: nothing may still copy from it or to it
+        self._let_go = weakref.finalize(self, _let_go, engine, slab)
+        self._let_go.atexit = False
+        self.host_bytes = slab.nbytes
+        parts = iter(slab.parts)
         self._slots: list[Slots] = []
         self._tapes: dict[str, list[Tape]] = {}
         for need in asked:
@@ -190,10 +193,14 @@ class Tapes:
                 slots.reclaim()
 
     def close(self) -> None:
-        self._engine.settle()
+        self._let_go()
         self._tapes.clear()
         self._slots.clear()
-        self._slab.close()
+
+
+def _let_go(engine: Engine, slab: Slab) -> None:
+    engine.settle()
+    slab.close()
 
 
 class Pass:

@@ -37,7 +37,11 @@ class Slab:
         self.parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         self._device, self._registered = device, []
         if device.type == "cuda":
-            self._register(memory, say)
+            try:
+                self._register(memory, say)
+            except BaseException:
+                self.close()
+                raise
 
     def _register(self, memory: Tensor, say: Callable[[str], None]) -> None:
         cudart = torch.cuda.cudart()
@@ -69,10 +73,9 @@ class Slab:
                     say(f"registering {format_bytes(self.nbytes)} of host memory: {100 * done / self.nbytes:.0f} %")
 
     def close(self) -> None:
-        """Let the driver forget the memory before it goes."""
+        """Let the driver forget the memory before it goes; no copy may be under way."""
         if not self._registered:
             return
-        torch.cuda.synchronize(self._device)
         cudart = torch.cuda.cudart()
         for part in self._registered:
             cudart.cudaHostUnregister(part.data_ptr())  # pyrefly: ignore
