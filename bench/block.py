@@ -7,7 +7,7 @@
 
 Blocks only, without embedding, loss and optimizer; one rank, no collectives. "Bare" runs the attention kernel on the
 same pairs of tiles, and every GEMM of the schedule with the same shapes, on random data and nothing else. Attention's
-time is what a step takes more than one whose kernel does nothing.
+time within a step is that of its kernels by the profiler.
 1 d is one bf16 hidden state of all tokens. MFU counts 6 · (block's parameters) + 6 · Hq · D · Σ length² / S FLOPs a
 token over 989 TFLOP/s, without credit for recomputation.
 """
@@ -48,21 +48,9 @@ from ithaca.tape.tiles import Tiles
 
 PEAK, BF16 = 989e12, torch.bfloat16
 DEVICE = torch.device("cuda", 0)
-
-
-class Nothing:
-    """In place of an attention kernel: its outputs without its work, to time everything else."""
-
-    name = "nothing"
-
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:  # noqa: ARG002
-        return None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float):  # noqa: ARG002
-        return torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0], device=q.device)
-
-    def backward(self, do, q: Tensor, k: Tensor, v: Tensor, o, lse, pieces: Pieces, scale: float):  # noqa: ARG002
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+ATTENTION = re.compile(
+    "sdpa|flash|fmha|cudnn::fusion|_merge"
+)  # in the names of attention's kernels, merging among them
 
 
 class Blocks:
@@ -90,15 +78,16 @@ class Swept(Blocks):
         self.tapes = Tapes(needs(plan, spec, BF16), self.tiles, make_engine(DEVICE), lambda _: None)
         self.reserve_seconds = time.perf_counter() - began
 
-    def without_attention(self) -> float:
-        """Seconds of a step whose attention takes no time."""
-        walk, self.walk = self.walk, replace(self.walk, kernel=Nothing())
-        self.forward()
-        forward = timed(self.timed_forward)
-        self.backward()
-        backward = timed(self.timed_backward)
-        self.walk = walk
-        return forward + backward
+    def attention_seconds(self) -> float:
+        """What attention kernels take within a step, by the profiler."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.forward()
+            self.timed_forward()
+            self.backward()
+            self.timed_backward()
+            torch.cuda.synchronize()
+        kernels = (event for event in profile.key_averages() if ATTENTION.search(event.key))
+        return sum(event.self_device_time_total for event in kernels) / 1e6
 
     def forward(self) -> None:
         self.zero_grad()
@@ -176,7 +165,8 @@ class Bare:
         self.q, self.do = (torch.randn(size, spec.heads, spec.head_size, device=DEVICE, dtype=BF16) for _ in range(2))
         self.k, self.v = (torch.randn(size, spec.kv_heads, spec.head_size, device=DEVICE, dtype=BF16) for _ in range(2))
         self.gemms = _gemms(spec, blocks.tiles, blocks.plan.tile or size)
-        self.visits = [visit for chunk in range(blocks.tiles.count) for visit in self.walk.visits(chunk)]
+        chunks = range(blocks.tiles.count)
+        self.visits = [visit for chunk in chunks for tile in self.walk.visits(chunk) for visit in tile.visits]
         self._kept: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def attention_forward(self) -> None:
@@ -267,7 +257,7 @@ def measure(spec: Spec, bounds: tuple[int, ...], plan: Plan, repeats: int, with_
             take("linear", bare.linear, number == 0)
     median = {name: statistics.median(times) for name, times in seconds.items()}
     if isinstance(blocks, Swept) and repeats:
-        median["without_attention"] = statistics.median(blocks.without_attention() for _ in range(repeats))
+        median["attention"] = blocks.attention_seconds()
     blocks.close()
     attended, tokens = attended_length(bounds), bounds[-1]
     block = sum(p.numel() for p in blocks.units[0].parameters())
@@ -356,17 +346,13 @@ def _compare_layouts(results: list[dict[str, Any]]) -> None:
     """Attention's time against Σ length², both as a share of the first layout's."""
     first = results[0]
     for row in results:
-        row["attention_share"] = _attention(row) / _attention(first)
+        row["attention_share"] = row["seconds_attention"] / first["seconds_attention"]
         row["work_share"] = row["attended"] * row["tokens"] / (first["attended"] * first["tokens"])
         print(
-            f"  {row['documents']:3} documents: attention {_attention(row):.3f} s, "
-            f"{100 * row['attention_share']:.2f} % of the first layout's; Σ length² {100 * row['work_share']:.2f} %, ratio "
-            f"{row['attention_share'] / row['work_share']:.3f}"
+            f"  {row['documents']:3} documents: attention {row['seconds_attention']:.3f} s, "
+            f"{100 * row['attention_share']:.2f} % of the first layout's; Σ length² {100 * row['work_share']:.2f} %, "
+            f"ratio {row['attention_share'] / row['work_share']:.3f}"
         )
-
-
-def _attention(row: dict[str, Any]) -> float:
-    return row["seconds"] - row["seconds_without_attention"]
 
 
 def _line(row: dict[str, Any]) -> str:

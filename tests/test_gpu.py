@@ -131,4 +131,4 @@ def test_fused_kernels(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     weights = [(x.to(high).double() - total).exp().T[..., None] for x in (lse, lse_part)]
     assert relative(lse_sum.double(), total) <= (1e-14 if dtype == torch.float64 else 1e-6)
     wanted = o.to(high).double() * weights[0] + part.to(dtype).double() * weights[1]
-    assert relative(o_sum.double(), wanted) <= (1e-14 if dtype == torch.float64 else 1e-5)
+    assert relative(o_sum.double(), wanted) <= (1e-13 if dtype == torch.float64 else 1e-5)

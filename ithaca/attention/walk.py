@@ -1,45 +1,28 @@
-"""Attention as a walk over tiles: a query tile visits the key/value tiles that its tokens may see.
+"""Attention as a walk over tiles: a query tile visits the key/value tiles that its tokens may see (visits.py).
 
-    forward    each visit gives (o, lse) of the query rows on those keys; they are merged in at least fp32
+    forward    each visit gives (o, lse) of some query rows on some keys; they are merged in at least fp32
     backward   the same visits; dq is summed over them, dk and dv are added to sums that belong to the key tiles
 
-Tokens see earlier tokens of their own document, so a query tile sees
-    its own tile         causally, one triangle for each document in it
-    an earlier tile      through the one document that reaches across the border, if it began early enough: a full
-                         rectangle of the document's rows in the query tile and of its keys in the other
-Whatever no document reaches is not visited and costs nothing. Visited are the own tile first (every row sees itself,
-so all rows have begun), then the earlier ones, the nearest first.
-
-Memory: o and dq of one query tile in fp32, and whatever the kernel takes for one pair of tiles.
+Memory: o and dq of one query tile in fp32, and whatever the kernel takes for one visit.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ithaca.attention.attend import softmax_scale
-from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
+from ithaca.attention.visits import TileVisits, Visit, plan_visits
 from ithaca.model.precision import at_least_fp32, fusable
 from ithaca.tape.tiles import Tiles
 
 
-@dataclass(frozen=True)
-class Visit:
-    """Some rows of a query tile see some keys of a key tile, as the pieces say; offsets are within the tiles."""
-
-    tile: int
-    rows: slice
-    keys: slice
-    pieces: Pieces
-
-
 class KeyTiles(Protocol):
-    """Where the walk finds earlier keys and values."""
+    """Where the walk finds keys and values."""
 
     def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:
         """k and v of a tile; `following` is read next."""
@@ -54,85 +37,82 @@ class Walk:
     tiles: Tiles
     bounds: tuple[int, ...]  # of the documents
 
-    def visits(self, index: int) -> list[Visit]:
-        """What query tile `index` visits, in order."""
-        rows = self.tiles.rows(index)
-        first = bisect_right(self.bounds, rows.start) - 1  # the document of the tile's first token
-        last = bisect_right(self.bounds, rows.stop - 1) - 1
-        inner = self.bounds[first + 1 : last + 1]
-        own = tuple(bound - rows.start for bound in (rows.start, *inner, rows.stop))
-        whole = slice(0, rows.stop - rows.start)
-        visits = [Visit(index, whole, whole, Pieces.documents(own))]
-        start, stop = self.bounds[first], self.bounds[first + 1]
-        reach = slice(0, min(stop, rows.stop) - rows.start)
-        oldest = self.tiles.holding(start)
-        for tile in range(index - 1, oldest - 1, -1):
-            other = self.tiles.rows(tile)
-            keys = slice(max(start - other.start, 0), other.stop - other.start)
-            ragged = reach != whole or keys.start > 0
-            pieces = Pieces.rectangle(reach.stop, keys.stop - keys.start, ragged)
-            visits.append(Visit(tile, reach, keys, pieces))
-        return visits
+    def visits(self, index: int) -> list[TileVisits]:
+        return plan_visits(self.tiles, self.bounds, index, self.kernel.grain)
 
-    def forward(self, index: int, q: Tensor, k: Tensor, v: Tensor, earlier: KeyTiles) -> tuple[Tensor, Tensor]:
-        """(o, lse) of a query tile; k and v are those of its own tile."""
-        own, *others = self.visits(index)
-        scale = softmax_scale(q)
-        o, lse = self.kernel.forward(q, k, v, own.pieces, scale)
-        if not others:
-            return o, lse
-        o_sum, lse = o.to(at_least_fp32(o.dtype)), lse.contiguous()
-        for visit, following in _with_following(others):
-            k, v = earlier.read(visit.tile, following)
-            part = self.kernel.forward(q[visit.rows], k[visit.keys], v[visit.keys], visit.pieces, scale)
-            earlier.release(visit.tile)
-            merge(o_sum[visit.rows], lse[:, visit.rows], *part)
-        return o_sum.to(o.dtype), lse
+    def forward(self, index: int, q: Tensor, keys: KeyTiles) -> tuple[Tensor, Tensor]:
+        """(o, lse) of a query tile."""
+        high = at_least_fp32(q.dtype)
+        o: Tensor | None = None
+        lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=high)
+        visits = self.visits(index)
+        for here, following in _with_following(visits):
+            k, v = keys.read(here.tile, following)
+            for visit in here.visits:
+                part = self.kernel.forward(*_slices(visit, q, k, v), visit.pieces, softmax_scale(q))
+                if o is None and part[0].shape == q.shape:
+                    o, lse = part
+                    continue
+                if o is None:
+                    o = torch.zeros_like(q, dtype=high)
+                # Only now, and once: most tiles of packed documents are done after one visit
+                o, lse = o.to(high), lse.contiguous()
+                merge(o[visit.rows], lse[:, visit.rows], *part)
+            keys.release(here.tile)
+        assert o is not None
+        return o.to(q.dtype), lse
 
     def backward(
         self,
         index: int,
         do: Tensor,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
         o: Tensor,
         lse: Tensor,
-        earlier: KeyTiles,
+        keys: KeyTiles,
         add: Callable[[int, slice, Tensor, Tensor], None],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of a query tile and its own keys; `add(tile, keys, dk, dv)` gets those of earlier keys."""
-        own, *others = self.visits(index)
-        scale = softmax_scale(q)
-        dq, dk, dv = self.kernel.backward(do, q, k, v, o, lse, own.pieces, scale)
-        if not others:
-            return dq, dk, dv
-        dq_sum = dq.to(at_least_fp32(dq.dtype))
-        for visit, following in _with_following(others):
-            rows, keys = visit.rows, visit.keys
-            k, v = earlier.read(visit.tile, following)
-            dq_part, dk_part, dv_part = self.kernel.backward(
-                do[rows], q[rows], k[keys], v[keys], o[rows], lse[:, rows], visit.pieces, scale
-            )
-            earlier.release(visit.tile)
-            dq_sum[rows] += dq_part
-            add(visit.tile, keys, dk_part, dv_part)
-        return dq_sum.to(dq.dtype), dk, dv
+    ) -> Tensor:
+        """dq of a query tile; `add(tile, keys, dk, dv)` gets what it gives to the gradients of keys and values."""
+        high = at_least_fp32(q.dtype)
+        dq: Tensor | None = None
+        for here, following in _with_following(self.visits(index)):
+            k, v = keys.read(here.tile, following)
+            for visit in here.visits:
+                rows = visit.rows
+                dq_part, dk, dv = self.kernel.backward(
+                    do[rows], *_slices(visit, q, k, v), o[rows], lse[:, rows], visit.pieces, softmax_scale(q)
+                )
+                add(here.tile, visit.keys, dk, dv)
+                if dq is None and dq_part.shape == q.shape:
+                    dq = dq_part
+                    continue
+                dq = torch.zeros_like(q, dtype=high) if dq is None else dq.to(high)
+                dq[rows] += dq_part
+            keys.release(here.tile)
+        assert dq is not None
+        return dq.to(q.dtype)
 
 
 def merge(o_sum: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
-    """Join attention over some keys, o [T, H, D] and lse [H, T], with that over others, in place."""
+    """Join attention over some keys, o [T, H, D] and lse [H, T], with that over others, in place.
+
+    Rows that have seen nothing yet have lse = -inf.
+    """
     if fusable(o_sum):
         from ithaca.attention import fused
 
-        return fused.merge(o_sum, lse, o_part, lse_part)
+        fused.merge(o_sum, lse, o_part, lse_part)
+        return
     total = torch.logaddexp(lse, lse_part)
     keep, take = ((part - total).exp_().T[..., None] for part in (lse, lse_part))
     o_sum.mul_(keep).addcmul_(o_part, take)
     lse.copy_(total)
-    return None
 
 
-def _with_following(visits: list[Visit]) -> list[tuple[Visit, int | None]]:
+def _slices(visit: Visit, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q[visit.rows], k[visit.keys], v[visit.keys]
+
+
+def _with_following(visits: list[TileVisits]) -> list[tuple[TileVisits, int | None]]:
     following = [visit.tile for visit in visits[1:]]
-    return list(zip(visits, [*following, None], strict=True))
+    return list(zip_longest(visits, following))

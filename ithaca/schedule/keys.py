@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ithaca.tape.tape import Tape
@@ -15,23 +16,23 @@ class Keys:
         self._there: set[int] = set()
         self._open: dict[int, tuple[list[Tensor], bool]] = {}  # tile -> its tensors, and whether they are new
 
-    def put(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in a tile and open it; `release` then writes it."""
+    def put(self, index: int, k: Tensor, v: Tensor) -> None:
+        """Take in a tile and open it for the next reader, after whom it is written."""
         tiles = [tape.blank(index).copy_(tensor) for tape, tensor in zip(self._tapes, (k, v), strict=True)]
         self._open[index] = tiles, True
         self._there.add(index)
-        return tiles[0], tiles[1]
 
     def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:
         if index not in self._there:
             assert self._make is not None
-            return self.put(index, *self._make(index))
-        tiles = [tape.read(index) for tape in self._tapes]
+            self.put(index, *self._make(index))
+        elif index not in self._open:
+            self._open[index] = [tape.read(index) for tape in self._tapes], False
         if following in self._there:
             for tape in self._tapes:
                 tape.prefetch(following)  # pyrefly: ignore
-        self._open[index] = tiles, False
-        return tiles[0], tiles[1]
+        k, v = self._open[index][0]
+        return k, v
 
     def release(self, index: int) -> None:
         tiles, new = self._open.pop(index)
@@ -61,13 +62,11 @@ class KeySums:
             tape.write(index, total)
         self._begun.add(index)
 
-    def complete(self, index: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """The last part of a tile: what it gives itself. Returns the whole, in the dtype of the parts."""
-        if index not in self._begun:
-            return dk, dv
+    def take(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dK and dV of a tile to which nothing will be added any more."""
         whole = []
-        for tape, part in zip(self._tapes, (dk, dv), strict=True):
+        for tape in self._tapes:
             total = tape.read(index)
-            whole.append((total + part).to(part.dtype))
+            whole.append(total.to(dtype, copy=True))  # the tile itself is given up
             tape.release(total)
         return whole[0], whole[1]

@@ -100,8 +100,8 @@ def _forward(call: SweepCall, w: Weights) -> None:
 def _attend(call: SweepCall, w: Weights, chunk: int, x: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
     """o of a chunk's tokens, and the log-sum-exp of its heads; the chunk's K and V join the others."""
     q, k, v = call.exchange.to_heads(*project(call.spec, w, x, call.turn(chunk, x.dtype), Heads.all(call.spec)))
-    o, lse = call.walk.forward(chunk, q, *keys.put(chunk, k, v), keys)
-    keys.release(chunk)
+    keys.put(chunk, k, v)
+    o, lse = call.walk.forward(chunk, q, keys)
     return call.exchange.to_tokens(o)[0], lse
 
 
@@ -139,11 +139,11 @@ def _attend_backward(
     to_heads = call.exchange.to_heads
     q, k, v = to_heads(*projection.qkv)
     do, o = to_heads(do, o)
-    sums.prefetch(chunk)
-    dq, dk, dv = call.walk.backward(chunk, do, q, k, v, o, lse, keys, sums.add)
+    keys.put(chunk, k, v)
+    dq = call.walk.backward(chunk, do, q, o, lse, keys, sums.add)
     # The walk may have read x tiles for K and V, the next chunk's among them
     call.tapes.x(call.layer).prefetch(chunk - 1)
-    return projection.backward(*call.exchange.to_tokens(dq, *sums.complete(chunk, dk, dv)))
+    return projection.backward(*call.exchange.to_tokens(dq, *sums.take(chunk, dq.dtype)))
 
 
 class _Rebuilt(Keys):

@@ -149,7 +149,7 @@ class Tapes:
         slab = Slab(sizes, engine.device, say)
         # Before the memory goes, by close or with the last reference: nothing may still copy from it or to it
         self._let_go = weakref.finalize(self, _let_go, engine, slab)
-        self._let_go.atexit = False
+        self._let_go.atexit = False  # pyrefly: ignore
         self.host_bytes = slab.nbytes
         parts = iter(slab.parts)
         self._slots: list[Slots] = []

@@ -100,7 +100,7 @@ def test_choice() -> None:
 @pytest.mark.parametrize("name", ["cudnn+flash", "cudnn", "flash", "naive"])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (7, 1)])
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("lengths", [[1000], [256, 3, 128, 613], [1, 999], [250] * 4, [1] * 1000])
+@pytest.mark.parametrize("lengths", [[1000], [256, 3, 128, 613], [1, 999], [250] * 4, [2] * 500])
 def test_gpu_kernels(name: str, heads: tuple[int, int], size: int, lengths: list[int]) -> None:
     given = [x.bfloat16() for x in tensors(1000, 1000, *heads, size, 7)]
     wanted = everything("naive", [x.double() for x in given], documents(lengths))

@@ -16,6 +16,7 @@ aten = torch.ops.aten
 
 class Flash:
     name = "flash"
+    grain: int | None = None
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return refuses_unless_half_on_cuda(device, dtype, head_size, 256)
@@ -48,7 +49,7 @@ class Flash:
             k,
             v,
             o,
-            lse,
+            lse.contiguous(),
             q_bounds,
             k_bounds,
             q_longest,

@@ -1,8 +1,9 @@
 """The seam between attention and what computes it: one signature, forward and backward, for every kernel.
 
 Layouts: q and o [T, Hq, D], k and v [U, Hkv, D] with query head h reading key/value head h // (Hq / Hkv), lse [Hq, T]
-in at least fp32, natural logarithm. `Pieces` says which rows see which keys. A kernel allocates its outputs and keeps
-nothing between calls. Rows that belong to no piece come back as zeros with lse = -inf.
+in at least fp32, natural logarithm; it may be given back with other strides. `Pieces` says which rows see which keys. A
+kernel allocates its outputs and keeps nothing between calls. Rows that belong to no piece come back as zeros with
+lse = -inf.
 """
 
 from abc import ABC, abstractmethod
@@ -17,6 +18,8 @@ from ithaca.model.precision import at_least_fp32
 
 class Kernel(Protocol):
     name: str
+    grain: int | None
+    """What a walk cuts shapes into that documents make (visits.py), where new shapes are dear; None: nothing."""
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         """Why this kernel cannot run there, or None when it can."""
@@ -43,6 +46,8 @@ class Kernel(Protocol):
 
 class PieceByPiece(ABC):
     """A kernel that computes one rectangle at a time, called once for each piece."""
+
+    grain: int | None = None
 
     @abstractmethod
     def one_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
