@@ -323,7 +323,7 @@ def main() -> None:
             options |= dict.fromkeys(("x", "o", "gradient"), args.place)
             options |= {"kv": args.kv, "chunk": args.chunk, "tile": args.tile}
         for bounds in layouts:
-            plan = Plan(**options)
+            plan = Plan(**options).settled()
             row = measure(spec, bounds, plan, args.repeats, not args.no_bare)
             results.append({**row, "matmul_tflops": bound})
             print(_line(row), flush=True)

@@ -36,7 +36,7 @@ class Model(nn.Module):
 
     def __init__(self, source: ModelSource, plan: Plan, mesh: Mesh):
         super().__init__()
-        self.source, self.plan, self.mesh = source, plan, mesh
+        self.source, self.plan, self.mesh = source, plan.settled(), mesh
         self.dtype = source.compute_dtype(mesh.device)
         self.kernel = choose_kernel(plan.kernel, mesh.device, self.dtype, source.spec.head_size)
         self.decoder = Decoder(source.spec, at_least_fp32(self.dtype))
@@ -70,10 +70,15 @@ class Model(nn.Module):
 
     def check_room(self, rows: int, tokens: int) -> None:
         """Refuse now what `reserve` would refuse for want of memory, and take nothing yet."""
-        local = self._local_tokens(rows, tokens)
-        self._check_room(lambda: tiles_of(self.plan, local), True)
+        local, asked = self._local_tokens(rows, tokens), self._needs(True)
+        tiles = together(self.mesh.group, lambda: tiles_of(self.plan, local))
+        if asked:
+            self._check_room(asked, tiles)
 
     def _local_tokens(self, rows: int, tokens: int) -> int:
+        for name, number in (("rows", rows), ("tokens", tokens)):
+            if type(number) is not int or number < 1:
+                raise InputError(f"{name}={number} is no number of {name}: 1 or more is")
         return max(len(batch_range(rows, self.mesh.data_rank, self.mesh.data_ranks)), 1) * tokens
 
     def describe_tapes(self) -> list[str]:
@@ -113,18 +118,28 @@ class Model(nn.Module):
 
     def _job(self, batch: Batch, cut: Callable[[], Tiles], training: bool) -> Job:
         """Check that every rank has the same batch, and begin a pass over its tokens, cut as `cut` says."""
-        wanting = bool(self._needs(training)) and self._tapes_for(cut, training) is None
-        if same_batch(self.mesh.group, batch.fingerprint, wanting):
+        asked, mine = self._needs(training), self._tapes.get(True)
+        missing = bool(asked) and self._tapes_for(cut, training) is None
+        busy = training and mine is not None and mine.busy
+        if_missing, if_busy = same_batch(self.mesh.group, batch.fingerprint, missing, busy)
+        if if_busy:
+            raise InputError(
+                "a second forward pass began before the backward pass of the first, whose tapes it would overwrite: "
+                "call backward, or drop the loss, or use torch.no_grad() where no gradient is wanted"
+            )
+        if if_missing:
             self._reserve(cut, training, lambda _: None)
-        tapes = self._tapes_for(cut, training) if self._needs(training) else None
+        tapes = self._tapes_for(cut, training) if asked else None
         return Job(self.plan, self.kernel, tapes.begin(training) if tapes else None)
 
     def _needs(self, training: bool) -> list[Need]:
         return [need for need in needs(self.plan, self.spec, self.dtype) if training or not need.kept]
 
     def _tapes_for(self, cut: Callable[[], Tiles], training: bool) -> Tapes | None:
-        """What is there for such a pass; one that keeps nothing can also use what training has."""
-        candidates = [self._tapes.get(True), None if training else self._tapes.get(False)]
+        """What is there for such a pass; one that keeps nothing can also use what training has, between its passes."""
+        candidates = [self._tapes.get(True)]
+        if not training:
+            candidates = [tapes for tapes in candidates if tapes and not tapes.busy] + [self._tapes.get(False)]
         try:
             return next((tapes for tapes in candidates if tapes and tapes.tiles == cut()), None)
         except PlanError:
@@ -132,24 +147,20 @@ class Model(nn.Module):
 
     def _reserve(self, cut: Callable[[], Tiles], training: bool, say: Callable[[str], None]) -> None:
         """Make tapes for such passes, in place of those for others. Collective."""
-        before = self._tapes.get(training)
-        together(self.mesh.group, lambda: before.check_idle() if before else None)
-        if before:
-            del self._tapes[training]
-            before.close()
-        tiles, asked = self._check_room(cut, training), self._needs(training)
+        asked = self._needs(training)
+        tiles = together(self.mesh.group, cut)
+        if training in self._tapes:
+            self._tapes.pop(training).close()
         if asked:
+            self._check_room(asked, tiles)
             with _outside_inference_mode():
                 self._tapes[training] = together(self.mesh.group, lambda: Tapes(asked, tiles, self.engine, say))
 
-    def _check_room(self, cut: Callable[[], Tiles], training: bool) -> Tiles:
-        """How such a pass is cut, if there is room for it. Collective."""
-        asked, group, device = self._needs(training), self.mesh.group, self.mesh.device
-        tiles = together(group, cut)
-        if asked:
-            node_bytes, node_ranks = on_this_node(group, host_bytes(asked, tiles, device))
-            together(group, lambda: check_room(asked, tiles, self.plan, device, node_bytes, node_ranks))
-        return tiles
+    def _check_room(self, asked: list[Need], tiles: Tiles) -> None:
+        """Refuse, on all ranks, tapes that one of them has no room for. Collective."""
+        group, device = self.mesh.group, self.mesh.device
+        node_bytes, node_ranks = on_this_node(group, host_bytes(asked, tiles, device))
+        together(group, lambda: check_room(asked, tiles, self.plan, device, node_bytes, node_ranks))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards, whenever they are asked for: never the gathered copies that ZeRO-1 and 2 keep a while."""

@@ -8,6 +8,7 @@
 
 import dataclasses
 import json
+import sys
 import tomllib
 import types
 import typing
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ithaca.errors import ConfigError, suggestion
-from ithaca.schedule.plan import RECIPE_OPTIONS, Plan
+from ithaca.schedule.plan import RECIPE_OPTIONS, RECIPES, Plan
 from ithaca.sizes import parse_tokens
 
 Section = TypeVar("Section")
@@ -176,16 +177,24 @@ class Config:
 def read_config(file: Path | None, overrides: list[str]) -> Config:
     """The configuration of a TOML file (None: the defaults) with `key=value` overrides."""
     content = _read_toml(file) if file else {}
-    before = _recipe(content)
-    given = {}
+    given: dict[str, Any] = {}
     for override in overrides:
         _set(given, override)
-    if _recipe(given) not in (None, before) and isinstance(content.get("plan"), dict):
-        # Another recipe begins with its own options, not with what the file says of the old one
-        content["plan"] = {name: value for name, value in content["plan"].items() if name not in RECIPE_OPTIONS}
+    _change_recipe(content, _recipe(given))
     for override in overrides:
         _set(content, override)
     return build(Config, content, "")
+
+
+def _change_recipe(content: dict[str, Any], recipe: Any) -> None:
+    """Another recipe than the file's has no use for some of what the file says: leave that out, and say so."""
+    if recipe not in RECIPES or recipe == _recipe(content) or not isinstance(content.get("plan"), dict):
+        return
+    build(Config, content, "")  # what is left out must be right as well
+    for name in RECIPE_OPTIONS:
+        if name in content["plan"] and name not in RECIPES[recipe]:
+            value = content["plan"].pop(name)
+            print(f"plan.{name}={value} is left out: it means nothing under recipe '{recipe}'", file=sys.stderr)
 
 
 def _recipe(content: dict[str, Any]) -> Any:

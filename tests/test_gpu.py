@@ -125,7 +125,7 @@ def test_fused_kernels(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     high = torch.float64 if dtype == torch.float64 else torch.float32
     o, part = random(tokens, heads, size)[1].detach(), random(tokens, heads, size)[1].detach()
     lse, lse_part = (torch.randn(heads, tokens + 5, dtype=torch.float64).cuda()[:, :tokens] * 30 for _ in range(2))
-    o_sum, lse_sum = o.to(high), lse.to(high)
+    o_sum, lse_sum = o.to(high).clone(), lse.to(high).clone()
     merge(o_sum, lse_sum, part.to(dtype), lse_part.to(high))
     total = torch.logaddexp(lse.to(high).double(), lse_part.to(high).double())
     weights = [(x.to(high).double() - total).exp().T[..., None] for x in (lse, lse_part)]

@@ -43,16 +43,16 @@ def same_everywhere(group: dist.ProcessGroup, what: str, value: object) -> None:
         raise PlanError(f"rank {odd[0]} has another {what} than rank 0: every rank must be given the same")
 
 
-def same_batch(group: dist.ProcessGroup, fingerprint: int, wish: bool) -> bool:
+def same_batch(group: dist.ProcessGroup, fingerprint: int, *signs: bool) -> list[bool]:
     """The same, for a number and often: one small collective on the host, which waits for no device.
 
-    Returns whether any rank has the wish.
+    Returns for each sign whether any rank gives it.
     """
-    numbers = torch.tensor([fingerprint, -fingerprint, int(wish)])
+    numbers = torch.tensor([fingerprint, -fingerprint, *map(int, signs)])
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     if numbers[0] != -numbers[1]:
         raise InputError("the ranks were given different batches: model.shard needs the same whole batch on every rank")
-    return bool(numbers[2])
+    return [bool(number) for number in numbers[2:]]
 
 
 def on_this_node(group: dist.ProcessGroup, amount: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ithaca.errors import InputError, RunError
 from ithaca.model.decoder import Decoder, stored_name
 from ithaca.model.precision import at_least_fp32
 from ithaca.model.source import Weights
@@ -63,6 +64,12 @@ def whole_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 def prepare_pass(decoder: Decoder, zero: int, first: bool, last: bool) -> None:
     """Before a forward pass, the `first` or `last` of its step: what FSDP2 keeps between it and the next one."""
     assert isinstance(decoder, FSDPModule)
+    # FSDP2 has no public way to ask. It would give no gradient any more, and no word
+    if decoder._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+        raise RunError(
+            "the last backward pass broke off with an error, after which gradients are no longer right: "
+            "apply the model anew, or start the run again from its last checkpoint"
+        )
     if first:
         free_gathered(decoder)  # an optimizer may have stepped since: whatever is still gathered is stale
     decoder.set_reshard_after_backward(zero == 3 or last)
@@ -90,7 +97,7 @@ def discard_unreduced(decoder: Decoder) -> None:
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, mesh: Mesh) -> Tensor:
-        ctx.ranks = mesh.size
+        ctx.ranks, ctx.spent = mesh.size, False
         value = value.clone()
         dist.all_reduce(value, group=mesh.group)
         return value
@@ -98,6 +105,12 @@ class _Total(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Here, before FSDP2 begins its own work for a backward pass, which an error would leave half done
+        if ctx.spent:
+            raise InputError(
+                "backward was called twice on one loss, whose gradients are kept once: call the model again"
+            )
+        ctx.spent = True
         return grad * ctx.ranks, None
 
 

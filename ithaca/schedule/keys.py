@@ -1,7 +1,5 @@
 """K and V of a block as tapes, written by one chunk and read by the later ones; and the sums of their gradients."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -9,10 +7,10 @@ from ithaca.tape.tape import Tape
 
 
 class Keys:
-    """Tiles of K and V. A tile that is not there yet is made by `make` when it is first read."""
+    """Tiles of K and V. A tile that is not there yet is made when it is first read."""
 
-    def __init__(self, tapes: list[Tape], make: Callable[[int], tuple[Tensor, ...]] | None = None):
-        self._tapes, self._make = tapes, make
+    def __init__(self, tapes: list[Tape]):
+        self._tapes = tapes
         self._there: set[int] = set()
         self._open: dict[int, tuple[list[Tensor], bool]] = {}  # tile -> its tensors, and whether they are new
 
@@ -24,8 +22,7 @@ class Keys:
 
     def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:
         if index not in self._there:
-            assert self._make is not None
-            self.put(index, *self._make(index))
+            self.put(index, *self.make(index))
         elif index not in self._open:
             self._open[index] = [tape.read(index) for tape in self._tapes], False
         if following in self._there:
@@ -33,6 +30,9 @@ class Keys:
                 tape.prefetch(following)  # pyrefly: ignore
         k, v = self._open[index][0]
         return k, v
+
+    def make(self, index: int) -> tuple[Tensor, Tensor]:
+        raise AssertionError(f"K and V of tile {index} are read before they are there")
 
     def release(self, index: int) -> None:
         tiles, new = self._open.pop(index)

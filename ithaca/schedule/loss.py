@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ithaca.errors import InputError
 from ithaca.model.block import norm
 from ithaca.model.linear import add_product
 from ithaca.model.precision import at_least_fp32
@@ -128,8 +127,7 @@ class _TapeLoss(torch.autograd.Function):
 
 def _scaled_once(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
     grads, ctx.grads = ctx.grads, None
-    if grads is None:
-        raise InputError("backward was called twice on one loss, whose gradients are kept once: call the model again")
+    assert grads is not None, "backward was called twice on one loss"
     return tuple(None if grad is None else grad.mul_(scale) for grad in grads)
 
 

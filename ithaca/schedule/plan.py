@@ -1,6 +1,6 @@
 """A Plan is a value: everything that decides memory and speed, and nothing else does."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaca.errors import PlanError, suggestion
@@ -31,7 +31,7 @@ RECIPE_OPTIONS = ("checkpoint", "chunk", "tile", "x", "o", "lse", "gradient", "k
 class Plan:
     """How a model is run. Under every Plan the numbers are the same; memory and time differ.
 
-    Options that are not given are the recipe's; options that mean nothing to a recipe are refused.
+    Options that are not given are the recipe's (`settled`); options that mean nothing to a recipe are refused.
     """
 
     recipe: str = "dense"
@@ -77,10 +77,12 @@ class Plan:
     control group."""
 
     def __post_init__(self) -> None:
-        if self.recipe not in RECIPES:
+        if not isinstance(self.recipe, str) or self.recipe not in RECIPES:
             raise PlanError(f"recipe '{self.recipe}' does not exist: {suggestion(str(self.recipe), list(RECIPES))}")
+        if not isinstance(self.kernel, str):
+            raise PlanError(f"kernel={self.kernel} is no name: 'auto' is")
         for name in RECIPE_OPTIONS:
-            self._settle(name)
+            self._check_known(name)
         self._check_words("checkpoint", CHECKPOINTS)
         for name in ("x", "o", "lse", "gradient", "kv"):
             self._check_words(name, PLACES)
@@ -93,6 +95,13 @@ class Plan:
             raise PlanError(f"zero={self.zero} does not exist: 1, 2 and 3 do")
         self._check_together()
 
+    def settled(self) -> "Plan":
+        """The Plan with every option said: what was not given is the recipe's."""
+        options = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
+        if self.chunk is not None and options.get("tile") is not None:
+            options["tile"] = min(options["tile"], self.chunk)
+        return replace(self, **options)
+
     @property
     def sweeps(self) -> bool:
         return self.recipe == "sweep"
@@ -101,18 +110,16 @@ class Plan:
         """Tokens in a chunk of a sequence that has so many. A longer chunk is shortened only where that is said."""
         if self.chunk is not None and self.chunk > tokens and not shorten:
             raise PlanError(
-                f"chunk={self.chunk} is longer than the {tokens} tokens of the batch: chunk={tokens} works, and so "
+                f"chunk={self.chunk} is longer than the {tokens} tokens that a rank has: chunk={tokens} works, and so "
                 f"does none, which takes {format_tokens(CHUNK)} or what there is"
             )
         return min(self.chunk or CHUNK, tokens)
 
-    def _settle(self, name: str) -> None:
-        """An option that was not given is the recipe's; one that the recipe has no use for is refused."""
-        options, value = RECIPES[self.recipe], getattr(self, name)
-        if value is None:
-            object.__setattr__(self, name, options.get(name))
-        elif name not in options:
-            others = " and ".join(f"'{recipe}'" for recipe, known in RECIPES.items() if name in known)
+    def _check_known(self, name: str) -> None:
+        """An option that the recipe has no use for is refused."""
+        value = getattr(self, name)
+        if value is not None and name not in RECIPES[self.recipe]:
+            others = " or ".join(f"'{recipe}'" for recipe, known in RECIPES.items() if name in known)
             raise PlanError(
                 f"{name}={value} means nothing under recipe '{self.recipe}': leave it out, or use recipe {others}"
             )
@@ -123,14 +130,15 @@ class Plan:
             raise PlanError(f"{name}={value} does not exist: {suggestion(str(value), known)}")
 
     def _check_together(self) -> None:
-        if self.checkpoint == "none" and self.x == "host":
-            raise PlanError("x='host' means nothing with checkpoint='none', which keeps everything: use 'full'")
+        x = self.x or RECIPES[self.recipe]["x"]
+        if self.checkpoint == "none" and x == "host":
+            raise PlanError(
+                f"x='host' of recipe '{self.recipe}' means nothing with checkpoint='none', which keeps everything: "
+                "use 'full'"
+            )
         if self.checkpoint == "none" and self.tile is not None:
             raise PlanError(
                 f"tile={self.tile} saves nothing with checkpoint='none', which keeps every tile: use 'full'"
             )
         if self.chunk is not None and self.tile is not None and self.tile > self.chunk:
-            if self.tile == RECIPES[self.recipe]["tile"]:  # not given
-                object.__setattr__(self, "tile", self.chunk)
-            else:
-                raise PlanError(f"tile={self.tile} is longer than chunk={self.chunk}: a tile of {self.chunk} fits")
+            raise PlanError(f"tile={self.tile} is longer than chunk={self.chunk}: a tile of {self.chunk} fits")

@@ -150,7 +150,7 @@ class _Rebuilt(Keys):
     """K and V of earlier chunks, made again from x when they are first visited."""
 
     def __init__(self, call: SweepCall, w: Summed, sums: KeySums):
-        super().__init__(call.tapes.keys, self._project)
+        super().__init__(call.tapes.keys)
         self._call, self._w, self._sums = call, w, sums
         self._xs = call.tapes.x(call.layer)
 
@@ -161,9 +161,10 @@ class _Rebuilt(Keys):
             self._xs.prefetch(following)
         return tiles
 
-    def _project(self, index: int) -> tuple[Tensor, ...]:
+    def make(self, index: int) -> tuple[Tensor, Tensor]:
         call, x = self._call, self._xs.read(index)
         with torch.no_grad():
             _, k, v = project(call.spec, self._w, x, call.turn(index, x.dtype), Heads.keys_only(call.spec))
         self._xs.release(x)
-        return call.exchange.to_heads(k, v)
+        k, v = call.exchange.to_heads(k, v)
+        return k, v

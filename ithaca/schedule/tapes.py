@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ithaca.errors import InputError, PlanError
+from ithaca.errors import PlanError
 from ithaca.model.precision import at_least_fp32
 from ithaca.model.spec import Spec
 from ithaca.schedule.plan import Plan
@@ -86,11 +86,13 @@ def host_bytes(asked: list[Need], tiles: Tiles, device: torch.device) -> int:
 
 
 def device_bytes(asked: list[Need], tiles: Tiles) -> int:
-    """What the tapes and the slots of host tapes take of the device."""
-    slot = min(tiles.size, tiles.length)
-    return sum(
-        need.bytes_of(tiles.length) if need.place == "device" else need.slots * slot * need.row for need in asked
-    )
+    """What the tapes, and the slots of host tapes, take of the device."""
+    return slot_bytes(asked, tiles) + sum(need.bytes_of(tiles.length) for need in asked if need.place == "device")
+
+
+def slot_bytes(asked: list[Need], tiles: Tiles) -> int:
+    rows = min(tiles.size, tiles.length)
+    return sum(need.slots * rows * need.row for need in asked if need.place == "host")
 
 
 def describe(asked: list[Need], tiles: Tiles) -> list[str]:
@@ -115,23 +117,28 @@ def check_room(
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         movable = [need for need in asked if need.place == "device"]
-        _refuse_over(device_bytes(asked, tiles), free, "the GPU's free memory", movable, tiles, "host")
+        _refuse_over(
+            device_bytes(asked, tiles), slot_bytes(asked, tiles), free, "the GPU's free memory", movable, tiles, "host"
+        )
     budget, reason = host_budget()
     if plan.host_memory is not None and plan.host_memory < budget:
         budget, reason = plan.host_memory, "plan.host_memory"
     movable = [need for need in asked if need.place == "host" and device.type == "cuda"]
-    _refuse_over(node_bytes, budget, reason, movable, tiles, "device", node_ranks)
+    fixed = 0 if device.type == "cuda" else node_ranks * slot_bytes(asked, tiles)
+    _refuse_over(node_bytes, fixed, budget, reason, movable, tiles, "device", node_ranks)
 
 
 def _refuse_over(
-    needed: int, free: int, reason: str, movable: list[Need], tiles: Tiles, elsewhere: str, ranks: int = 1
+    needed: int, fixed: int, free: int, reason: str, movable: list[Need], tiles: Tiles, elsewhere: str, ranks: int = 1
 ) -> None:
+    """`fixed` of the bytes needed do not depend on the tokens."""
     if needed <= free:
         return
     text = f"tapes for {tiles.length} tokens need {format_bytes(needed)}"
     text += f" for the {ranks} ranks of this node" if ranks > 1 else ""
     text += f", and {reason} is {format_bytes(free)}: {format_bytes(needed - free)} are missing"
-    ways = [f"{tiles.length * free // needed} tokens would fit"]
+    fitting = tiles.length * (free - fixed) // (needed - fixed)
+    ways = [f"{fitting} tokens would fit"] if fitting > 0 else ["a smaller plan.chunk or plan.tile may help"]
     if movable:
         largest = max(movable, key=lambda need: need.bytes_of(tiles.length))
         freed = format_bytes(ranks * largest.bytes_of(tiles.length))
@@ -168,20 +175,17 @@ class Tapes:
 
     def begin(self, kept: bool) -> "Pass":
         """Begin a forward pass; `kept` when a backward one follows."""
-        self.check_idle()
+        assert not self.busy
         self._mend()
         begun = Pass(self._tapes, kept)
         self._pass = weakref.ref(begun) if kept else None
         return begun
 
-    def check_idle(self) -> None:
-        """Refuse another use while a pass waits for its backward."""
+    @property
+    def busy(self) -> bool:
+        """Whether a pass waits for its backward."""
         before = self._pass() if self._pass else None
-        if before is not None and before.waits:
-            raise InputError(
-                "a second forward pass began before the backward pass of the first, whose tapes it would overwrite: "
-                "call backward, or drop the loss, or use torch.no_grad() where no gradient is wanted"
-            )
+        return before is not None and before.waits
 
     def _mend(self) -> None:
         """Give back what a pass that broke off still holds."""

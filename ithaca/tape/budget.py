@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 KEPT_BACK = 0.05  # of the memory there is: for the programs themselves
 
 
@@ -29,18 +31,10 @@ def _groups(system: Path) -> Iterator[tuple[int, int]]:
         return
     for entry in entries:
         _, controllers, path = entry.split(":", 2)
-        if controllers not in ("", "memory"):
+        if controllers and "memory" not in controllers.split(","):
             continue
-        top = system / "sys/fs/cgroup" / controllers
-        names = (
-            ("memory.max", "memory.current", "inactive_file")
-            if not controllers
-            else (
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
-        )
+        top = system / "sys/fs/cgroup" / ("memory" if controllers else "")
+        names = _VERSION_1 if controllers else _VERSION_2
         folder = top / path.lstrip("/")
         # Within a container the path may be the host's, and only the top is there
         for place in (folder, *folder.parents) if folder.is_relative_to(top) else ():
@@ -55,7 +49,15 @@ def _group(folder: Path, limit_name: str, used_name: str, cache_name: str) -> tu
     try:
         limit = int((folder / limit_name).read_text())
         used = int((folder / used_name).read_text())
-        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # not there, or "max": no limit
         return None
-    return limit, limit - used + int(counts.get(cache_name, 0))
+    return limit, limit - used + _droppable(folder, cache_name)
+
+
+def _droppable(folder: Path, name: str) -> int:
+    """Bytes of files' pages that the kernel drops when memory is short; 0 where that cannot be read."""
+    try:
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(counts.get(name, 0))
+    except (OSError, ValueError):
+        return 0

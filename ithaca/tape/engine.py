@@ -6,8 +6,10 @@ direction is a thread, and marks are waited for: slower than no copy at all, but
 `before_copy` to delay copies at random, so that a missing wait is found without a GPU.
 """
 
+import os
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -88,7 +90,7 @@ class CudaEngine(Engine):
 class ThreadEngine(Engine):
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self._queues: dict[str, queue.Queue[Callable[[], None]]] = {}
+        self._queues: dict[tuple[str, int], queue.Queue[Callable[[], None] | None]] = {}
         self._problem: BaseException | None = None
 
     def copy_in(self, target: Tensor, source: Tensor, after: Sequence[Mark | None]) -> Mark:
@@ -119,13 +121,16 @@ class ThreadEngine(Engine):
         self._queue(way).put(work)
         return done
 
-    def _queue(self, way: str) -> queue.Queue[Callable[[], None]]:
-        """The thread of a direction begins with its first copy: before that a process may still be forked."""
-        if way not in self._queues:
-            work: queue.Queue[Callable[[], None]] = queue.Queue()
-            self._queues[way] = work
+    def _queue(self, way: str) -> queue.Queue[Callable[[], None] | None]:
+        """The thread of a direction begins with its first copy in this process: a forked child has none of them."""
+        key = way, os.getpid()
+        if key not in self._queues:
+            work: queue.Queue[Callable[[], None] | None] = queue.Queue()
+            self._queues[key] = work
             threading.Thread(target=_serve, args=(work,), name=f"copy-{way}", daemon=True).start()
-        return self._queues[way]
+            # With the engine, but not as late as Python's own end, when a thread that wakes up takes all down
+            weakref.finalize(self, work.put, None).atexit = False  # pyrefly: ignore
+        return self._queues[key]
 
     def computed(self) -> Mark:
         return None  # on a CPU what was asked for is done
@@ -134,14 +139,18 @@ class ThreadEngine(Engine):
         if mark is not None:
             mark.wait()
         if self._problem is not None:
-            raise self._problem
+            problem, self._problem = self._problem, None
+            raise problem
 
     def settle(self) -> None:
-        for work in self._queues.values():
-            work.join()
+        for (_, process), work in self._queues.items():
+            if process == os.getpid():
+                work.join()
 
 
-def _serve(work: queue.Queue[Callable[[], None]]) -> None:
-    while True:
-        work.get()()
+def _serve(work: queue.Queue[Callable[[], None] | None]) -> None:
+    """Until there is no engine any more."""
+    while copy := work.get():
+        copy()
+        del copy  # it holds the engine and two tensors, and the next one may never come
         work.task_done()

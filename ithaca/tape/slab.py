@@ -5,6 +5,7 @@ takes time (see docs/LOG.md), so threads first touch the pages, then register th
 border of a part, and none does: a tape lies within one.
 """
 
+import contextlib
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ from torch import Tensor
 from ithaca.errors import RunError
 from ithaca.sizes import format_bytes
 
-PAGE = 2 * 2**20  # of the huge pages that the kernel is asked for
 STRIDE = 256 * 2**20  # what a thread touches at a time
 
 
@@ -32,7 +32,8 @@ class Slab:
         # Private: shared memory would come from a tmpfs, with its own limits and small pages
         region = mmap.mmap(-1, max(total, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            region.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without them: small ones do, only slower to register
+                region.madvise(mmap.MADV_HUGEPAGE)
         memory = torch.frombuffer(region, dtype=torch.uint8)
         self.parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         self._device, self._registered = device, []
@@ -73,7 +74,8 @@ class Slab:
                     say(f"registering {format_bytes(self.nbytes)} of host memory: {100 * done / self.nbytes:.0f} %")
 
     def close(self) -> None:
-        """Let the driver forget the memory before it goes; no copy may be under way."""
+        """Let the driver forget the memory, and give it back; no copy may be under way."""
+        self.parts = []
         if not self._registered:
             return
         cudart = torch.cuda.cudart()

@@ -42,7 +42,7 @@ class Cudnn(PieceByPiece):
         return super().backward(do, q, k, v, o, lse, pieces, scale)
 
     def one_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        if len(q) == len(k) == 1:
+        if min(len(q), len(k)) == 1:
             return Naive().one_forward(q, k, v, causal, scale)
         return _forward(q, k, v, 1, causal, scale)
 
@@ -57,7 +57,7 @@ class Cudnn(PieceByPiece):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if len(q) == len(k) == 1:
+        if min(len(q), len(k)) == 1:
             return Naive().one_backward(do, q, k, v, o, lse, causal, scale)
         return _backward(do, q, k, v, o, lse, 1, causal, scale)
 
@@ -65,7 +65,7 @@ class Cudnn(PieceByPiece):
 def _batch(pieces: Pieces, q: Tensor, k: Tensor) -> int:
     """How many equal pieces can go in one call; 0 when they have to go one by one."""
     count = pieces.equal(len(q), len(k))
-    return count if count and max(len(q), len(k)) > count else 0
+    return count if count and min(len(q), len(k)) > count else 0
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, count: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
