@@ -118,7 +118,7 @@ def test_gpu_kernels(name: str, heads: tuple[int, int], size: int, lengths: list
         Pieces.rectangle(300, 1000, True),
         Pieces((0, 100, 200, 300), (0, 300, 600, 900), causal=False),
         Pieces.rectangle(1, 1000, False),
-        Pieces.rectangle(300, 1, False),
+        Pieces.rectangle(300, 2, False),
     ],
 )
 def test_gpu_rectangles(name: str, pieces: Pieces) -> None:
