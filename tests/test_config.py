@@ -6,7 +6,8 @@ import pytest
 
 from ithaca.config import read_config
 from ithaca.errors import IthacaError
-from ithaca.sizes import format_bytes, format_tokens, parse_tokens
+from ithaca.schedule.plan import RECIPES, Plan
+from ithaca.sizes import format_bytes, format_tokens, parse_bytes, parse_tokens
 
 
 def test_file_and_overrides(tmp_path: Path) -> None:
@@ -57,7 +58,30 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_config(tmp_path / "bad.toml", [])
 
 
+def test_another_recipe_leaves_out_what_it_has_no_use_for(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[plan]\nrecipe = "sweep"\nchunk = "32K"\ntile = "4K"\n')
+    assert read_config(file, []).plan == Plan(recipe="sweep", chunk=32768, tile=4096)
+    assert read_config(file, ["plan.recipe=alst"]).plan == Plan(recipe="alst", tile=4096)
+    assert "plan.chunk=32K is left out: it means nothing under recipe 'alst'" in capsys.readouterr().err
+    with pytest.raises(IthacaError, match="checkpoint=full means nothing under recipe 'sweep'"):
+        read_config(file, ["plan.checkpoint=full"])
+    with pytest.raises(IthacaError, match="chunk=8192 means nothing under recipe 'dense'"):
+        read_config(file, ["plan.recipe=dense", "plan.chunk=8K"])
+    file.write_text('[plan]\ncheckpoint = "selective"\n')  # of `dense`, which was not said
+    assert read_config(file, ["plan.recipe=dense"]).plan.checkpoint == "selective"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_settled_plan_says_everything_and_comes_back(recipe: str) -> None:
+    plan = Plan(recipe=recipe).settled()
+    assert plan.settled() == plan
+    assert all(getattr(plan, name) == value for name, value in RECIPES[recipe].items())
+    assert Plan(recipe="sweep", chunk=100).settled().tile == 100
+
+
 def test_sizes() -> None:
+    assert [parse_bytes(text) for text in (4096, "80GB", "1.9TB", "64GiB")] == [4096, 80 * 10**9, 19 * 10**11, 2**36]
     assert [parse_tokens(text) for text in (4096, "64K", "1.5M", "5m")] == [4096, 65536, 1572864, 5 * 2**20]
     assert [format_tokens(n) for n in (1000, 4096, 5 * 2**20, 2**20 + 1024)] == ["1000", "4K", "5M", "1025K"]
     assert [format_bytes(n) for n in (512, 1536, 15 * 2**30)] == ["512 B", "1.5 KiB", "15 GiB"]

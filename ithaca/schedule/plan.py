@@ -36,7 +36,7 @@ class Plan:
 
     recipe: str = "dense"
     """`dense`: blocks run over whole sequences. `alst`: the same with a tiled MLP and block inputs on the host.
-    `sweep`: blocks run over chunks of a sequence, and only K and V stay on the device."""
+    `sweep`: blocks run over chunks of a sequence; of its length only K, V and their gradients stay on the device."""
 
     checkpoint: str | None = None
     """What a block keeps for its backward pass. `none`: everything. `selective`: its input and the attention's output,

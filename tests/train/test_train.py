@@ -63,6 +63,24 @@ def test_accumulation_is_one_large_batch(nursery: Nursery, small_model: Path, tm
         assert losses(tmp_path / micro) == pytest.approx(whole, rel=1e-9)
 
 
+def test_a_run_under_every_recipe_has_the_same_losses(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    """Three steps by each in turn, in one run, are nine steps by `dense`."""
+    # A learning rate that does not depend on the number of steps
+    common = [f"model.source={small_model}", "model.dtype=float64", "train.schedule=wsd", "train.decay=0"]
+    end = nursery.command("train", "--run", "dense", "--ranks", "1", *words(*common, "train.steps=9"), folder=tmp_path)
+    assert end.code == 0, end.err
+    for steps, plan in (
+        (3, ["plan.checkpoint=selective"]),
+        (6, ["plan.recipe=sweep", "plan.chunk=50"]),
+        (9, ["plan.recipe=alst"]),
+    ):
+        sets = words(*common, *plan, "train.micro=2", f"train.steps={steps}")
+        end = nursery.command("train", "--run", "mixed", "--ranks", "2", *sets, folder=tmp_path)
+        assert end.code == 0, end.err
+    assert "tapes: on the host x" in end.out
+    assert losses(tmp_path / "mixed") == pytest.approx(losses(tmp_path / "dense"), rel=1e-9)
+
+
 def test_new_runs_get_new_folders(nursery: Nursery, tmp_path: Path) -> None:
     for _ in range(2):
         sets = words("train.steps=1", "train.batch=1")
