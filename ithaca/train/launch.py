@@ -181,7 +181,10 @@ def worker(config: Config, path: Path, ranks: int, sentences: Path) -> None:
             traceback.print_exc()  # the launcher would keep it to itself
         sys.exit(1)
     (sentences / os.environ["RANK"]).write_text(f"{code} {text}", encoding="utf-8")
-    sys.exit(code)
+    # At once: while Python takes itself apart, a thread of gloo that comes back to it now and then aborts it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _lost_a_rank(error: Exception) -> bool:
