@@ -30,6 +30,11 @@ from ithaca.schedule.tapes import Need, Tapes, check_room, describe, host_bytes,
 from ithaca.tape.engine import make_engine
 from ithaca.tape.tiles import Tiles
 
+BUSY = (
+    "a second forward pass began before the backward pass of the first, whose tapes it would overwrite: "
+    "call backward, or drop the loss, or use torch.no_grad() where no gradient is wanted"
+)
+
 
 class Model(nn.Module):
     """A decoder that runs by a Plan over a mesh. Made by `ithaca.apply`; every call is collective."""
@@ -63,7 +68,7 @@ class Model(nn.Module):
     def reserve(self, rows: int, tokens: int, say: Callable[[str], None] = lambda _: None) -> None:
         """Take, before training begins, the memory that passes over `rows` sequences of `tokens` tokens need.
 
-        A first pass does the same; `say` is told how far it is.
+        A first pass does the same; `say` is told how far it is. Refused while a pass waits for its backward.
         """
         local = self._local_tokens(rows, tokens)
         self._reserve(lambda: tiles_of(self.plan, local), True, say)
@@ -121,13 +126,10 @@ class Model(nn.Module):
         asked, mine = self._needs(training), self._tapes.get(True)
         missing = bool(asked) and self._tapes_for(cut, training) is None
         busy = training and mine is not None and mine.busy
-        if_missing, if_busy = same_batch(self.mesh.group, batch.fingerprint, missing, busy)
-        if if_busy:
-            raise InputError(
-                "a second forward pass began before the backward pass of the first, whose tapes it would overwrite: "
-                "call backward, or drop the loss, or use torch.no_grad() where no gradient is wanted"
-            )
-        if if_missing:
+        any_missing, any_busy = same_batch(self.mesh.group, batch.fingerprint, missing, busy)
+        if any_busy:
+            raise InputError(BUSY)
+        if any_missing:
             self._reserve(cut, training, lambda _: None)
         tapes = self._tapes_for(cut, training) if asked else None
         return Job(self.plan, self.kernel, tapes.begin(training) if tapes else None)
@@ -147,9 +149,15 @@ class Model(nn.Module):
 
     def _reserve(self, cut: Callable[[], Tiles], training: bool, say: Callable[[str], None]) -> None:
         """Make tapes for such passes, in place of those for others. Collective."""
-        asked = self._needs(training)
-        tiles = together(self.mesh.group, cut)
-        if training in self._tapes:
+        asked, before = self._needs(training), self._tapes.get(training)
+
+        def check() -> Tiles:
+            if before and before.busy:
+                raise InputError(BUSY)
+            return cut()
+
+        tiles = together(self.mesh.group, check)
+        if before:
             self._tapes.pop(training).close()
         if asked:
             self._check_room(asked, tiles)

@@ -157,7 +157,6 @@ class Tapes:
         # Before the memory goes, by close or with the last reference: nothing may still copy from it or to it
         self._let_go = weakref.finalize(self, _let_go, engine, slab)
         self._let_go.atexit = False  # pyrefly: ignore
-        self.host_bytes = slab.nbytes
         parts = iter(slab.parts)
         self._slots: list[Slots] = []
         self._tapes: dict[str, list[Tape]] = {}

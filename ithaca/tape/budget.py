@@ -37,7 +37,7 @@ def _groups(system: Path) -> Iterator[tuple[int, int]]:
         names = _VERSION_1 if controllers else _VERSION_2
         folder = top / path.lstrip("/")
         # Within a container the path may be the host's, and only the top is there
-        for place in (folder, *folder.parents) if folder.is_relative_to(top) else ():
+        for place in (folder, *folder.parents):
             if not place.is_relative_to(top):
                 break
             found = _group(place, *names)

@@ -167,6 +167,8 @@ def test_a_second_forward_before_backward_is_refused(folders, options) -> None:
     loss = model(batch)
     with pytest.raises(InputError, match="a second forward pass began before the backward pass of the first"):
         model(batch)
+    with pytest.raises(InputError, match="a second forward pass began"):
+        model.reserve(1, 50)
     loss.backward()  # which is still possible
     first = [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
     model.zero_grad()
