@@ -1,8 +1,9 @@
 """The loss, tile by tile: final norm, head and cross-entropy of some tokens at a time, both ways in one pass.
 
-Whole logits never exist: a tile holds `tile` × vocabulary of them, in the dtype of the computation and once more in
-fp32. The gradients are made beside the loss, while the logits are there, so backward only scales them; for that the
-head's gradient takes vocabulary × hidden in fp32 from the forward pass on, and tiles are added to it in fp32.
+Whole logits never exist: a tile holds `tile` × vocabulary of them, in the dtype of the computation. On a GPU their
+gradient takes their place; on a CPU, and in float64, both are there and once more in at least fp32. The gradients are
+made beside the loss, while the logits are there, so backward only scales them; for that the head's gradient takes
+vocabulary × hidden in fp32 from the forward pass on, and tiles are added to it in fp32 by the GEMM that makes them.
 `naive_loss` is the twin.
 """
 
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ithaca.model.block import norm
 from ithaca.model.linear import add_product
-from ithaca.model.precision import at_least_fp32
+from ithaca.model.precision import at_least_fp32, fusable
 from ithaca.model.spec import Spec
 from ithaca.parallel.batch import IGNORED
 from ithaca.schedule.tapes import Pass
@@ -61,21 +62,25 @@ class _Tiler:
     def add(self, x: Tensor, labels: Tensor, dx: Tensor | None) -> None:
         """Add these tokens; `dx`, which may be x, takes their gradient."""
         for part in Tiles(len(x), self.tile).slices():
-            with torch.enable_grad():
-                x_tile = x[part].detach().requires_grad_(dx is not None)
-                weight = self.weight.detach().requires_grad_(self.dweight is not None)
-                normed = norm(self.spec, x_tile, weight)
-            loss, dlogits = _cross_entropy(F.linear(normed.detach(), self.head), labels[part])
-            self.loss += loss
-            if self.dhead is not None:
-                add_product(self.dhead, dlogits.T, normed.detach())
-            wanted = [tensor for tensor in (x_tile, weight) if tensor.requires_grad]
-            if wanted:
-                grads = list(torch.autograd.grad(normed, wanted, dlogits @ self.head))
-                if dx is not None:
-                    dx[part] = grads.pop(0)
-                if self.dweight is not None:
-                    self.dweight += grads.pop(0)
+            self._add_tile(x[part], labels[part], None if dx is None else dx[part])
+
+    def _add_tile(self, x: Tensor, labels: Tensor, dx: Tensor | None) -> None:
+        """A function of its own, so that a tile's logits are gone when the next one's are made."""
+        with torch.enable_grad():
+            x_leaf = x.detach().requires_grad_(dx is not None)
+            weight = self.weight.detach().requires_grad_(self.dweight is not None)
+            normed = norm(self.spec, x_leaf, weight)
+        loss, dlogits = cross_entropy(F.linear(normed.detach(), self.head), labels)
+        self.loss += loss
+        if self.dhead is not None:
+            add_product(self.dhead, dlogits.T, normed.detach())
+        wanted = [tensor for tensor in (x_leaf, weight) if tensor.requires_grad]
+        if wanted:
+            grads = list(torch.autograd.grad(normed, wanted, dlogits @ self.head))
+            if dx is not None:
+                dx.copy_(grads.pop(0))
+            if self.dweight is not None:
+                self.dweight += grads.pop(0)
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -131,8 +136,17 @@ def _scaled_once(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(None if grad is None else grad.mul_(scale) for grad in grads)
 
 
-def _cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ of the tile's cross-entropy in at least fp32, and its gradient in the dtype of the logits."""
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ of the tile's cross-entropy in at least fp32, and its gradient, for which the logits may be given up."""
+    if fusable(logits_TV):
+        from ithaca.schedule import fused
+
+        return fused.cross_entropy_(logits_TV, labels_T), logits_TV
+    return plain_cross_entropy(logits_TV, labels_T)
+
+
+def plain_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by plain torch; the logits stay as they are."""
     high = logits_TV.to(at_least_fp32(logits_TV.dtype))
     valid_T = labels_T != IGNORED
     safe_T1 = labels_T.clamp(min=0)[:, None]

@@ -1,28 +1,160 @@
-"""The tiled loss against its twin: the sum and every gradient, at tiles that do not divide."""
+"""The tiled loss against its twin: the sum and every gradient, at tiles that do not divide; on a GPU also its kernel,
+its rounding and its memory."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
+from ithaca.model.precision import at_least_fp32
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import read_spec
-from ithaca.schedule.loss import naive_loss, tiled_loss
+from ithaca.parallel.batch import IGNORED
+from ithaca.schedule.loss import cross_entropy, naive_loss, plain_cross_entropy, tiled_loss
 from tests.models import relative
 
 SPEC = read_spec(PRESETS["tiny"])
+ALL = (True, True, True)
+
+
+def make_inputs(tokens: int, vocab: int, hidden: int = 16, seed: int = 0) -> tuple[list[Tensor], Tensor]:
+    """x, the norm's weight and the head in float64; labels, every fourth ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((tokens, hidden), (hidden,), (vocab, hidden))
+    given = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    return given, labels.masked_fill(torch.arange(tokens) % 4 == 0, IGNORED)
+
+
+def differentiated(loss: Callable[..., Tensor], given: list[Tensor], learned: tuple[bool, ...]) -> list[Tensor]:
+    """The loss, and the gradients of twice its value."""
+    leaves = [tensor.clone().requires_grad_(needed) for tensor, needed in zip(given, learned, strict=True)]
+    for leaf in leaves:
+        leaf.grad_dtype = at_least_fp32(leaf.dtype)  # as a decoder's weights have it
+    value = loss(SPEC, *leaves)
+    (2 * value).backward()
+    return [value.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def check(given: list[Tensor], labels: Tensor, tile: int, learned: tuple[bool, ...] = ALL) -> None:
+    wanted = differentiated(lambda *x: naive_loss(*x, labels), given, learned)
+    found = differentiated(lambda *x: tiled_loss(*x, labels, tile), given, learned)
+    assert len(found) == 1 + sum(learned)
+    for a, b in zip(found, wanted, strict=True):
+        assert relative(a, b) <= 1e-12
 
 
 @pytest.mark.parametrize("tile", [1, 7, 23, 100])
-@pytest.mark.parametrize("learned", [(True, True, True), (True, False, False), (False, True, True)])
+@pytest.mark.parametrize("learned", [ALL, (True, False, False), (False, True, True), (False, False, True)])
 def test_tiles(tile: int, learned: tuple[bool, ...]) -> None:
-    generator = torch.Generator().manual_seed(tile)
-    shapes = ((23, 16), (16,), (31, 16))
-    given = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    labels = torch.randint(0, 31, (23,), generator=generator).masked_fill(torch.arange(23) % 4 == 0, -100)
-    results = []
-    for loss in (lambda *x: naive_loss(SPEC, *x), lambda *x: tiled_loss(SPEC, *x, tile)):
-        leaves = [tensor.clone().requires_grad_(needed) for tensor, needed in zip(given, learned, strict=True)]
-        value = loss(*leaves, labels)
-        (2 * value).backward()
-        results.append([value, *(leaf.grad for leaf in leaves if leaf.requires_grad)])
-    for found, wanted in zip(results[1], results[0], strict=True):
-        assert relative(found, wanted) <= 1e-12
+    check(*make_inputs(23, 31, seed=tile), tile, learned)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 97, 1025])
+def test_vocabularies(vocab: int) -> None:
+    check(*make_inputs(10, vocab), 4)
+
+
+@pytest.mark.parametrize("label", [IGNORED, 0, 30])
+def test_one_token(label: int) -> None:
+    check(make_inputs(1, 31)[0], torch.tensor([label]), 4)
+
+
+def test_large_logits() -> None:
+    (x, weight, head), labels = make_inputs(23, 31)
+    check([x, weight, 1e4 * head], labels, 7)
+
+
+@pytest.mark.parametrize("tile", [1, 7, 23])
+def test_nothing_to_learn(tile: int) -> None:
+    given, labels = make_inputs(23, 31)
+    for found in differentiated(lambda *x: tiled_loss(*x, labels.fill_(IGNORED), tile), given, ALL):
+        assert torch.equal(found, torch.zeros_like(found))
+
+
+def test_tied_head() -> None:
+    """A table that is also looked up gets both gradients."""
+    (_, weight, table), labels = make_inputs(23, 31)
+    tokens = torch.arange(23)
+
+    def tied(loss: Callable[..., Tensor]) -> list[Tensor]:
+        return differentiated(lambda spec, w, table: loss(spec, table[tokens], w, table), [weight, table], (True, True))
+
+    found, wanted = tied(lambda *x: tiled_loss(*x, labels, 7)), tied(lambda *x: naive_loss(*x, labels))
+    for a, b in zip(found, wanted, strict=True):
+        assert relative(a, b) <= 1e-12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [1, 5, 31, 4097, 32768, 128256])
+@pytest.mark.parametrize("tokens", [1, 3, 257])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.bfloat16, 3.0), (torch.bfloat16, 300.0), (torch.float16, 3.0), (torch.float32, 3.0), (torch.float32, 6e4)],
+)
+def test_kernel(vocab: int, tokens: int, dtype: torch.dtype, scale: float) -> None:
+    """Against its plain twin in float64 on the same logits; rows lie apart, and what lies between stays."""
+    torch.manual_seed(vocab)
+    wide = (torch.randn(tokens, vocab + 8, device="cuda") * scale).to(dtype)
+    logits, between = wide[:, :vocab], wide[:, vocab:].clone()
+    labels = torch.randint(0, vocab, (tokens,), device="cuda")
+    labels[-1] = vocab - 1
+    labels[1::3] = IGNORED
+    wanted_loss, wanted = plain_cross_entropy(logits.double(), labels)
+    loss, gradient = cross_entropy(logits, labels)
+    assert gradient.data_ptr() == wide.data_ptr()
+    assert torch.equal(wide[:, vocab:], between)
+    assert loss.dtype == torch.float32
+    assert abs(loss.item() - wanted_loss.item()) <= 1e-5 * wanted_loss.item() + 1e-6
+    assert not gradient[labels == IGNORED].any()
+    # One rounding to the dtype, beside those of probabilities in fp32
+    valid = labels != IGNORED
+    error = (gradient.double() - wanted).abs()[valid]
+    probability = wanted[valid]
+    probability[torch.arange(len(probability), device="cuda"), labels[valid]] += 1
+    allowed = torch.finfo(dtype).eps / 2 * wanted[valid].abs() + 5e-6 * probability + 2**-24
+    assert (error <= allowed).all(), (error / allowed).max()
+
+
+@pytest.mark.gpu
+def test_kernel_of_ignored_tokens() -> None:
+    logits = torch.full((5, 1000), 3e38, device="cuda")
+    logits[:, ::2] = -3e38
+    loss, gradient = cross_entropy(logits, torch.full((5,), IGNORED, device="cuda"))
+    assert loss.item() == 0
+    assert not gradient.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [997, 8192])
+def test_bf16_error(vocab: int) -> None:
+    """No further from float64 than 1.5 × the plain loss in bf16 is."""
+    given, labels = make_inputs(1000, vocab, hidden=256)
+    given = [tensor.to("cuda", torch.bfloat16) for tensor in (given[0], given[1], 0.1 * given[2])]
+    labels = labels.cuda()
+    exact = differentiated(lambda *x: naive_loss(*x, labels), [tensor.double() for tensor in given], ALL)
+    plain = differentiated(lambda *x: naive_loss(*x, labels), given, ALL)
+    found = differentiated(lambda *x: tiled_loss(*x, labels, 300), given, ALL)
+    errors = [[relative(a.double(), b) for a, b in zip(values, exact, strict=True)] for values in (found, plain)]
+    assert errors[0][0] <= 1e-4, errors  # one number, whose error may be small by chance
+    assert all(ours <= 1.5 * theirs for ours, theirs in zip(*(row[1:] for row in errors), strict=True)), errors
+
+
+@pytest.mark.gpu
+def test_memory() -> None:
+    """One tile's logits above inputs, gradients and sums: no fp32 copy of them, and none of the tile before."""
+    tokens, vocab, hidden, tile = 8192, 64000, 128, 2048
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.ones(hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    head = (torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) * 0.1).requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), device="cuda")
+    tiled_loss(SPEC, x[:tile], weight, head, labels[:tile], tile).backward()  # cuBLAS takes its workspace
+    x.grad = weight.grad = head.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    tiled_loss(SPEC, x, weight, head, labels, tile).backward()
+    gradients = 2 * x.numel() + 4 * weight.numel() + 4 * head.numel()
+    above = torch.cuda.max_memory_allocated() - before - gradients
+    logits, states = 2 * tile * vocab, 4 * tile * hidden
+    assert above <= 1.2 * logits + 8 * states, f"{above} bytes, {above / logits:.2f} x a tile's logits"
