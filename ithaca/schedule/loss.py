@@ -53,8 +53,10 @@ class _Tiler:
     """Loss and gradients of some tokens after others, with the sums of the weights' gradients."""
 
     def __init__(self, spec: Spec, weight: Tensor, head: Tensor, need_weight: bool, need_head: bool, tile: int):
-        self.spec, self.weight, self.head, self.tile = spec, weight.detach(), head, tile
+        self.spec, self.head, self.tile = spec, head, tile
         high = at_least_fp32(weight.dtype)
+        self.weight = weight.detach().requires_grad_(need_weight)
+        self.weight.grad_dtype = high  # else autograd would round each tile's gradient to the weight's own
         self.dweight = torch.zeros_like(weight, dtype=high) if need_weight else None
         self.dhead = torch.zeros_like(head, dtype=high) if need_head else None
         self.loss = weight.new_zeros((), dtype=high)
@@ -68,13 +70,12 @@ class _Tiler:
         """A function of its own, so that a tile's logits are gone when the next one's are made."""
         with torch.enable_grad():
             x_leaf = x.detach().requires_grad_(dx is not None)
-            weight = self.weight.detach().requires_grad_(self.dweight is not None)
-            normed = norm(self.spec, x_leaf, weight)
+            normed = norm(self.spec, x_leaf, self.weight)
         loss, dlogits = cross_entropy(F.linear(normed.detach(), self.head), labels)
         self.loss += loss
         if self.dhead is not None:
             add_product(self.dhead, dlogits.T, normed.detach())
-        wanted = [tensor for tensor in (x_leaf, weight) if tensor.requires_grad]
+        wanted = [tensor for tensor in (x_leaf, self.weight) if tensor.requires_grad]
         if wanted:
             grads = list(torch.autograd.grad(normed, wanted, dlogits @ self.head))
             if dx is not None:
