@@ -1,8 +1,8 @@
 """Cross-entropy of a tile of logits and its gradient in place, in Triton, for GPUs; loss.py has the plain twin.
 
 The logits are read twice and written once, where eager torch makes fp32 copies and passes over them some ten times.
-One program takes a token's row, block after block. With 32 warps of 64 registers a thread an SM runs one program at a
-time, so the rows at work (132 of 256 KB, for Llama 3 on an H200) stay in its L2 from the first pass to the second.
+One program takes a token's row, block after block. With 32 warps, and more than 32 registers a thread, an SM has room
+for one program, so the rows at work (132 of 256 KB, for Llama 3 on an H200) stay in L2 from one pass to the next.
 """
 
 import torch
@@ -49,9 +49,9 @@ def cross_entropy_(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     tokens, vocab = logits_TV.shape
     assert logits_TV.stride(1) == 1
     losses = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
-    block = min(triton.next_power_of_2(vocab), WIDEST)
+    block = min(triton.next_power_of_2(max(vocab, PER_WARP)), WIDEST)
     _cross_entropy[(tokens,)](
         logits_TV, labels_T.contiguous(), losses, logits_TV.stride(0), vocab,
-        IGNORED=IGNORED, BLOCK=block, num_warps=max(block // PER_WARP, 1),
+        IGNORED=IGNORED, BLOCK=block, num_warps=block // PER_WARP,
     )  # fmt: skip
     return losses.sum()
