@@ -18,6 +18,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -37,9 +38,10 @@ from ithaca.model.rope import turn
 from ithaca.model.source import load_model
 from ithaca.model.spec import Spec
 from ithaca.parallel.exchange import Alone
+from ithaca.schedule.needs import needs, rebuilds_of, tiles_of
 from ithaca.schedule.plan import Plan
 from ithaca.schedule.sweep import SweepCall, run_sweep
-from ithaca.schedule.tapes import Tapes, needs, tiles_of
+from ithaca.schedule.tapes import Tapes
 from ithaca.schedule.whole import BlockCall, run_block
 from ithaca.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.tape.engine import make_engine
@@ -75,7 +77,9 @@ class Swept(Blocks):
         self.tiles = tiles_of(plan, self.tokens)
         self.walk = Walk(self.kernel, self.tiles, bounds)
         began = time.perf_counter()
-        self.tapes = Tapes(needs(plan, spec, BF16), self.tiles, make_engine(DEVICE), lambda _: None)
+        self.tapes = Tapes(
+            needs(plan, spec, BF16), rebuilds_of(plan, spec), self.tiles, make_engine(DEVICE), lambda _: None
+        )
         self.reserve_seconds = time.perf_counter() - began
 
     def attention_seconds(self) -> float:
@@ -97,13 +101,27 @@ class Swept(Blocks):
 
     def timed_forward(self) -> None:
         token = torch.zeros((), device=DEVICE, requires_grad=True)
+        weights = [{name: weight.detach() for name, weight in unit.named_parameters()} for unit in self.units]
         for layer, unit in enumerate(self.units):
-            call = SweepCall(self.spec, layer, self.run, self.walk, self.positions, self.plan.tile or 0, Alone())
+            call = SweepCall(
+                self.spec,
+                layer,
+                self.run,
+                self.walk,
+                self.positions,
+                self.plan.tile or 0,
+                Alone(),
+                lambda other: nullcontext(weights[other]),
+            )
             token = unit(run_sweep, token, call)
         self.token = token
 
     def backward(self) -> None:
         _fill(self.run.gradient, 1e-3)
+        if self.spec.layers == 1:
+            self.run.keys_of = (
+                None  # a model's last layer has its K and V still; the others, which one stands for, do not
+            )
         torch.cuda.synchronize()
 
     def timed_backward(self) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ithaca.model.spec import Spec
     from ithaca.parallel.batch import Batch
     from ithaca.parallel.mesh import Mesh, mesh
+    from ithaca.schedule.fill import place
     from ithaca.schedule.plan import Plan
 
 _HOMES = {
@@ -39,12 +40,14 @@ _HOMES = {
     "apply": "ithaca.assemble",
     "load_model": "ithaca.model.source",
     "mesh": "ithaca.parallel.mesh",
+    "place": "ithaca.schedule.fill",
     "save_model": "ithaca.assemble",
 }
 
 __all__ = [  # noqa: RUF022 (the order of use)
     "load_model",
     "Plan",
+    "place",
     "mesh",
     "apply",
     "save_model",

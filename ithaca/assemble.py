@@ -25,8 +25,9 @@ from ithaca.parallel.layout import batch_range
 from ithaca.parallel.mesh import Mesh, alone
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
 from ithaca.schedule.forward import Job, logits, loss_sum
+from ithaca.schedule.needs import Need, check_room, describe, host_bytes, needs, rebuilds_of, tiles_of
 from ithaca.schedule.plan import Plan
-from ithaca.schedule.tapes import Need, Tapes, check_room, describe, host_bytes, needs, tiles_of
+from ithaca.schedule.tapes import Tapes
 from ithaca.tape.engine import make_engine
 from ithaca.tape.tiles import Tiles
 
@@ -42,6 +43,7 @@ class Model(nn.Module):
     def __init__(self, source: ModelSource, plan: Plan, mesh: Mesh):
         super().__init__()
         self.source, self.plan, self.mesh = source, plan.settled(), mesh
+        self.plan.placement(source.spec.layers)  # whose mistakes are better told before there is a model
         self.dtype = source.compute_dtype(mesh.device)
         self.kernel = choose_kernel(plan.kernel, mesh.device, self.dtype, source.spec.head_size)
         self.decoder = Decoder(source.spec, at_least_fp32(self.dtype))
@@ -89,7 +91,7 @@ class Model(nn.Module):
     def describe_tapes(self) -> list[str]:
         """What the Plan keeps outside of tensors, and where; nothing where it keeps nothing so."""
         tapes = self._tapes.get(True)
-        return describe(self._needs(True), tapes.tiles) if tapes else []
+        return describe(self._needs(True), tapes.tiles, self.plan, self.spec) if tapes else []
 
     def forward(self, batch: Batch, valid_tokens: int | None = None, last: bool = True) -> Tensor:
         """The mean cross-entropy over the valid tokens of all ranks: the same number on each of them.
@@ -135,7 +137,7 @@ class Model(nn.Module):
         return Job(self.plan, self.kernel, tapes.begin(training) if tapes else None)
 
     def _needs(self, training: bool) -> list[Need]:
-        return [need for need in needs(self.plan, self.spec, self.dtype) if training or not need.kept]
+        return [need for need in needs(self.plan, self.spec, self.dtype) if training or not need.training]
 
     def _tapes_for(self, cut: Callable[[], Tiles], training: bool) -> Tapes | None:
         """What is there for such a pass; one that keeps nothing can also use what training has, between its passes."""
@@ -161,8 +163,10 @@ class Model(nn.Module):
             self._tapes.pop(training).close()
         if asked:
             self._check_room(asked, tiles)
+            rebuilds = rebuilds_of(self.plan, self.spec) if training else {}
             with _outside_inference_mode():
-                self._tapes[training] = together(self.mesh.group, lambda: Tapes(asked, tiles, self.engine, say))
+                made = together(self.mesh.group, lambda: Tapes(asked, rebuilds, tiles, self.engine, say))
+            self._tapes[training] = made
 
     def _check_room(self, asked: list[Need], tiles: Tiles) -> None:
         """Refuse, on all ranks, tapes that one of them has no room for. Collective."""

@@ -49,8 +49,14 @@ class Decoder(nn.Module):
     def forward(self, run: Callable[..., Any], *args: Any) -> Any:
         return run(self, *args)
 
+    def look_up(self, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """Give the embedding table to a function. A tied one is not a unit of its own, but open with the decoder."""
+        if self.spec.tied:
+            return run(self.table())
+        return self.embedding(lambda w: run(w["weight"]))
+
     def table(self) -> Tensor:
-        """The embedding table."""
+        """A tied table, which is the head as well."""
         return _summing(self.embedding.get_parameter("weight"))
 
 

@@ -1,4 +1,5 @@
-"""Parameters over ranks, by FSDP2: each block, the head and the rest are gathered and freed as one.
+"""Parameters over ranks, by FSDP2: each block is gathered and freed as one. So are an untied head, with the final norm,
+and an untied embedding table, which is there only while tokens are looked up; a tied table is there all the time.
 
     ZeRO-3  parameters, gradients and optimizer states are cut; weights are gathered for each pass over a block
     ZeRO-2  weights stay gathered from a step's first forward pass to its last backward pass
@@ -9,11 +10,12 @@ fp32. FSDP2 averages over ranks; Ithaca's loss is a sum over all of them, so `to
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -30,9 +32,11 @@ def cut(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
     """Turn the parameters into shards over the mesh, without values yet."""
     # Inputs keep their dtype: what a unit is called with is a function, and tensors that are right as they are
     policy = MixedPrecisionPolicy(dtype, at_least_fp32(dtype), cast_forward_inputs=False)
-    units = [*decoder.blocks] if decoder.spec.tied else [*decoder.blocks, decoder.head]
+    units = [*decoder.blocks] if decoder.spec.tied else [*decoder.blocks, decoder.embedding, decoder.head]
     for unit in (*units, decoder):
         fully_shard(unit, mesh=mesh.parameters, mp_policy=policy, reshard_after_forward=zero == 3)
+    if isinstance(decoder.embedding, FSDPModule):
+        decoder.embedding.set_unshard_in_backward(False)  # whose gradient depends on the tokens alone
 
 
 def load(decoder: Decoder, mesh: Mesh, weights: Weights) -> None:
@@ -74,6 +78,19 @@ def prepare_pass(decoder: Decoder, zero: int, first: bool, last: bool) -> None:
         free_gathered(decoder)  # an optimizer may have stepped since: whatever is still gathered is stale
     decoder.set_reshard_after_backward(zero == 3 or last)
     decoder.set_requires_gradient_sync(zero > 1 or last)
+
+
+@contextmanager
+def opened(unit: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The weights of a unit outside of its own call, to be read: gathered for that long, if they were not."""
+    assert isinstance(unit, FSDPModule)
+    gathered = not any(isinstance(weight, DTensor) for weight in unit.parameters())
+    unit.unshard()
+    try:
+        yield {name: weight.detach() for name, weight in unit.named_parameters()}
+    finally:
+        if not gathered:
+            unit.reshard()
 
 
 def free_gathered(decoder: Decoder) -> None:

@@ -4,6 +4,7 @@
 schedule `whole` a tensor of hidden states goes from block to block, under `sweep` a token, and the states go by tape.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from ithaca.model.decoder import Decoder
 from ithaca.model.rope import turn
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.exchange import Alone
+from ithaca.parallel.sharding import opened
 from ithaca.schedule.embedding import embed
 from ithaca.schedule.loss import head_logits, tape_loss, tiled_loss
 from ithaca.schedule.plan import Plan
@@ -66,13 +68,13 @@ def _through_blocks(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
 def _whole(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
     spec, plan = decoder.spec, job.plan
     assert plan.checkpoint is not None
-    x = F.embedding(batch.tokens, decoder.table())
+    x = decoder.look_up(lambda table: F.embedding(batch.tokens, table))
     rope = turn(spec.rope, spec.head_size, batch.positions, x.dtype)
     pieces = Pieces.documents(batch.bounds)
+    places = plan.placement(spec.layers).x
     for layer, (block, turns) in enumerate(zip(decoder.blocks, spec.rope_layers, strict=True)):
-        rotation = rope if turns else None
-        call = BlockCall(spec, layer, rotation, job.kernel, pieces, plan.checkpoint, plan.tile, job.tapes)
-        x = block(run_block, x, call)
+        rotation, tapes = rope if turns else None, job.tapes if places[layer] == "host" else None
+        x = block(run_block, x, BlockCall(spec, layer, rotation, job.kernel, pieces, plan.checkpoint, plan.tile, tapes))
     return x
 
 
@@ -81,9 +83,14 @@ def _swept(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
     assert tapes is not None
     assert tile is not None
     walk = Walk(job.kernel, tapes.gradient.tiles, batch.bounds)
-    token = embed(decoder.table(), batch.tokens, tapes, tile)
+    token = decoder.look_up(lambda table: embed(table, batch.tokens, tapes, tile))
+
+    def weights_of(layer: int) -> AbstractContextManager[dict[str, Tensor]]:
+        return opened(decoder.blocks[layer])
+
     for layer, block in enumerate(decoder.blocks):
-        token = block(run_sweep, token, SweepCall(spec, layer, tapes, walk, batch.positions, tile, Alone()))
+        call = SweepCall(spec, layer, tapes, walk, batch.positions, tile, Alone(), weights_of)
+        token = block(run_sweep, token, call)
     return token
 
 

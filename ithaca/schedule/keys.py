@@ -1,5 +1,7 @@
 """K and V of a block as tapes, written by one chunk and read by the later ones; and the sums of their gradients."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,9 @@ from ithaca.tape.tape import Tape
 class Keys:
     """Tiles of K and V. A tile that is not there yet is made when it is first read."""
 
-    def __init__(self, tapes: list[Tape]):
+    def __init__(self, tapes: list[Tape], there: Iterable[int] = ()):
         self._tapes = tapes
-        self._there: set[int] = set()
+        self._there = set(there)
         self._open: dict[int, tuple[list[Tensor], bool]] = {}  # tile -> its tensors, and whether they are new
 
     def put(self, index: int, k: Tensor, v: Tensor) -> None:
@@ -70,3 +72,17 @@ class KeySums:
             whole.append(total.to(dtype, copy=True))  # the tile itself is given up
             tape.release(total)
         return whole[0], whole[1]
+
+
+class KeysBeside:
+    """Keys as a walk backward reads them: the sums that it adds to as soon as the kernel is done come with them."""
+
+    def __init__(self, keys: Keys, sums: KeySums):
+        self._keys, self._sums = keys, sums
+
+    def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:
+        self._sums.prefetch(index)
+        return self._keys.read(index, following)
+
+    def release(self, index: int) -> None:
+        self._keys.release(index)

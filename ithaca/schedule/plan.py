@@ -4,10 +4,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaca.errors import PlanError, suggestion
+from ithaca.schedule.places import KEPT, REBUILD, RECOMPUTE, Placement, over_layers, read_places
 from ithaca.sizes import format_tokens, parse_bytes, parse_tokens
 
 CHECKPOINTS = ("none", "selective", "full")
-PLACES = ("device", "host")
 CHUNK = 64 * 2**10  # what a sweep takes when it is not told: attention kernels are at their best from here on
 
 # What each recipe may be told, and what it does when it is not; None is left to the length of the batch
@@ -49,10 +49,12 @@ class Plan:
     """Tokens that go through an MLP together; not given under `dense`: all."""
 
     x: str | None = None
-    """Where block inputs are kept: `device` or `host`."""
+    """Where block inputs are kept: `device` or `host`; or `rebuild`, made again from o (sweep). One word, or a list
+    that is repeated over the layers: `host, rebuild*7` keeps every eighth."""
 
     o: str | None = None
-    """Where attention outputs are kept. (sweep)"""
+    """Where attention outputs are kept: `device` or `host`; or `recompute`, by attention again. A word or a list, as
+    for x. (sweep)"""
 
     lse: str | None = None
     """Where the attention's log-sum-exps are kept. (sweep)"""
@@ -84,8 +86,10 @@ class Plan:
         for name in RECIPE_OPTIONS:
             self._check_known(name)
         self._check_words("checkpoint", CHECKPOINTS)
-        for name in ("x", "o", "lse", "gradient", "kv"):
-            self._check_words(name, PLACES)
+        for name in ("lse", "gradient", "kv"):
+            self._check_words(name, KEPT)
+        self._words("x")
+        self._words("o")
         for name, works in (("chunk", CHUNK), ("tile", 8192), ("loss_tile", 4096), ("host_memory", 64 * 10**9)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -105,6 +109,26 @@ class Plan:
     @property
     def sweeps(self) -> bool:
         return self.recipe == "sweep"
+
+    def placement(self, layers: int) -> Placement:
+        """Where a model's layers have their x and o. A block that runs whole keeps its o by its checkpoint, or not."""
+        x = over_layers("x", self._words("x"), layers)
+        return Placement(x, over_layers("o", self._words("o"), layers) if self.sweeps else (RECOMPUTE,) * layers)
+
+    def _words(self, name: str) -> tuple[str, ...]:
+        value = getattr(self, name)
+        value = RECIPES[self.recipe].get(name) if value is None else value
+        extra = {"x": REBUILD, "o": RECOMPUTE}[name] if self.sweeps else None
+        if value is None:
+            return ()
+        if not isinstance(value, str):
+            raise PlanError(f"{name}={value} is no text: '{KEPT[1]}' is")
+        if name == "x" and not self.sweeps and REBUILD in value:
+            raise PlanError(
+                f"x={value} means nothing under recipe '{self.recipe}', which keeps no o to rebuild x from: "
+                "use recipe 'sweep'"
+            )
+        return read_places(name, value, (*KEPT, extra) if extra else KEPT)
 
     def chunk_of(self, tokens: int, shorten: bool) -> int:
         """Tokens in a chunk of a sequence that has so many. A longer chunk is shortened only where that is said."""
@@ -130,8 +154,7 @@ class Plan:
             raise PlanError(f"{name}={value} does not exist: {suggestion(str(value), known)}")
 
     def _check_together(self) -> None:
-        x = self.x or RECIPES[self.recipe]["x"]
-        if self.checkpoint == "none" and x == "host":
+        if self.checkpoint == "none" and "host" in self._words("x"):
             raise PlanError(
                 f"x='host' of recipe '{self.recipe}' means nothing with checkpoint='none', which keeps everything: "
                 "use 'full'"

@@ -7,8 +7,9 @@
                                  complete, since every later chunk is done -> back through the projections
                                  -> the gradient tile, in place
 
-Attention is never recomputed: o and the log-sum-exp are kept. K and V are made again, each tile when a chunk first
-visits it, so that reading x hides behind attention.
+Attention runs once where o and the log-sum-exp are kept; where they are not, a chunk's comes again just before its
+backward pass. x is read, or made again from the o of layers below (rising.py). K and V are made again, each tile when a
+chunk first visits it, so that reading x hides behind attention; the last layer still has those of its forward pass.
 
 Of the tokens' length the device holds K, V (in the dtype of the computation) and their gradients (fp32):
 6 · Hkv · D / hidden d, 1.5 d for Llama3-8B; the rest where the Plan puts it. Beside that, about 20 chunk-sized hidden
@@ -19,6 +20,8 @@ of each block's step, and the token's gradient is the upstream scale of the loss
 (From FPDT: chunks and double buffering. From UPipe's accounting: where the memory goes.)
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +36,8 @@ from ithaca.model.rope import Turn, turn
 from ithaca.model.spec import Spec
 from ithaca.parallel.exchange import Exchange
 from ithaca.schedule.halves import Projection, finish, finish_backward, summed
-from ithaca.schedule.keys import Keys, KeySums
+from ithaca.schedule.keys import Keys, KeysBeside, KeySums
+from ithaca.schedule.rising import Step, Xs, open_xs
 from ithaca.schedule.tapes import Pass
 
 
@@ -48,6 +52,13 @@ class SweepCall:
     positions: Tensor
     tile: int
     exchange: Exchange
+    weights_of: Callable[[int], AbstractContextManager[Weights]]  # of another layer, to be read
+
+    @contextmanager
+    def step_from(self, layer: int) -> Iterator[Step]:
+        """Mix and feed of another layer."""
+        with self.weights_of(layer) as w:
+            yield lambda x, o, y: finish(self.spec, w, x, o, y, self.tile)
 
     def turn(self, chunk: int, dtype: torch.dtype) -> Turn | None:
         if not self.spec.rope_layers[self.layer]:
@@ -82,89 +93,93 @@ class _Sweep(torch.autograd.Function):
 
 def _forward(call: SweepCall, w: Weights) -> None:
     tapes, layer = call.tapes, call.layer
-    xs, ys = tapes.x(layer), tapes.x(layer + 1)
+    xs, ys, kept = tapes.x(layer), tapes.x(layer + 1), tapes.attended(layer)
     keys = Keys(tapes.keys)
     for chunk in range(call.walk.tiles.count):
         x = xs.read(chunk, toward=1)
-        o, lse = _attend(call, w, chunk, x, keys)
-        if tapes.kept:
-            tapes.o(layer).write(chunk, tapes.o(layer).blank(chunk).copy_(o))
-            tapes.lse(layer).write(chunk, tapes.lse(layer).blank(chunk).copy_(lse.T))
+        q, k, v = call.exchange.to_heads(*project(call.spec, w, x, call.turn(chunk, x.dtype), Heads.all(call.spec)))
+        keys.put(chunk, k, v)
+        o, lse = call.walk.forward(chunk, q, keys)
+        (o,) = call.exchange.to_tokens(o)
+        for tape, tile in zip(kept, (o, lse.T), strict=False):
+            tape.write(chunk, tape.blank(chunk).copy_(tile))
         y = ys.blank(chunk)
         finish(call.spec, w, x, o, y, call.tile)
         xs.release(x)
         ys.write(chunk, y)
+    tapes.keys_of = layer
     ys.prefetch(0)  # for whoever reads it next, while the last chunk is still computed
 
 
-def _attend(call: SweepCall, w: Weights, chunk: int, x: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
-    """o of a chunk's tokens, and the log-sum-exp of its heads; the chunk's K and V join the others."""
-    q, k, v = call.exchange.to_heads(*project(call.spec, w, x, call.turn(chunk, x.dtype), Heads.all(call.spec)))
-    keys.put(chunk, k, v)
-    o, lse = call.walk.forward(chunk, q, keys)
-    return call.exchange.to_tokens(o)[0], lse
-
-
 def _backward(call: SweepCall, w: Summed) -> None:
-    tapes, layer = call.tapes, call.layer
-    xs, os, lses, gradients = tapes.x(layer), tapes.o(layer), tapes.lse(layer), tapes.gradient
-    sums = KeySums(tapes.key_sums)
-    keys = _Rebuilt(call, w, sums)
-    for chunk in reversed(range(call.walk.tiles.count)):
-        x, o, lse, gradient = (tape.read(chunk, toward=-1) for tape in (xs, os, lses, gradients))
-        do = torch.empty_like(o)
-        finish_backward(call.spec, w, x, o, gradient, gradient, do, call.tile)
-        gradient += _attend_backward(call, w, chunk, x, o, lse.T, do, keys, sums)
-        gradients.write(chunk, gradient)
-        for tape, tile in ((xs, x), (os, o), (lses, lse)):
-            tape.release(tile)
-    if layer > 0:
-        for tape in (tapes.x(layer - 1), tapes.o(layer - 1), tapes.lse(layer - 1), gradients):
-            tape.prefetch(call.walk.tiles.count - 1)
+    tapes, layer, count = call.tapes, call.layer, call.walk.tiles.count
+    with open_xs(tapes, layer, call.step_from) as xs:
+        sums = KeySums(tapes.key_sums)
+        keys = _Rebuilt(call, w, xs)
+        for chunk in reversed(range(count)):
+            _chunk_backward(call, w, chunk, xs, keys, sums)
+    if layer > 0 and not tapes.rebuild(layer - 1):
+        for tape in (tapes.x(layer - 1), *tapes.attended(layer - 1), tapes.gradient):
+            tape.prefetch(count - 1)
 
 
-def _attend_backward(
-    call: SweepCall,
-    w: Summed,
-    chunk: int,
-    x: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    keys: "_Rebuilt",
-    sums: KeySums,
-) -> Tensor:
-    """dx of the projections of a chunk."""
-    projection = Projection(call.spec, w, x, call.turn(chunk, x.dtype))
-    to_heads = call.exchange.to_heads
-    q, k, v = to_heads(*projection.qkv)
-    do, o = to_heads(do, o)
-    keys.put(chunk, k, v)
-    dq = call.walk.backward(chunk, do, q, o, lse, keys, sums.add)
-    # The walk may have read x tiles for K and V, the next chunk's among them
-    call.tapes.x(call.layer).prefetch(chunk - 1)
-    return projection.backward(*call.exchange.to_tokens(dq, *sums.take(chunk, dq.dtype)))
+def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_Rebuilt", sums: KeySums) -> None:
+    kept, gradients = call.tapes.attended(call.layer), call.tapes.gradient
+    x, *tiles, gradient = (tape.read(chunk, toward=-1) for tape in (xs, *kept, gradients))
+    if kept:
+        query, (o, lse) = None, tiles
+        lse = lse.T
+    else:
+        query = _Query(call, w, chunk, x, keys)
+        o, lse = call.walk.forward(chunk, query.q, keys)
+        (o,) = call.exchange.to_tokens(o)
+    do = torch.empty_like(o)
+    finish_backward(call.spec, w, x, o, gradient, gradient, do, call.tile)
+    query = query or _Query(call, w, chunk, x, keys)  # only now, where it can wait: MLPs are wide
+    gradient += query.backward(do, o, lse, sums)
+    gradients.write(chunk, gradient)
+    for tape, tile in zip(kept, tiles, strict=True):
+        tape.release(tile)
+    xs.release(x)
+
+
+class _Query:
+    """q of a chunk, with what its backward pass needs; the chunk's k and v join the others."""
+
+    def __init__(self, call: SweepCall, w: Summed, chunk: int, x: Tensor, keys: "_Rebuilt"):
+        self._call, self._chunk, self._keys = call, chunk, keys
+        self._projection = Projection(call.spec, w, x, call.turn(chunk, x.dtype))
+        self.q, k, v = call.exchange.to_heads(*self._projection.qkv)
+        if not keys.has(chunk):
+            keys.put(chunk, k, v)
+
+    def backward(self, do: Tensor, o: Tensor, lse: Tensor, sums: KeySums) -> Tensor:
+        """dx of the projections, after attention's backward pass."""
+        call, chunk = self._call, self._chunk
+        do, o = call.exchange.to_heads(do, o)
+        dq = call.walk.backward(chunk, do, self.q, o, lse, KeysBeside(self._keys, sums), sums.add)
+        self._keys.xs.prefetch(chunk - 1)  # the walk may have read x tiles for K and V, the next chunk's among them
+        return self._projection.backward(*call.exchange.to_tokens(dq, *sums.take(chunk, dq.dtype)))
 
 
 class _Rebuilt(Keys):
     """K and V of earlier chunks, made again from x when they are first visited."""
 
-    def __init__(self, call: SweepCall, w: Summed, sums: KeySums):
-        super().__init__(call.tapes.keys)
-        self._call, self._w, self._sums = call, w, sums
-        self._xs = call.tapes.x(call.layer)
+    def __init__(self, call: SweepCall, w: Summed, xs: Xs):
+        still_there = range(call.walk.tiles.count) if call.tapes.keys_of == call.layer else ()
+        super().__init__(call.tapes.keys, still_there)
+        self._call, self._w, self.xs = call, w, xs
 
     def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:
-        self._sums.prefetch(index)  # the walk adds to them as soon as the kernel is done
         tiles = super().read(index, following)
         if following is not None and not self.has(following):
-            self._xs.prefetch(following)
+            self.xs.prefetch(following)
         return tiles
 
     def make(self, index: int) -> tuple[Tensor, Tensor]:
-        call, x = self._call, self._xs.read(index)
+        call, x = self._call, self.xs.read(index)
         with torch.no_grad():
             _, k, v = project(call.spec, self._w, x, call.turn(index, x.dtype), Heads.keys_only(call.spec))
-        self._xs.release(x)
+        self.xs.release(x)
         k, v = call.exchange.to_heads(k, v)
         return k, v

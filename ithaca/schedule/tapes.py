@@ -1,182 +1,81 @@
-"""The tapes of a model's pass: what a Plan keeps, where, how many bytes that is, and whether they are there.
+"""The tapes of a model's pass, as memory for the needs of a Plan (needs.py).
 
-`needs` is arithmetic. `Tapes` turns it into memory, once for a number of tokens: host tapes of all layers lie in one
-slab, device tapes are tensors, and each kind of host tape has its few slots on the device. A forward pass that will be
-followed by backward begins a `Pass`, and no other may begin while that one waits for its backward.
+`Tapes` takes the memory once for a number of tokens: host tapes of all layers lie in one slab, device tapes are
+tensors, and each kind of host tape has its few slots on the device. A forward pass that will be followed by backward
+begins a `Pass`, and no other may begin while that one waits for its backward.
 """
 
+import math
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import torch
 
-from ithaca.errors import PlanError
-from ithaca.model.precision import at_least_fp32
-from ithaca.model.spec import Spec
-from ithaca.schedule.plan import Plan
-from ithaca.sizes import format_bytes, format_tokens
-from ithaca.tape.budget import host_budget
+from ithaca.schedule.needs import Need
+from ithaca.schedule.rebuild import Home, Rebuild
 from ithaca.tape.engine import Engine
 from ithaca.tape.slab import Slab
 from ithaca.tape.slots import Slots
 from ithaca.tape.tape import DeviceTape, HostTape, Tape
 from ithaca.tape.tiles import Tiles
 
-WHOLE_TILE = 8192  # tokens that the schedule `whole` moves to and from the host at a time, when the Plan has no tile
-
-
-@dataclass(frozen=True)
-class Need:
-    """Tapes of one kind."""
-
-    name: str
-    option: str  # the Plan's, that says where they live
-    place: str
-    count: int
-    features: tuple[int, ...]
-    dtype: torch.dtype
-    slots: int  # tiles on the device at a time, when they live on the host
-    kept: bool  # from the forward pass to the backward one
-
-    def bytes_of(self, tokens: int) -> int:
-        return self.count * tokens * self.row
-
-    @property
-    def row(self) -> int:
-        """Bytes of one token in one tape."""
-        numbers = 1
-        for size in self.features:
-            numbers *= size
-        return numbers * self.dtype.itemsize
-
-
-def needs(plan: Plan, spec: Spec, dtype: torch.dtype) -> list[Need]:
-    """Every tape that a Plan asks for. The gradient's tape also takes what the last block puts out."""
-    layers, hidden, high = spec.layers, (spec.hidden,), at_least_fp32(dtype)
-    heads, keys = (spec.heads, spec.head_size), (spec.kv_heads, spec.head_size)
-
-    def need(name: str, option: str, count: int, features: tuple[int, ...], kind: torch.dtype, slots: int) -> Need:
-        kept = name not in ("gradient", "keys")
-        return Need(name, option, getattr(plan, option), count, features, kind, slots, kept)
-
-    if not plan.sweeps:
-        return [need("x", "x", layers, hidden, dtype, 3)] if plan.x == "host" else []
-    # Slots: a tile in use, one ahead, one on its way out; x is read by two (its chunk and the K/V of later ones) and,
-    # in the forward pass, written for the next layer as well
-    return [
-        need("x", "x", layers, hidden, dtype, 4),
-        need("o", "o", layers, heads, dtype, 2),
-        need("lse", "lse", layers, (spec.heads,), high, 2),
-        need("gradient", "gradient", 1, hidden, dtype, 4),
-        need("keys", "kv", 2, keys, dtype, 8),
-        need("key_sums", "kv", 2, keys, high, 6),
-    ]
-
-
-def tiles_of(plan: Plan, tokens: int, shorten: bool = False) -> Tiles:
-    """How the tapes for so many tokens are cut."""
-    return Tiles(tokens, plan.chunk_of(tokens, shorten) if plan.sweeps else min(plan.tile or WHOLE_TILE, tokens))
-
-
-def host_bytes(asked: list[Need], tiles: Tiles, device: torch.device) -> int:
-    """What the tapes take of this node's memory. On a CPU that is all of it."""
-    hosted = sum(need.bytes_of(tiles.length) for need in asked if need.place == "host")
-    return hosted if device.type == "cuda" else hosted + device_bytes(asked, tiles)
-
-
-def device_bytes(asked: list[Need], tiles: Tiles) -> int:
-    """What the tapes, and the slots of host tapes, take of the device."""
-    return slot_bytes(asked, tiles) + sum(need.bytes_of(tiles.length) for need in asked if need.place == "device")
-
-
-def slot_bytes(asked: list[Need], tiles: Tiles) -> int:
-    rows = min(tiles.size, tiles.length)
-    return sum(need.slots * rows * need.row for need in asked if need.place == "host")
-
-
-def describe(asked: list[Need], tiles: Tiles) -> list[str]:
-    """In two lines: how a rank's tokens are cut, and where what is kept of them lives."""
-    places = {
-        place: [f"{need.name.replace('_', ' ')} {format_bytes(need.bytes_of(tiles.length))}" for need in group]
-        for place in ("device", "host")
-        if (group := [need for need in asked if need.place == place])
-    }
-    kept = "; ".join(f"on the {place} {', '.join(parts)}" for place, parts in places.items())
-    return [
-        f"{tiles.length} tokens a rank and pass in {tiles.count} tiles of {format_tokens(tiles.size)}",
-        f"tapes: {kept}",
-    ]
-
-
-def check_room(
-    asked: list[Need], tiles: Tiles, plan: Plan, device: torch.device, node_bytes: int, node_ranks: int
-) -> None:
-    """Refuse what does not fit this device or, all its ranks together, this node, before anything is allocated."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        movable = [need for need in asked if need.place == "device"]
-        _refuse_over(
-            device_bytes(asked, tiles), slot_bytes(asked, tiles), free, "the GPU's free memory", movable, tiles, "host"
-        )
-    budget, reason = host_budget()
-    if plan.host_memory is not None and plan.host_memory < budget:
-        budget, reason = plan.host_memory, "plan.host_memory"
-    movable = [need for need in asked if need.place == "host" and device.type == "cuda"]
-    fixed = 0 if device.type == "cuda" else node_ranks * slot_bytes(asked, tiles)
-    _refuse_over(node_bytes, fixed, budget, reason, movable, tiles, "device", node_ranks)
-
-
-def _refuse_over(
-    needed: int, fixed: int, free: int, reason: str, movable: list[Need], tiles: Tiles, elsewhere: str, ranks: int = 1
-) -> None:
-    """`fixed` of the bytes needed do not depend on the tokens."""
-    if needed <= free:
-        return
-    text = f"tapes for {tiles.length} tokens need {format_bytes(needed)}"
-    text += f" for the {ranks} ranks of this node" if ranks > 1 else ""
-    text += f", and {reason} is {format_bytes(free)}: {format_bytes(needed - free)} are missing"
-    fitting = tiles.length * (free - fixed) // (needed - fixed)
-    ways = [f"{fitting} tokens would fit"] if fitting > 0 else ["a smaller plan.chunk or plan.tile may help"]
-    if movable:
-        largest = max(movable, key=lambda need: need.bytes_of(tiles.length))
-        freed = format_bytes(ranks * largest.bytes_of(tiles.length))
-        ways.insert(0, f"plan.{largest.option}={elsewhere} frees {freed}")
-    raise PlanError(f"{text}; {', or '.join(ways)}")
-
 
 class Tapes:
     """Memory for passes of one number of tokens."""
 
-    def __init__(self, asked: list[Need], tiles: Tiles, engine: Engine, say: Callable[[str], None]):
-        self.tiles, self._engine = tiles, engine
+    def __init__(
+        self,
+        asked: list[Need],
+        rebuilds: Mapping[int, Rebuild],
+        tiles: Tiles,
+        engine: Engine,
+        say: Callable[[str], None],
+    ):
+        self.tiles, self._engine, self._rebuilds = tiles, engine, rebuilds
         hosted = [need for need in asked if need.place == "host"]
-        sizes = [tiles.length * need.row for need in hosted for _ in range(need.count)]
+        sizes = [tiles.length * need.row for need in hosted for _ in need.layers]
         slab = Slab(sizes, engine.device, say)
         # Before the memory goes, by close or with the last reference: nothing may still copy from it or to it
         self._let_go = weakref.finalize(self, _let_go, engine, slab)
         self._let_go.atexit = False  # pyrefly: ignore
         parts = iter(slab.parts)
-        self._slots: list[Slots] = []
-        self._tapes: dict[str, list[Tape]] = {}
+        self._slots: dict[str, Slots] = {}
+        self._tapes: dict[str, dict[int, Tape]] = {}
         for need in asked:
-            shape = (tiles.length, *need.features)
+            shape, tapes = (tiles.length, *need.features), self._tapes.setdefault(need.name, {})
             if need.place == "device":
-                memory = [torch.empty(shape, dtype=need.dtype, device=engine.device) for _ in range(need.count)]
-                self._tapes[need.name] = [DeviceTape(tape, tiles) for tape in memory]
+                for layer in need.layers:
+                    memory = torch.empty(shape, dtype=need.dtype, device=engine.device)
+                    tapes[layer] = DeviceTape(memory, tiles)
             else:
                 slots = Slots(engine, min(tiles.size, tiles.length), need.features, need.dtype, need.slots)
-                memory = [next(parts).view(need.dtype).view(shape) for _ in range(need.count)]
-                self._tapes[need.name] = [HostTape(tape, tiles, slots) for tape in memory]
-                self._slots.append(slots)
+                for layer in need.layers:
+                    tapes[layer] = HostTape(next(parts).view(need.dtype).view(shape), tiles, slots)
+                self._slots[need.name] = slots
+        features = next((need.features for need in asked if need.name == "x"), ())
+        self._homes = {
+            home: self._x_at(home, features) for rebuild in rebuilds.values() for home in rebuild.homes.values()
+        }
         self._pass: weakref.ref[Pass] | None = None
+
+    def _x_at(self, home: Home, features: tuple[int, ...]) -> Tape:
+        """A tape for an x in the memory of another."""
+        kind, layer = home
+        tape = self._tapes[kind][layer]
+        if kind == "x":
+            return tape
+        memory = tape.memory.flatten()[: self.tiles.length * math.prod(features)].view(self.tiles.length, *features)
+        return (
+            DeviceTape(memory, self.tiles)
+            if isinstance(tape, DeviceTape)
+            else HostTape(memory, self.tiles, self._slots["x"])
+        )
 
     def begin(self, kept: bool) -> "Pass":
         """Begin a forward pass; `kept` when a backward one follows."""
         assert not self.busy
         self._mend()
-        begun = Pass(self._tapes, kept)
+        begun = Pass(self._tapes, self._rebuilds, self._homes, kept)
         self._pass = weakref.ref(begun) if kept else None
         return begun
 
@@ -188,16 +87,17 @@ class Tapes:
 
     def _mend(self) -> None:
         """Give back what a pass that broke off still holds."""
-        for tape in (tape for tapes in self._tapes.values() for tape in tapes):
+        for tape in (*self._homes.values(), *(tape for tapes in self._tapes.values() for tape in tapes.values())):
             tape.drop()
-        if any(slots.held for slots in self._slots):
+        if any(slots.held for slots in self._slots.values()):
             self._engine.settle()
-            for slots in self._slots:
+            for slots in self._slots.values():
                 slots.reclaim()
 
     def close(self) -> None:
         self._let_go()
         self._tapes.clear()
+        self._homes.clear()
         self._slots.clear()
 
 
@@ -209,28 +109,43 @@ def _let_go(engine: Engine, slab: Slab) -> None:
 class Pass:
     """One forward pass and the backward pass that follows it, if one does."""
 
-    def __init__(self, tapes: dict[str, list[Tape]], kept: bool):
-        self._tapes, self.kept = tapes, kept
+    def __init__(
+        self,
+        tapes: Mapping[str, Mapping[int, Tape]],
+        rebuilds: Mapping[int, Rebuild],
+        homes: Mapping[Home, Tape],
+        kept: bool,
+    ):
+        self._tapes, self._rebuilds, self._homes, self.kept = tapes, rebuilds, homes, kept
+        self._xs = dict(tapes.get("x", {})) if kept else {}
         self.waits = kept  # for its backward pass to begin
+        self.keys_of: int | None = None  # the layer whose K and V are all there
 
     @property
     def gradient(self) -> Tape:
         return self._tapes["gradient"][0]
 
     def x(self, layer: int) -> Tape:
-        """The input of a block, or what the last one puts out. Where nothing is kept, one tape is all of them."""
-        return self._tapes["x"][layer] if self.kept and layer < len(self._tapes["x"]) else self.gradient
+        """The input of a block, or what the last one puts out. One tape is all of those that are not kept."""
+        return self._xs.get(layer) or self.gradient
 
-    def o(self, layer: int) -> Tape:
-        return self._tapes["o"][layer]
+    def rebuild(self, layer: int) -> Rebuild | None:
+        """How the x of a layer is made again, where that is its turn to be done."""
+        return self._rebuilds.get(layer)
 
-    def lse(self, layer: int) -> Tape:
-        return self._tapes["lse"][layer]
+    def settle(self, rebuild: Rebuild) -> None:
+        """From now on each x that is made again is found where it belongs."""
+        self._xs |= {layer: self._homes[home] for layer, home in rebuild.homes.items()}
+
+    def attended(self, layer: int) -> tuple[Tape, ...]:
+        """o and the log-sum-exp of a layer; nothing where they are not kept."""
+        kept = self.kept and layer in self._tapes.get("o", {})
+        return tuple(self._tapes[name][layer] for name in ("o", "lse")) if kept else ()
 
     @property
     def keys(self) -> list[Tape]:
-        return self._tapes["keys"]
+        return list(self._tapes["keys"].values())
 
     @property
     def key_sums(self) -> list[Tape]:
-        return self._tapes["key_sums"]
+        return list(self._tapes["key_sums"].values())

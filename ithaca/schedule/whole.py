@@ -38,7 +38,7 @@ class BlockCall:
     pieces: Pieces
     checkpoint: str
     tile: int | None
-    tapes: Pass | None  # where x is kept, when that is not the device
+    tapes: Pass | None  # where this layer's x is kept, when that is not the device
 
     def attention(self, qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         q, k, v = qkv

@@ -27,6 +27,7 @@ from ithaca.tape.tiles import Tiles
 
 class Tape(Protocol):
     tiles: Tiles
+    memory: Tensor
 
     def read(self, index: int, toward: int = 0) -> Tensor:
         """Tile `index`; with `toward` ±1 its neighbour in that direction is fetched ahead."""

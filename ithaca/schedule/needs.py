@@ -1,0 +1,199 @@
+"""What a Plan keeps outside of tensors: which tapes, how they are cut, how many bytes that is, and whether they fit.
+
+Arithmetic only; tapes.py makes memory of it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ithaca.errors import PlanError
+from ithaca.model.precision import at_least_fp32
+from ithaca.model.spec import Spec
+from ithaca.schedule.places import KEPT, REBUILD, RECOMPUTE
+from ithaca.schedule.plan import Plan
+from ithaca.schedule.rebuild import Rebuild, plan_rebuilds, rebuild_passes
+from ithaca.sizes import format_bytes, format_tokens
+from ithaca.tape.budget import host_budget
+from ithaca.tape.tiles import Tiles
+
+WHOLE_TILE = 8192  # tokens that the schedule `whole` moves to and from the host at a time, when the Plan has no tile
+
+
+@dataclass(frozen=True)
+class Need:
+    """Tapes of one kind in one place."""
+
+    name: str
+    option: str  # the Plan's, that says where they live
+    place: str
+    layers: tuple[int, ...]  # that have one; for what layers share, a number for each tape
+    features: tuple[int, ...]
+    dtype: torch.dtype
+    slots: int  # tiles on the device at a time, when they live on the host
+    training: bool  # there is no use for them without a backward pass
+
+    def bytes_of(self, tokens: int) -> int:
+        return len(self.layers) * tokens * self.row
+
+    @property
+    def row(self) -> int:
+        """Bytes of one token in one tape."""
+        return math.prod(self.features) * self.dtype.itemsize
+
+
+def needs(plan: Plan, spec: Spec, dtype: torch.dtype) -> list[Need]:
+    """Every tape that a Plan asks for. The gradient's tape also takes what the last block puts out, and in the forward
+    pass each x that is not kept."""
+    placement, hidden, high = plan.placement(spec.layers), (spec.hidden,), at_least_fp32(dtype)
+    heads, keys = (spec.heads, spec.head_size), (spec.kv_heads, spec.head_size)
+
+    def kept(name: str, words: tuple[str, ...], features: tuple[int, ...], slots: int) -> list[Need]:
+        return [
+            Need(name, name, place, layers_at(words, place), features, dtype, slots, True)
+            for place in KEPT
+            if layers_at(words, place)
+        ]
+
+    if not plan.sweeps:
+        return [need for need in kept("x", placement.x, hidden, 3) if need.place == "host"]
+    assert plan.lse is not None
+    assert plan.gradient is not None
+    assert plan.kv is not None
+    # Slots: a tile in use, one ahead, one on its way out; x is read by two (its chunk and the K/V of later ones) and,
+    # in the forward pass, written for the next layer as well; an x that only comes by is read through several o
+    rebuilds = rebuilds_of(plan, spec)
+    comes_by = any(layer not in rebuild.homes for layer, rebuild in rebuilds.items())
+    xs = kept("x", placement.x, hidden, 4)
+    if "host" not in placement.x and any(
+        kind == "o" and placement.o[layer] == "host"
+        for rebuild in rebuilds.values()
+        for kind, layer in rebuild.homes.values()
+    ):
+        xs.append(Need("x", "x", "host", (), hidden, dtype, 4, True))
+    with_o = tuple(layer for layer, word in enumerate(placement.o) if word != RECOMPUTE)
+    return [
+        *xs,
+        *kept("o", placement.o, heads, 4 if comes_by else 2),
+        *([Need("lse", "lse", plan.lse, with_o, (spec.heads,), high, 2, True)] if with_o else []),
+        Need("gradient", "gradient", plan.gradient, (0,), hidden, dtype, 4, False),
+        Need("keys", "kv", plan.kv, (0, 1), keys, dtype, 8, False),
+        Need("key_sums", "kv", plan.kv, (0, 1), keys, high, 6, True),
+    ]
+
+
+def layers_at(words: tuple[str, ...], place: str) -> tuple[int, ...]:
+    return tuple(layer for layer, word in enumerate(words) if word == place)
+
+
+def rebuilds_of(plan: Plan, spec: Spec) -> dict[int, Rebuild]:
+    """What a backward pass makes again, by layer."""
+    return plan_rebuilds(plan.placement(spec.layers), has_room_for_x(spec)) if plan.sweeps else {}
+
+
+def has_room_for_x(spec: Spec) -> bool:
+    """Whether a tape of an o can hold an x."""
+    return spec.heads * spec.head_size >= spec.hidden
+
+
+def tiles_of(plan: Plan, tokens: int, shorten: bool = False) -> Tiles:
+    """How the tapes for so many tokens are cut."""
+    return Tiles(tokens, plan.chunk_of(tokens, shorten) if plan.sweeps else min(plan.tile or WHOLE_TILE, tokens))
+
+
+def host_bytes(asked: list[Need], tiles: Tiles, device: torch.device) -> int:
+    """What the tapes take of this node's memory. On a CPU that is all of it."""
+    hosted = sum(need.bytes_of(tiles.length) for need in asked if need.place == "host")
+    return hosted if device.type == "cuda" else hosted + device_bytes(asked, tiles)
+
+
+def device_bytes(asked: list[Need], tiles: Tiles) -> int:
+    """What the tapes, and the slots of host tapes, take of the device."""
+    return slot_bytes(asked, tiles) + sum(need.bytes_of(tiles.length) for need in asked if need.place == "device")
+
+
+def slot_bytes(asked: list[Need], tiles: Tiles) -> int:
+    rows = min(tiles.size, tiles.length)
+    return sum(need.slots * rows * need.row for need in asked if need.place == "host")
+
+
+def describe(asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec) -> list[str]:
+    """In a few lines: how a rank's tokens are cut, where what is kept of them lives, what is made again."""
+    places = {
+        place: [_described(need, tiles, spec) for need in group]
+        for place in KEPT
+        if (group := [need for need in asked if need.place == place and need.layers])
+    }
+    kept = "; ".join(f"on the {place} {', '.join(parts)}" for place, parts in places.items())
+    lines = [
+        f"{tiles.length} tokens a rank and pass in {tiles.count} tiles of {format_tokens(tiles.size)}",
+        f"tapes: {kept}",
+    ]
+    if not plan.sweeps:
+        return lines
+    placement = plan.placement(spec.layers)
+    if missing := placement.x.count(REBUILD):
+        passes = rebuild_passes(placement, has_room_for_x(spec))
+        lines.append(f"backward rebuilds x of {missing} layers from o, in {passes} passes through mix and feed")
+    if missing := placement.o.count(RECOMPUTE):
+        lines.append(f"backward runs the attention of {missing} of {spec.layers} layers again")
+    return lines
+
+
+def _described(need: Need, tiles: Tiles, spec: Spec) -> str:
+    some = need.name in ("x", "o", "lse") and len(need.layers) < spec.layers
+    layers = f" of {len(need.layers)} layers" if some else ""
+    return f"{need.name.replace('_', ' ')}{layers} {format_bytes(need.bytes_of(tiles.length))}"
+
+
+def check_room(
+    asked: list[Need], tiles: Tiles, plan: Plan, device: torch.device, node_bytes: int, node_ranks: int
+) -> None:
+    """Refuse what does not fit this device or, all its ranks together, this node, before anything is allocated."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        ways = _elsewhere(asked, tiles, "device", "host", 1)
+        _refuse_over(device_bytes(asked, tiles), slot_bytes(asked, tiles), free, "the GPU's free memory", ways, tiles)
+    budget, reason = host_budget()
+    if plan.host_memory is not None and plan.host_memory < budget:
+        budget, reason = plan.host_memory, "plan.host_memory"
+    fixed = 0 if device.type == "cuda" else node_ranks * slot_bytes(asked, tiles)
+    ways = _fewer_x(asked, tiles, plan, node_ranks)
+    if device.type == "cuda":
+        ways += _elsewhere(asked, tiles, "host", "device", node_ranks)
+    _refuse_over(node_bytes, fixed, budget, reason, ways, tiles, node_ranks)
+
+
+def _refuse_over(
+    needed: int, fixed: int, free: int, reason: str, ways: list[str], tiles: Tiles, ranks: int = 1
+) -> None:
+    """`fixed` of the bytes needed do not depend on the tokens."""
+    if needed <= free:
+        return
+    text = f"tapes for {tiles.length} tokens need {format_bytes(needed)}"
+    text += f" for the {ranks} ranks of this node" if ranks > 1 else ""
+    text += f", and {reason} is {format_bytes(free)}: {format_bytes(needed - free)} are missing"
+    fitting = tiles.length * (free - fixed) // (needed - fixed)
+    last = f"{fitting} tokens would fit" if fitting > 0 else "a smaller plan.chunk or plan.tile may help"
+    raise PlanError(f"{text}; {', or '.join([*ways, last])}")
+
+
+def _elsewhere(asked: list[Need], tiles: Tiles, place: str, other: str, ranks: int) -> list[str]:
+    """What the largest kind of tapes in a place would free in another."""
+    there = [need for need in asked if need.place == place and need.layers]
+    if not there:
+        return []
+    largest = max(there, key=lambda need: need.bytes_of(tiles.length))
+    return [f"plan.{largest.option}={other} frees {format_bytes(ranks * largest.bytes_of(tiles.length))}"]
+
+
+def _fewer_x(asked: list[Need], tiles: Tiles, plan: Plan, ranks: int) -> list[str]:
+    """What rebuilding every x but the first would free of the host."""
+    hosted = next((need for need in asked if need.name == "x" and need.place == "host"), None)
+    if not plan.sweeps or hosted is None or len(hosted.layers) < 2 or plan.o != "host":
+        return []
+    layers = len(hosted.layers)
+    freed = format_bytes(ranks * (layers - 1) * tiles.length * hosted.row)
+    return [f"plan.x='host, rebuild*{layers - 1}' frees {freed}"]
