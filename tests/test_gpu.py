@@ -25,6 +25,8 @@ PLANS = {
     "alst": {"recipe": "alst", "tile": 250},
     "sweep": {"recipe": "sweep", "chunk": 256, "tile": 100},
     "sweep-host": {"recipe": "sweep", "chunk": 500, "tile": 128} | HOST,
+    "sweep-rebuild": {"recipe": "sweep", "chunk": 256, "tile": 100, "x": "host, rebuild*2"},
+    "sweep-recompute": {"recipe": "sweep", "chunk": 256, "tile": 100, "o": "recompute"},
     "sweep-device": {"recipe": "sweep", "x": "device", "o": "device", "gradient": "device"},
 }
 
@@ -60,9 +62,10 @@ def test_bf16_error(family: str, plan: str, packed: bool, tmp_path: Path) -> Non
     assert (error(ours) <= 1.5 * error(plain)).all(), torch.stack((error(ours), error(plain)))
 
 
-def gradients(folder: Path, delays: bool, seed: int) -> dict[str, torch.Tensor]:
+def gradients(folder: Path, x: str, delays: bool, seed: int) -> dict[str, torch.Tensor]:
     """Of two passes with every tape on the host; freed slots are NaN, and copies may come late."""
-    model = ithaca.apply(ithaca.load_model(folder, "bfloat16"), ithaca.Plan(recipe="sweep", chunk=512, **HOST))
+    plan = ithaca.Plan(recipe="sweep", chunk=512, **(HOST | {"x": x}))
+    model = ithaca.apply(ithaca.load_model(folder, "bfloat16"), plan)
     model.engine.poison = True
     chance = random.Random(seed)
     if delays:
@@ -76,17 +79,18 @@ def gradients(folder: Path, delays: bool, seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.gpu
-def test_late_copies(tmp_path: Path) -> None:
-    """Within the spread of equal runs: cuDNN's backward is not deterministic."""
-    folder = save(make_model("llama3.1", torch.bfloat16, **GPU_SIZES), tmp_path / "in")
-    equal = [gradients(folder, delays=False, seed=0) for _ in range(3)]
+@pytest.mark.parametrize("x", ["host", "host, rebuild*5", "device, rebuild, host, rebuild*3"])
+def test_late_copies(tmp_path: Path, x: str) -> None:
+    """Within the spread of equal runs with every x kept: cuDNN's backward is not deterministic."""
+    folder = save(make_model("llama3.1", torch.bfloat16, **(GPU_SIZES | {"num_hidden_layers": 6})), tmp_path / "in")
+    equal = [gradients(folder, "host", delays=False, seed=0) for _ in range(3)]
 
     def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.stack([(a[name] - b[name]).norm() / b[name].norm() for name in a])
 
     spread = torch.stack([distance(equal[i], equal[j]) for i, j in ((0, 1), (0, 2), (1, 2))]).amax(0)
     for seed in range(4):
-        late = gradients(folder, delays=True, seed=seed)
+        late = gradients(folder, x, delays=True, seed=seed)
         assert all(gradient.isfinite().all() for gradient in late.values())
         found = torch.stack([distance(late, other) for other in equal]).amin(0)
         assert (found <= 1.5 * spread.amax()).all(), torch.stack((found, spread))
