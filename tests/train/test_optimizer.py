@@ -5,6 +5,7 @@ Copies are made by threads that are late at random, through slots that turn to N
 
 import gc
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -146,6 +147,16 @@ def test_the_next_tile_is_fetched_while_one_is_computed(folder: Path, monkeypatc
     optimizer.step()
     assert ahead == [2] * (len(ahead) - 1) + [0]
     assert len(ahead) > 10
+
+
+def test_moments_are_there_when_a_step_returns(folder: Path) -> None:
+    model, optimizer = alone(folder)
+    model.engine.before_copy = lambda: time.sleep(0.05 if threading.current_thread().name == "copy-out" else 0)
+    parameter = next(model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert optimizer.state[parameter]["exp_avg"].to_local().all()
+    assert optimizer.state[parameter]["exp_avg_sq"].to_local().all()
 
 
 def test_a_closure_has_gradients(folder: Path) -> None:
