@@ -18,7 +18,6 @@ import torch
 
 import ithaca
 from bench.record import record
-from ithaca.config import TrainSection
 from ithaca.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.optimizer import clip, make_optimizer
@@ -27,7 +26,7 @@ from ithaca.train.snapshot import local_bytes, training_state
 
 def measure(model_name: str, tokens: int, rounds: int, plain_steps: int, folder: Path) -> dict[str, Any]:
     model = ithaca.apply(ithaca.load_model(model_name, "bfloat16"), ithaca.Plan(checkpoint="full"))
-    optimizer = make_optimizer(model, TrainSection(learning_rate=1e-5))
+    optimizer = make_optimizer(model, learning_rate=1e-5)
     checkpoints = Checkpoints(folder, model, optimizer, keep=1)
     ids = torch.randint(0, model.spec.vocab, (1, tokens))
     batch = model.shard(ids, ids)

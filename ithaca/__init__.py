@@ -2,8 +2,10 @@
 
     model = ithaca.load_model("path/to/hf-folder")
     model = ithaca.apply(model, ithaca.Plan(checkpoint="full"), mesh=ithaca.mesh())
+    optimizer = ithaca.make_optimizer(model, learning_rate=1e-5)
     batch = model.shard(tokens, labels=tokens)
     model(batch).backward()
+    optimizer.step()
     ithaca.save_model(model, "out-folder")
 
 The names below are public, everything else is not. Importing this package does not import torch.
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from ithaca.parallel.mesh import Mesh, mesh
     from ithaca.schedule.fill import place
     from ithaca.schedule.plan import Plan
+    from ithaca.train.optimizer import make_optimizer
 
 _HOMES = {
     "Batch": "ithaca.parallel.batch",
@@ -39,6 +42,7 @@ _HOMES = {
     "Spec": "ithaca.model.spec",
     "apply": "ithaca.assemble",
     "load_model": "ithaca.model.source",
+    "make_optimizer": "ithaca.train.optimizer",
     "mesh": "ithaca.parallel.mesh",
     "place": "ithaca.schedule.fill",
     "save_model": "ithaca.assemble",
@@ -50,6 +54,7 @@ __all__ = [  # noqa: RUF022 (the order of use)
     "place",
     "mesh",
     "apply",
+    "make_optimizer",
     "save_model",
     "Model",
     "ModelSource",

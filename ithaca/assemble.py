@@ -82,6 +82,12 @@ class Model(nn.Module):
         if asked:
             self._check_room(asked, tiles)
 
+    def host_bytes(self, rows: int, tokens: int) -> int:
+        """Bytes of this node's memory that tapes for such passes take, those of all its ranks together."""
+        local = self._local_tokens(rows, tokens)
+        tiles = together(self.mesh.group, lambda: tiles_of(self.plan, local))
+        return on_this_node(self.mesh.group, host_bytes(self._needs(True), tiles, self.mesh.device))[0]
+
     def _local_tokens(self, rows: int, tokens: int) -> int:
         for name, number in (("rows", rows), ("tokens", tokens)):
             if type(number) is not int or number < 1:

@@ -42,6 +42,7 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ("plan.recipe=wsweep", "recipe 'wsweep' does not exist: did you mean 'sweep'"),
         ("plan.checkpoint=ful", "did you mean 'full'"),
         ("plan.zero=4", "zero=4 does not exist: 1, 2 and 3 do"),
+        ("plan.optimizer=hots", "optimizer=hots does not exist: did you mean 'host'"),
         ("plan.loss_tile=0", "plan.loss_tile: '0' is not a number of tokens"),
     ],
 )
@@ -78,6 +79,14 @@ def test_a_settled_plan_says_everything_and_comes_back(recipe: str) -> None:
     assert plan.settled() == plan
     assert all(getattr(plan, name) == value for name, value in RECIPES[recipe].items())
     assert Plan(recipe="sweep", chunk=100).settled().tile == 100
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_optimizer_states_have_a_place_under_every_recipe(recipe: str) -> None:
+    assert read_config(None, [f"plan.recipe={recipe}"]).plan.settled().optimizer == "device"
+    assert read_config(None, [f"plan.recipe={recipe}", "plan.optimizer=host"]).plan.settled().optimizer == "host"
+    with pytest.raises(IthacaError, match="optimizer=None does not exist: known are device, host"):
+        Plan(recipe=recipe, optimizer=None)  # pyrefly: ignore
 
 
 def test_sizes() -> None:

@@ -14,6 +14,8 @@ from ithaca.attention.walk import merge
 from ithaca.model.decoder import stored_name
 from ithaca.model.gate import gated
 from ithaca.model.rope import Turn, rotate
+from ithaca.train.snapshot import Snapshot, training_state
+from ithaca.train.streamed import StreamedAdamW
 from tests.models import SIZES, make_model, relative, save
 
 GPU_SIZES = SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 64}
@@ -94,6 +96,61 @@ def test_late_copies(tmp_path: Path, x: str) -> None:
         assert all(gradient.isfinite().all() for gradient in late.values())
         found = torch.stack([distance(late, other) for other in equal]).amin(0)
         assert (found <= 1.5 * spread.amax()).all(), torch.stack((found, spread))
+
+
+def assert_same_states(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
+    """Parameters and states bit for bit; ours lie on the host."""
+    pairs = [
+        pair
+        for mine, other in zip(ours.param_groups, theirs.param_groups, strict=True)
+        for pair in zip(mine["params"], other["params"], strict=True)
+    ]
+    for mine, other in pairs:
+        assert torch.equal(mine.to_local(), other.to_local())
+        assert ours.state[mine]["step"] == theirs.state[other]["step"]
+        for name in ("exp_avg", "exp_avg_sq"):
+            found = ours.state[mine][name].to_local()
+            assert (found.device.type, found.is_pinned()) == ("cpu", True)
+            assert torch.equal(found, theirs.state[other][name].to_local().cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [1008, 4096, None])
+@pytest.mark.parametrize("delays", [False, True])
+def test_optimizer_states_on_the_host(tmp_path: Path, tile: int | None, delays: bool) -> None:
+    """Three steps on the gradients of bf16 passes give the bits of torch's AdamW, and snapshots are of their moment."""
+    folder = save(make_model("qwen3", torch.bfloat16, **GPU_SIZES), tmp_path / "in")
+    ours, theirs = (
+        ithaca.apply(ithaca.load_model(folder, "bfloat16"), ithaca.Plan(optimizer=place))
+        for place in ("host", "device")
+    )
+    ours.engine.poison, chance = True, random.Random(0)
+    if delays:
+        ours.engine.before_copy = lambda: torch.cuda._sleep(chance.randrange(300_000))
+    plain = ithaca.make_optimizer(theirs, learning_rate=1e-2)
+    hosted = ithaca.make_optimizer(ours, learning_rate=1e-2)
+    if tile:
+        groups = [{key: group[key] for key in ("params", "weight_decay")} for group in hosted.param_groups]
+        hosted = StreamedAdamW(groups, ours.engine, learning_rate=1e-2, betas=(0.9, 0.95), tile=tile)
+    snapshot, wanted = Snapshot(training_state(ours, hosted)), {}
+    for step in range(3):
+        tokens = torch.randint(0, 97, (1, 300))
+        theirs(theirs.shard(tokens, tokens)).backward()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            mine.grad = other.grad.clone()  # cuDNN's backward is not deterministic
+        snapshot.before_update()
+        for optimizer in (hosted, plain):
+            optimizer.step()
+            if step < 2:
+                optimizer.zero_grad()
+        if step < 2:
+            state = training_state(ours, hosted)
+            wanted = {name: tensor.to_local().to("cpu", copy=True) for name, tensor in state.items()}
+            snapshot.take()
+        assert_same_states(hosted, plain)
+    with snapshot.finished() as found:
+        assert all(torch.equal(found[name].to_local(), tensor) for name, tensor in wanted.items())
+    snapshot.close()
 
 
 @pytest.mark.gpu

@@ -108,6 +108,12 @@ def alone(device: str | None = None) -> Mesh:
     return Mesh(1, 1, 1, 1, 0, place, parameters, group)
 
 
+def host_mesh(parameters: DeviceMesh) -> DeviceMesh:
+    """The same ranks, for tensors in host memory. Nothing collective: the groups are those that are there."""
+    groups = parameters.get_all_groups()
+    return DeviceMesh.from_group(groups, "cpu", parameters.mesh, mesh_dim_names=parameters.mesh_dim_names)
+
+
 def _device(name: str | None) -> torch.device:
     if name not in (None, "cpu", "cuda"):
         raise PlanError(f"device '{name}' is not known: 'cuda' and 'cpu' are")

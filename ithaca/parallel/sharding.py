@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -56,6 +57,13 @@ def shards(decoder: Decoder) -> Iterator[tuple[str, DTensor]]:
     for name, parameter in decoder.named_parameters():
         assert isinstance(parameter, DTensor)
         yield stored_name(name), parameter
+
+
+def host_twin(tensor: DTensor, memory: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor cut like another one, over flat host memory for this rank's part; `mesh` is the `host_mesh` of its."""
+    local = memory.view(tensor.dtype).view(tensor.to_local().shape)
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
 def whole_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:

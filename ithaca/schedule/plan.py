@@ -68,6 +68,9 @@ class Plan:
     zero: int = 3
     """What is cut over ranks: 1 optimizer states, 2 gradients too, 3 parameters too."""
 
+    optimizer: str = "device"
+    """Where AdamW's moments are kept: `device`, or `host`, from where each step takes them through the device."""
+
     kernel: str = "auto"
     """The attention kernel; `auto` takes the fastest that the device and dtype allow."""
 
@@ -76,7 +79,7 @@ class Plan:
 
     host_memory: int | None = field(default=None, metadata={"read": parse_bytes})
     """Bytes of host memory that tapes may take on a node, as 96GB; not given: what is free, within the limit of the
-    control group."""
+    control group. Optimizer states come beside them."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, str) or self.recipe not in RECIPES:
@@ -97,6 +100,8 @@ class Plan:
                 raise PlanError(f"{name}={value} is no number of {what}: {works} is")
         if type(self.zero) is not int or self.zero not in (1, 2, 3):
             raise PlanError(f"zero={self.zero} does not exist: 1, 2 and 3 do")
+        if self.optimizer not in PLACES:
+            raise PlanError(f"optimizer={self.optimizer} does not exist: {suggestion(str(self.optimizer), PLACES)}")
         self._check_together()
 
     def settled(self) -> "Plan":

@@ -20,6 +20,11 @@ from ithaca.sizes import format_bytes
 STRIDE = 256 * 2**20  # what a thread touches at a time
 
 
+def whole_pages(size: int) -> int:
+    """What a part of a slab takes."""
+    return size + -size % mmap.PAGESIZE
+
+
 class Slab:
     """`parts[i]` is sizes[i] bytes of host memory; `say` is told how far it is."""
 
@@ -27,7 +32,7 @@ class Slab:
         starts, total = [], 0
         for size in sizes:
             starts.append(total)
-            total += size + -size % mmap.PAGESIZE
+            total += whole_pages(size)
         self.nbytes = total
         # Private: shared memory would come from a tmpfs, with its own limits and small pages
         region = mmap.mmap(-1, max(total, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -16,15 +16,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ithaca.assemble import Model
 from ithaca.errors import RunError
-from ithaca.parallel.agree import from_first, together
+from ithaca.parallel.agree import from_first, on_this_node, together
 from ithaca.sizes import format_bytes
+from ithaca.tape.budget import host_budget
 from ithaca.train.snapshot import Snapshot, local_bytes, training_state
 
 PARTIAL, DAMAGED = ".partial", ".damaged"
@@ -32,7 +32,10 @@ HASHED_BYTES = 64 << 20
 
 
 class Checkpoints:
-    """The checkpoints of one run, seen from one rank. Every rank calls every method."""
+    """The checkpoints of one run, seen from one rank. Every rank calls every method.
+
+    `spoken_for` are bytes of this node's memory that something else is going to take.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None,
         keep: int,
         say: Callable[[str], None] = print,
+        spoken_for: int = 0,
     ):
         self._folder, self._keep = folder, keep
         self._optimizer = optimizer
@@ -48,7 +52,7 @@ class Checkpoints:
         self._rank, self._ranks = model.mesh.rank, model.mesh.size
         # Of its own, since its thread talks while the main one trains
         self._group: Any = dist.new_group(list(range(self._ranks)), backend="gloo")
-        self._snapshot = self._make_snapshot(say) if optimizer else None
+        self._snapshot = self._make_snapshot(say, spoken_for) if optimizer else None
         self._writer: threading.Thread | None = None
         self._problem: tuple[int, str] | None = None
 
@@ -72,7 +76,7 @@ class Checkpoints:
         if self._snapshot is None:
             self._write(*work)
             return
-        self._snapshot.take()
+        together(self._group, self._snapshot.take)
         self._writer = threading.Thread(target=self._write, args=work, daemon=True)
         self._writer.start()
 
@@ -135,14 +139,15 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
 
-    def _make_snapshot(self, say: Callable[[str], None]) -> Snapshot | None:
+    def _make_snapshot(self, say: Callable[[str], None], spoken_for: int) -> Snapshot | None:
         """None where a rank's host has no room for a copy: checkpoints are then written while training waits."""
-        needed, local = local_bytes(self._state), int(os.environ.get("LOCAL_WORLD_SIZE", self._ranks))
-        free = psutil.virtual_memory().available
-        if not all(self._gather(needed * local < 0.9 * free)):
+        needed, _ = on_this_node(self._group, local_bytes(self._state))
+        free, reason = host_budget()
+        if not all(self._gather(needed + spoken_for <= free)):
+            tapes = f" beside {format_bytes(spoken_for)} of tapes" if spoken_for else ""
             say(
-                f"a copy of the state for checkpoints takes {format_bytes(needed * local)} of host memory, "
-                f"{format_bytes(free)} are free: training will wait while checkpoints are written"
+                f"a copy of the state for checkpoints takes {format_bytes(needed)} of this node's memory{tapes}, and "
+                f"{reason} is {format_bytes(free)}: training will wait while checkpoints are written"
             )
             return None
         return Snapshot(self._state)

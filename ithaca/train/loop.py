@@ -54,9 +54,19 @@ class Run:
         self.mesh: Mesh = model.mesh
         self.first = self.mesh.rank == 0
         model.check_room(*self._pass_size())
-        self.optimizer = make_optimizer(model, config.train)
+        tapes = model.host_bytes(*self._pass_size())  # taken last, and kept free until then
+        options = config.train
+        self.optimizer = make_optimizer(
+            model,
+            learning_rate=options.learning_rate,
+            betas=(options.beta1, options.beta2),
+            weight_decay=options.weight_decay,
+            spoken_for=tapes,
+        )
         self.notes: list[str] = []  # said once there is someone to say it
-        self.checkpoints = Checkpoints(folder.checkpoints, model, self.optimizer, config.run.keep, self.notes.append)
+        self.checkpoints = Checkpoints(
+            folder.checkpoints, model, self.optimizer, config.run.keep, self.notes.append, tapes
+        )
         self.checkpoints.clean()
         manifest = self.checkpoints.load(self.notes.append, repair=True)
         self.done = self.saved = manifest["step"] if manifest else 0  # steps

@@ -1,24 +1,22 @@
 """A frozen copy of the training state in host memory, taken while training goes on.
 
-On a GPU the copy runs on a stream of its own, under the next step's forward and backward pass: they read the weights,
+What lives on a GPU is copied on a stream of its own, what lives on the host (all of it on a CPU, the moments of an
+optimizer whose states are there) by a thread, under the next step's forward and backward pass: they read the weights,
 only the optimizer writes them, and it waits (`before_update`). The copies share one slab of host memory, exactly as
-large as the shards and their states, allocated and registered with the driver (0.7 s per GiB) by a thread while the
-first steps run. torch's own pinned allocator would round each tensor up to a power of two.
+large as the shards and their states; the same thread allocates it while the first steps run.
 """
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ithaca.assemble import Model
-from ithaca.parallel.sharding import shards
-
-ALIGNMENT = 512
+from ithaca.parallel.mesh import host_mesh
+from ithaca.parallel.sharding import host_twin, shards
+from ithaca.tape.slab import Slab, whole_pages
 
 
 def training_state(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str, DTensor]:
@@ -34,40 +32,40 @@ def training_state(model: Model, optimizer: torch.optim.Optimizer | None) -> dic
 
 def local_bytes(state: dict[str, DTensor]) -> int:
     """What a copy of this rank's part takes."""
-    return sum(_aligned(tensor.to_local().nbytes) for tensor in state.values())
+    return sum(whole_pages(tensor.to_local().nbytes) for tensor in state.values())
 
 
 class Snapshot:
-    """Host copies of a state's shards; `take` begins a copy, `finish` waits for it and gives the copies."""
+    """Host copies of a state's shards; `take` begins a copy, `finished` waits for it and gives the copies."""
 
     def __init__(self, state: dict[str, DTensor]):
         self._state = state
-        some = next(iter(state.values()))
-        self._device = some.to_local().device
+        self._device = next(iter(state.values())).to_local().device  # a weight's
         self._cuda = self._device.type == "cuda"
-        self._mesh = some.device_mesh
-        if self._cuda:  # the same ranks, for tensors in host memory
-            self._mesh = DeviceMesh("cpu", some.device_mesh.mesh.cpu(), mesh_dim_names=some.device_mesh.mesh_dim_names)
+        if self._cuda:
             self._stream, self._done = torch.cuda.Stream(self._device), torch.cuda.Event()
-        self._slab: Tensor | None = None
-        self._allocation = threading.Thread(target=self._allocate, daemon=True)
-        self._allocation.start()
+        hosted = {name for name, tensor in state.items() if tensor.to_local().device.type == "cpu"}
+        self._by_thread, self._by_stream = sorted(hosted), sorted(state.keys() - hosted)
+        self._thread = ThreadPoolExecutor(1, "snapshot")
+        self._allocated = self._thread.submit(self._allocate)
+        self._hosted: Future[None] | None = None
 
     def take(self) -> None:
         """Begin to copy the state as the current stream leaves it."""
-        self._allocation.join()
-        if not self._cuda:
-            self._copy()
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._copy()
-            self._done.record(self._stream)
+        self._allocated.result()
+        if self._cuda:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                self._copy(self._by_stream)
+                self._done.record(self._stream)
+        self._hosted = self._thread.submit(self._copy, self._by_thread)
 
     def before_update(self) -> None:
-        """Hold the current stream until the copy has read what an update is about to change."""
+        """Hold the current stream, and the host, until the copy has read what an update is about to change."""
         if self._cuda:
             torch.cuda.current_stream(self._device).wait_event(self._done)
+        if self._hosted:
+            self._hosted.result()
 
     @contextmanager
     def finished(self) -> Iterator[dict[str, DTensor]]:
@@ -76,6 +74,8 @@ class Snapshot:
         Within, the thread's current stream is the snapshot's idle one: DCP synchronizes with the current stream once a
         tensor, and would otherwise wait for the training's kernels each time.
         """
+        assert self._hosted
+        self._hosted.result()
         if not self._cuda:
             yield self._copies
             return
@@ -85,34 +85,18 @@ class Snapshot:
 
     def close(self) -> None:
         """Let the driver forget the slab before its memory goes."""
-        self._allocation.join()
-        if self._cuda and self._slab is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._slab.data_ptr())  # pyrefly: ignore
-            self._slab = None
+        self._thread.shutdown()
+        if not self._allocated.exception():
+            self._allocated.result().close()
 
-    def _allocate(self) -> None:
-        slab = torch.empty(local_bytes(self._state), dtype=torch.uint8)
-        if self._cuda:
-            with torch.cuda.device(self._device):
-                code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0)  # pyrefly: ignore
-            assert code == 0, f"the driver does not register {slab.nbytes} bytes of host memory (code {code})"
-        start, self._copies = 0, {}
-        for name, tensor in self._state.items():
-            size = tensor.to_local().nbytes
-            self._copies[name] = self._view(slab[start : start + size], tensor)
-            start += _aligned(size)
-        self._slab = slab
-
-    def _view(self, part: Tensor, tensor: DTensor) -> DTensor:
-        local = part.view(tensor.dtype).view(tensor.to_local().shape)
-        shape, stride = tensor.shape, tensor.stride()
-        return DTensor.from_local(local, self._mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    def _allocate(self) -> Slab:
+        slab = Slab([tensor.to_local().nbytes for tensor in self._state.values()], self._device, lambda _: None)
+        mesh = host_mesh(next(iter(self._state.values())).device_mesh)
+        named = zip(self._state.items(), slab.parts, strict=True)
+        self._copies = {name: host_twin(tensor, part, mesh) for (name, tensor), part in named}
+        return slab
 
     @torch.no_grad()
-    def _copy(self) -> None:
-        for name, tensor in self._state.items():
-            self._copies[name].to_local().copy_(tensor.to_local(), non_blocking=True)
-
-
-def _aligned(size: int) -> int:
-    return size + -size % ALIGNMENT
+    def _copy(self, names: list[str]) -> None:
+        for name in names:
+            self._copies[name].to_local().copy_(self._state[name].to_local(), non_blocking=True)

@@ -52,6 +52,7 @@ OPTIONS = [
     "plan.recipe=sweeep",
     "plan.checkpoint=ful",
     "plan.zero=4",
+    "plan.optimizer=disk",
     "plan.kernel=cudnn",
     "plan.kernel=fa9",
     "plan.loss_tile=0",

@@ -1,0 +1,160 @@
+"""AdamW whose moments live on the host; a step takes them through the device, tile by tile.
+
+    memory   host: both moments, 8 bytes a parameter in fp32, of this rank's shards, in one slab
+             device: four slots of a tile for each moment, 256 MiB in fp32
+    time     8 bytes a parameter come in and 8 go out, at the same time: at 50 GB/s each way 0.16 s for 1e9 parameters
+             of a rank, which nothing hides; from the third or so tile on the arithmetic is hidden behind the copies
+
+The arithmetic is torch's fused AdamW on slices, the kernel that an optimizer on the device runs, so the bits are the
+same. ZeRO-Offload updates on the host instead and halves the traffic; it has kernels of its own for that, other bits,
+and needs many cores for each GPU. What is given up: the host waits for the end of a step.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from ithaca.errors import InputError
+from ithaca.parallel.mesh import host_mesh
+from ithaca.parallel.sharding import host_twin
+from ithaca.tape.engine import Engine
+from ithaca.tape.slab import Slab, whole_pages
+from ithaca.tape.slots import Slots
+from ithaca.tape.tape import HostTape
+from ithaca.tape.tiles import Tiles
+
+TILE = 8 * 2**20  # elements
+VECTOR = 16  # elements; see StreamedAdamW
+SLOTS = 4  # a tile in use, one ahead, two on their way out
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def state_bytes(parameters: Iterable[DTensor]) -> int:
+    """Host memory for the moments of this rank's shards."""
+    return sum(len(MOMENTS) * whole_pages(parameter.to_local().nbytes) for parameter in parameters)
+
+
+class StreamedAdamW(torch.optim.Optimizer):
+    """torch's AdamW with the same states under the same names: moments that are DTensors over host memory.
+
+    `tile` is a number of elements that vector instructions divide: on a CPU the last elements of a slice are computed
+    without them, and rounded otherwise.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        engine: Engine,
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        tile: int = TILE,
+    ):
+        assert tile % VECTOR == 0
+        super().__init__(groups, {"lr": learning_rate, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
+        self._engine = engine
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        dtype, mesh = parameters[0].dtype, host_mesh(parameters[0].device_mesh)
+        sizes = [parameter.to_local().nbytes for parameter in parameters for _ in MOMENTS]
+        slab = Slab(sizes, engine.device, lambda _: None)  # zeros, as AdamW's moments are before its first step
+        # Before the memory goes: nothing may still copy from it or to it
+        weakref.finalize(self, _let_go, engine, slab).atexit = False  # pyrefly: ignore
+        rows = max(1, min(tile, max(sizes) // dtype.itemsize))
+        slots = [Slots(engine, rows, (), dtype, SLOTS) for _ in MOMENTS]
+        parts = iter(slab.parts)
+        self._tapes: dict[DTensor, list[HostTape]] = {}  # of shards that have elements
+        for parameter in parameters:
+            assert parameter.dtype == dtype
+            memory = [next(parts).view(dtype) for _ in MOMENTS]
+            self.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=engine.device)}
+            for name, moment in zip(MOMENTS, memory, strict=True):
+                self.state[parameter][name] = host_twin(parameter, moment, mesh)
+            if memory[0].numel():
+                tiles = Tiles(memory[0].numel(), tile)
+                self._tapes[parameter] = [
+                    HostTape(moment, tiles, kind) for moment, kind in zip(memory, slots, strict=True)
+                ]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; the moments are in host memory again when this returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        learned = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        here = [(parameter, group) for parameter, group in learned if parameter in self._tapes]
+        for number, (parameter, group) in enumerate(here, start=1):
+            following = self._tapes[here[number][0]] if number < len(here) else []
+            self._update(parameter, group, following)
+        for parameter, _ in learned:
+            self.state[parameter]["step"] += 1
+        self._engine.settle()  # checkpoints and users read the moments as they read any tensor of a CPU
+        return loss
+
+    def _update(self, parameter: DTensor, group: dict[str, Any], following: list[HostTape]) -> None:
+        """One parameter, tile by tile; while its last tile is computed, the first of the `following` one is fetched."""
+        assert isinstance(parameter.grad, DTensor)
+        weights, gradients = parameter.to_local().detach().view(-1), parameter.grad.to_local().reshape(-1)
+        tapes, tiles = self._tapes[parameter], self._tapes[parameter][0].tiles
+        for index, rows in enumerate(tiles.slices()):
+            moments = [tape.read(index, toward=1) for tape in tapes]
+            if index == tiles.count - 1:
+                for tape in following:
+                    tape.prefetch(0)
+            # The kernel's caller counts a step with each call: of a copy, since a parameter's tiles are of one step
+            count = self.state[parameter]["step"].clone()
+            _fused(weights[rows], gradients[rows], moments, count, group)
+            for tape, moment in zip(tapes, moments, strict=True):
+                tape.write(index, moment)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """States of an AdamW, here or on the device, cut over ranks as these: copied into the memory that is there."""
+        states = self.state
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = states
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(saved, own, strict=True):
+            for name, value in state_dict["state"][index].items():
+                _local(states[parameter][name]).copy_(_local(value))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_tapes"):
+            raise InputError("the states of this optimizer are in place, for its parameters alone: make another one")
+        super().add_param_group(param_group)
+
+
+def _fused(weights: Tensor, gradients: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
+    averages, squares = ([moment] for moment in moments)
+    adamw(
+        [weights],
+        [gradients],
+        averages,
+        squares,
+        [],
+        [step],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _let_go(engine: Engine, slab: Slab) -> None:
+    engine.settle()
+    slab.close()
