@@ -2,9 +2,9 @@
 
     python -m bench.step --model llama3.2-1b --tokens 512K --plan "recipe=sweep" --plan "recipe=sweep; o=recompute"
 
-Each --plan is measured in turn: after steps over --warm tokens, which meet the same tiles, one step over all of them (or
-the median of --repeats). Prints seconds, tokens/s, causal MFU (of 989 TFLOP/s, no credit for recomputation), and the
-peaks of GPU and host memory, and records them. `--layers 4` takes the model's sizes with fewer layers.
+Each --plan is measured in turn: after steps over --warm tokens, which meet the same tiles, one step over all of them
+(or the median of --repeats). Prints seconds, tokens/s, causal MFU (of 989 TFLOP/s, no credit for recomputation), and
+the peaks of GPU and host memory, and records them. `--layers 4` takes the model's sizes with fewer layers.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import gc
 import statistics
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ class Steps:
         self.optimizer.zero_grad()
         marks.append(_now())
         self.losses.append(loss.item())
-        parts = dict(zip(("forward", "backward", "optimizer"), (b - a for a, b in zip(marks, marks[1:])), strict=True))
-        return {**parts, "seconds": marks[-1] - marks[0], "host_bytes": host}
+        parts = zip(("forward", "backward", "optimizer"), (end - start for start, end in pairwise(marks)), strict=True)
+        return {**dict(parts), "seconds": marks[-1] - marks[0], "host_bytes": host}
 
 
 def _now() -> float:

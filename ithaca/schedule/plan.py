@@ -100,8 +100,8 @@ class Plan:
                 raise PlanError(f"{name}={value} is no number of {what}: {works} is")
         if type(self.zero) is not int or self.zero not in (1, 2, 3):
             raise PlanError(f"zero={self.zero} does not exist: 1, 2 and 3 do")
-        if self.optimizer not in PLACES:
-            raise PlanError(f"optimizer={self.optimizer} does not exist: {suggestion(str(self.optimizer), PLACES)}")
+        if self.optimizer not in KEPT:
+            raise PlanError(f"optimizer={self.optimizer} does not exist: {suggestion(str(self.optimizer), KEPT)}")
         self._check_together()
 
     def settled(self) -> "Plan":

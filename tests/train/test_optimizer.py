@@ -301,8 +301,8 @@ def taken(folder: Path) -> tuple[int, int]:
     said = model.host_bytes(3, 64)
     model.reserve(3, 64)
     tapes = model._tapes[True]
-    slots = [slot for slots in tapes._slots for slot, _ in slots._free]
-    memory = [tape.memory for group in tapes._tapes.values() for tape in group]  # pyrefly: ignore
+    slots = [slot for slots in tapes._slots.values() for slot, _ in slots._free]
+    memory = [tape.memory for group in tapes._tapes.values() for tape in group.values()]  # pyrefly: ignore
     return said, sum(tensor.nbytes for tensor in (*slots, *memory))
 
 
