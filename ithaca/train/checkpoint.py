@@ -29,6 +29,7 @@ from ithaca.train.snapshot import Snapshot, local_bytes, training_state
 
 PARTIAL, DAMAGED = ".partial", ".damaged"
 HASHED_BYTES = 64 << 20
+COPY_SHARE = 0.9  # of what is free: a copy is dispensable, and whatever comes after it is not
 
 
 class Checkpoints:
@@ -143,7 +144,7 @@ class Checkpoints:
         """None where a rank's host has no room for a copy: checkpoints are then written while training waits."""
         needed, _ = on_this_node(self._group, local_bytes(self._state))
         free, reason = host_budget()
-        if not all(self._gather(needed + spoken_for <= free)):
+        if not all(self._gather(needed + spoken_for <= COPY_SHARE * free)):
             tapes = f" beside {format_bytes(spoken_for)} of tapes" if spoken_for else ""
             say(
                 f"a copy of the state for checkpoints takes {format_bytes(needed)} of this node's memory{tapes}, and "
