@@ -5,7 +5,6 @@ tensors, and each kind of host tape has its few slots on the device. A forward p
 begins a `Pass`, and no other may begin while that one waits for its backward.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -64,12 +63,9 @@ class Tapes:
         tape = self._tapes[kind][layer]
         if kind == "x":
             return tape
-        memory = tape.memory.flatten()[: self.tiles.length * math.prod(features)].view(self.tiles.length, *features)
-        return (
-            DeviceTape(memory, self.tiles)
-            if isinstance(tape, DeviceTape)
-            else HostTape(memory, self.tiles, self._slots["x"])
-        )
+        if isinstance(tape, DeviceTape):
+            return DeviceTape(tape.memory, self.tiles, features)
+        return HostTape(tape.memory, self.tiles, self._slots["x"], features)
 
     def begin(self, kept: bool) -> "Pass":
         """Begin a forward pass; `kept` when a backward one follows."""

@@ -15,6 +15,7 @@ through slots on the device, and `read` and `prefetch` queue copies ahead of the
     it is copied out           after it is computed
 """
 
+import math
 from typing import Protocol
 
 import torch
@@ -48,19 +49,30 @@ class Tape(Protocol):
         ...
 
 
-class DeviceTape:
-    def __init__(self, memory: Tensor, tiles: Tiles):
+class _Memory:
+    """The memory of a tape, one row a token. With `features`, tiles are rows of those instead, each at the beginning of
+    its own place: a tape that has served lends its memory to another one, tile by tile."""
+
+    def __init__(self, memory: Tensor, tiles: Tiles, features: tuple[int, ...] | None = None):
         assert memory.shape[0] == tiles.length
         self.memory, self.tiles = memory, tiles
+        self._features = tuple(memory.shape[1:]) if features is None else features
 
+    def place(self, index: int) -> Tensor:
+        """Where tile `index` lies."""
+        count, part = self.tiles.rows_in(index), self.memory[self.tiles.rows(index)]
+        return part.flatten()[: count * math.prod(self._features)].view(count, *self._features)
+
+
+class DeviceTape(_Memory):
     def read(self, index: int, toward: int = 0) -> Tensor:  # noqa: ARG002
-        return self.memory[self.tiles.rows(index)]
+        return self.place(index)
 
     def prefetch(self, index: int) -> None:
         pass
 
     def blank(self, index: int) -> Tensor:
-        return self.memory[self.tiles.rows(index)]
+        return self.place(index)
 
     def write(self, index: int, tile: Tensor) -> None:
         assert tile.data_ptr() == self.blank(index).data_ptr()
@@ -72,10 +84,9 @@ class DeviceTape:
         pass
 
 
-class HostTape:
-    def __init__(self, memory: Tensor, tiles: Tiles, slots: Slots):
-        assert memory.shape[0] == tiles.length
-        self.memory, self.tiles = memory, tiles
+class HostTape(_Memory):
+    def __init__(self, memory: Tensor, tiles: Tiles, slots: Slots, features: tuple[int, ...] | None = None):
+        super().__init__(memory, tiles, features)
         self._slots, self._engine = slots, slots.engine
         self._arriving: dict[int, tuple[Tensor, Mark]] = {}
         self._written: dict[int, Mark] = {}
@@ -92,8 +103,7 @@ class HostTape:
         if index in self._arriving or not 0 <= index < self.tiles.count:
             return
         tile, free = self._slots.take(self.tiles.rows_in(index))
-        source = self.memory[self.tiles.rows(index)]
-        arrived = self._engine.copy_in(tile, source, after=(free, self._written.get(index)))
+        arrived = self._engine.copy_in(tile, self.place(index), after=(free, self._written.get(index)))
         self._arriving[index] = tile, arrived
 
     def blank(self, index: int) -> Tensor:
@@ -103,8 +113,7 @@ class HostTape:
 
     def write(self, index: int, tile: Tensor) -> None:
         assert index not in self._arriving, "a tile is written while its old content is being fetched"
-        target = self.memory[self.tiles.rows(index)]
-        copied = self._engine.copy_out(target, tile, after=(self._engine.computed(),))
+        copied = self._engine.copy_out(self.place(index), tile, after=(self._engine.computed(),))
         self._written[index] = copied
         self._slots.give(tile, copied)
 
