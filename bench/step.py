@@ -9,6 +9,7 @@ the peaks of GPU and host memory, and records them. `--layers 4` takes the model
 
 import argparse
 import gc
+import os
 import statistics
 import time
 from dataclasses import replace
@@ -27,6 +28,7 @@ from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import read_spec
 from ithaca.sizes import format_bytes, format_tokens, parse_tokens
+from ithaca.train.start import ALLOCATOR_VARIABLES, join_free_memory
 
 PEAK = 989e12
 
@@ -69,8 +71,7 @@ def _now() -> float:
 def measure(source: ModelSource, tokens: int, plan: ithaca.Plan, warm: int, repeats: int) -> dict[str, Any]:
     before = psutil.Process().memory_info().rss
     steps = Steps(source, plan)
-    for _ in range(2):
-        steps.step(steps.batch(warm))
+    steps.step(steps.batch(warm))
     seen = attention_kernels(steps, warm)
     began = _now()
     steps.model.reserve(1, tokens)
@@ -97,6 +98,7 @@ def measure(source: ModelSource, tokens: int, plan: ithaca.Plan, warm: int, repe
         "host_bytes": max(step["host_bytes"] for step in taken),
         "host_bytes_before": before,
         "tape_bytes_on_host": steps.model.host_bytes(1, tokens),
+        "allocator": {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ},
         "tapes": steps.model.describe_tapes(),
         "losses": [round(loss, 4) for loss in (steps.losses[0], steps.losses[-1])],
     }
@@ -135,6 +137,7 @@ def main() -> None:
     parser.add_argument("--out", default="bench/results", type=Path)
     parser.add_argument("--commit", help="of a tree that was copied without its history")
     args = parser.parse_args()
+    join_free_memory()
     bound, results = matmul_tflops(), []
     layers = f"-{args.layers}-layers" if args.layers else ""
     name = f"step-{args.model}{layers}-{format_tokens(args.tokens)}{args.name and '-'}{args.name}"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ithaca.config import read_config
 from ithaca.train.run import RunFolder
 from tests.models import make_model, save
 from tests.nursery import Nursery
@@ -26,14 +27,13 @@ def prepare(nursery: Nursery, folder: Path, chats: bool) -> Path:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(nursery: Nursery, example: Path, tmp_path: Path) -> None:
     family = next(value for key, value in FAMILIES.items() if example.name.startswith(key))
-    model = save(
-        make_model(
-            family, vocab_size=256, num_hidden_layers=2, **({"no_rope_layers": [1, 0]} if family == "smollm3" else {})
-        ),
-        tmp_path / "m",
-    )
+    plan = read_config(example, []).plan
+    layers = 32 if plan.x else 2  # a list of layers is made for a model's own number of them
+    ropes = {"no_rope_layers": [1, 0]} if family == "smollm3" else {}
+    model = save(make_model(family, vocab_size=256, num_hidden_layers=layers, **ropes), tmp_path / "m")
     data = prepare(nursery, tmp_path, "finetune" in example.name)
     sets = [f"model.source={model}", f"data.source={data}", "train.tokens=48", "train.steps=3", "train.warmup=1"]
+    sets += ["plan.chunk=16"] if plan.chunk else []
     words = [word for item in (*sets, "train.device=cpu") for word in ("--set", item)]
     end = nursery.command("train", str(example), "--run", "run", "--ranks", "1", *words, folder=tmp_path)
     assert end.code == 0, end.err

@@ -24,7 +24,7 @@ from ithaca.train.metrics import Sink, draw_loss, open_sinks
 from ithaca.train.optimizer import clip, learning_rate, make_optimizer
 from ithaca.train.progress import Progress
 from ithaca.train.run import RunFolder
-from ithaca.train.start import identity, open_data, open_source, settle
+from ithaca.train.start import identity, join_free_memory, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
 
 PEAK_FLOPS = 989e12  # Hopper's dense bf16, the base of causal MFU
@@ -32,6 +32,7 @@ PEAK_FLOPS = 989e12  # Hopper's dense bf16, the base of causal MFU
 
 def train(config: Config, path: Path) -> None:
     """Train in a run folder on this job's ranks, from its last checkpoint on if it has one."""
+    join_free_memory()
     grid = mesh(**vars(config.mesh), device=None if config.train.device == "auto" else config.train.device)
     run, first = RunFolder(path), grid.rank == 0
     lock = together(grid.group, lambda: run.hold() if first else None)
