@@ -46,26 +46,33 @@ class Steps:
         return self.model.shard(ids, ids)
 
     def step(self, batch: ithaca.Batch) -> dict[str, float]:
-        """Seconds of each part, and the most host memory that was seen."""
+        """Seconds of each part."""
         marks = [_now()]
         loss = self.model(batch)
         marks.append(_now())
-        host = psutil.Process().memory_info().rss
         loss.backward()
         marks.append(_now())
-        host = max(host, psutil.Process().memory_info().rss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         marks.append(_now())
         self.losses.append(loss.item())
         parts = zip(("forward", "backward", "optimizer"), (end - start for start, end in pairwise(marks)), strict=True)
-        return {**dict(parts), "seconds": marks[-1] - marks[0], "host_bytes": host}
+        return {**dict(parts), "seconds": marks[-1] - marks[0]}
 
 
 def _now() -> float:
     torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def _forget_host_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the highest resident size begins anew
+
+
+def _host_peak() -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmHWM"].split()[0]) * 1024
 
 
 def measure(source: ModelSource, tokens: int, plan: ithaca.Plan, warm: int, repeats: int) -> dict[str, Any]:
@@ -77,7 +84,9 @@ def measure(source: ModelSource, tokens: int, plan: ithaca.Plan, warm: int, repe
     steps.model.reserve(1, tokens)
     reserve_seconds = _now() - began
     batch = steps.batch(tokens)
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    _forget_host_peak()
     taken = [steps.step(batch) for _ in range(repeats)]
     seconds = statistics.median(step["seconds"] for step in taken)
     spec = steps.model.spec
@@ -95,7 +104,7 @@ def measure(source: ModelSource, tokens: int, plan: ithaca.Plan, warm: int, repe
         "mfu_causal": spec.flops_per_token(batch.attended) * tokens / seconds / PEAK,
         "peak_bytes_allocated": torch.cuda.max_memory_allocated(),
         "peak_bytes": torch.cuda.max_memory_reserved(),
-        "host_bytes": max(step["host_bytes"] for step in taken),
+        "host_bytes": _host_peak(),
         "host_bytes_before": before,
         "tape_bytes_on_host": steps.model.host_bytes(1, tokens),
         "allocator": {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ},
@@ -152,7 +161,11 @@ def main() -> None:
 
 
 def _tell(row: dict[str, Any]) -> None:
-    plan = {key: value for key, value in row["plan"].items() if key in ("recipe", "checkpoint", "chunk", "x", "o")}
+    plan = {
+        key: value
+        for key, value in row["plan"].items()
+        if key in ("recipe", "checkpoint", "chunk", "x", "o", "optimizer")
+    }
     words = ", ".join(f"{key}={value}" for key, value in plan.items())
     print(
         f"{row['model']}, {format_tokens(row['tokens'])} tokens, {words}\n"

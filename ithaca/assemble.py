@@ -178,7 +178,7 @@ class Model(nn.Module):
         """Refuse, on all ranks, tapes that one of them has no room for. Collective."""
         group, device = self.mesh.group, self.mesh.device
         node_bytes, node_ranks = on_this_node(group, host_bytes(asked, tiles, device))
-        together(group, lambda: check_room(asked, tiles, self.plan, device, node_bytes, node_ranks))
+        together(group, lambda: check_room(asked, tiles, self.plan, self.spec, device, node_bytes, node_ranks))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards, whenever they are asked for: never the gathered copies that ZeRO-1 and 2 keep a while."""

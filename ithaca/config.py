@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ithaca.errors import ConfigError, suggestion
+from ithaca.schedule.places import REBUILD
 from ithaca.schedule.plan import RECIPE_OPTIONS, RECIPES, Plan
 from ithaca.sizes import parse_tokens
 
@@ -192,8 +193,10 @@ def _change_recipe(content: dict[str, Any], recipe: Any) -> None:
         return
     build(Config, content, "")  # what is left out must be right as well
     for name in RECIPE_OPTIONS:
-        if name in content["plan"] and name not in RECIPES[recipe]:
-            value = content["plan"].pop(name)
+        value = content["plan"].get(name)
+        unknown = name not in RECIPES[recipe] or (name == "x" and REBUILD in str(value) and recipe != "sweep")
+        if value is not None and unknown:
+            del content["plan"][name]
             print(f"plan.{name}={value} is left out: it means nothing under recipe '{recipe}'", file=sys.stderr)
 
 

@@ -1,44 +1,52 @@
 """Placement from budgets: what is kept goes to the device, then to the host; what has room in neither is made again.
 
-The order of what is given up, dearest last: x of some layers (mix and feed run again, linear work), then o, from the
-first layer on (attention runs again, which at long contexts is nearly all of a step). Giving up an o saves little: the
-x of the next layer, which could have been rebuilt from it, must then be kept.
+Given up first is what costs the least work a second time: x of some layers (mix and feed, linear in the tokens), and
+only then o, from the first layer on (attention, at long contexts nearly all of a step). An o that is given up saves
+little: the x of the next layer, which could have been rebuilt from it, must then be kept.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ithaca.errors import PlanError
+from ithaca.errors import PlanError, suggestion
 from ithaca.model.source import DTYPES
 from ithaca.model.spec import Spec
-from ithaca.schedule.needs import Need, device_bytes, needs, tiles_of
-from ithaca.schedule.places import REBUILD, RECOMPUTE, spell
+from ithaca.schedule.needs import device_bytes, has_room_for_x, needs, tiles_of
+from ithaca.schedule.places import REBUILD, RECOMPUTE, Placement, spell
 from ithaca.schedule.plan import Plan
-from ithaca.sizes import format_bytes, parse_bytes
+from ithaca.schedule.rebuild import fewest_kept, layers_to_keep, rebuild_passes
+from ithaca.sizes import format_bytes, parse_bytes, parse_tokens
 from ithaca.tape.tiles import Tiles
 
 
-def place(plan: Plan, spec: Spec, tokens: int, *, device: int | str, host: int | str, dtype: str = "bfloat16") -> Plan:
+def place(
+    plan: Plan, spec: Spec, tokens: int | str, *, device: int | str, host: int | str, dtype: str = "bfloat16"
+) -> Plan:
     """The Plan with x and o of every layer placed, for passes over `tokens` tokens of a rank.
 
     `device` and `host` are the bytes that a rank's tapes may take there, slots included, as 20GB; 0 for none.
     """
     if not plan.sweeps:
         raise PlanError(f"recipe '{plan.recipe}' keeps no o that could be placed: recipe 'sweep' does")
+    if dtype not in DTYPES:
+        raise PlanError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), DTYPES)}")
+    tokens = parse_tokens(tokens)
+    tiles_of(plan, tokens)  # whose chunk fits
     free = _Budget(*(parse_bytes(given) if given else 0 for given in (device, host)))
-    choices = list(_choices(spec.layers))
+    choices = sorted(_choices(spec.layers), key=lambda kept: _work_again(spec, tokens, *kept))
     placed = _first_that_fits(plan, spec, dtype, tokens, free, choices)
     if placed is None:
-        least = [choices[spec.layers - 1], choices[-1]]  # x of the first layer and every o; every x and no o
+        least = [*_choices(spec.layers)][-spec.layers - 1 :: spec.layers]  # fewest x with every o; every x with no o
 
         def too_many(count: int) -> bool:
             return _first_that_fits(plan, spec, dtype, count, free, least) is None
 
         most = bisect_left(range(1, tokens), True, key=too_many)
+        other = f"{most} tokens have" if most else "give more of either"
         raise PlanError(
             f"tapes for {tokens} tokens have no room in device={format_bytes(free.device)} and "
-            f"host={format_bytes(free.host)}, even with x of one layer alone: {most} tokens have"
+            f"host={format_bytes(free.host)}, even with x of few layers: {other}"
         )
     return placed
 
@@ -54,6 +62,20 @@ def _first_that_fits(
 _Kept = tuple[set[int], set[int]]  # layers that keep x, and layers that keep o
 
 
+def _work_again(spec: Spec, tokens: int, kept_x: set[int], kept_o: set[int]) -> int:
+    """Multiplications for each token that backward does a second time."""
+    passes = rebuild_passes(_placement(spec, kept_x, kept_o), has_room_for_x(spec))
+    width = spec.heads * spec.head_size
+    return passes * spec.hidden * (width + 3 * spec.mlp) + (spec.layers - len(kept_o)) * tokens * width
+
+
+def _placement(spec: Spec, kept_x: set[int], kept_o: set[int], place: str = "host") -> Placement:
+    return Placement(
+        tuple(place if layer in kept_x else REBUILD for layer in range(spec.layers)),
+        tuple(place if layer in kept_o else RECOMPUTE for layer in range(spec.layers)),
+    )
+
+
 @dataclass(frozen=True)
 class _Budget:
     """Bytes, given or used."""
@@ -63,28 +85,12 @@ class _Budget:
 
 
 def _choices(layers: int) -> Iterator[_Kept]:
-    """What can be kept, the fastest choice first."""
+    """What can be kept: every o with x of ever fewer layers, then o of ever fewer."""
     every = set(range(layers))
-    for count in range(layers, 0, -1):
+    for count in range(layers, fewest_kept(layers) - 1, -1):
         yield layers_to_keep(layers, count), every
     for given_up in range(1, layers + 1):
         yield set(range(min(given_up + 1, layers))), every - set(range(given_up))
-
-
-def layers_to_keep(layers: int, count: int) -> set[int]:
-    """The layers whose x are worth the most when so many are kept; the first is always one.
-
-    Rebuilt x lie on the tapes of layers above that are done. Those double on the way down, and so may the distances:
-    from 2, 4, 8 … layers on, each x is rebuilt only once.
-    """
-    lengths = [2 ** min(place + 1, 32) for place in range(count)]  # from the top
-    if (total := sum(lengths)) < layers:
-        lengths = [layers * length // total for length in lengths]
-    top, kept = layers, {0}
-    for number, length in enumerate(lengths[:-1]):
-        top = max(top - length, count - 1 - number)  # one layer at least for each that is still to come
-        kept.add(top)
-    return kept
 
 
 def _fill(
@@ -92,23 +98,28 @@ def _fill(
 ) -> tuple[Plan, _Budget]:
     """Keep these, on the device while it has room: the gradient, which every layer reads and writes, where the Plan
     leaves that open; then from the last layer down, since what is read soonest gains most."""
-    x = ["host" if layer in kept_x else REBUILD for layer in range(spec.layers)]
-    o = ["host" if layer in kept_o else RECOMPUTE for layer in range(spec.layers)]
-
-    def asked(gradient: str | None) -> tuple[Plan, list[Need]]:
-        placed = replace(plan, x=spell(x), o=spell(o), gradient=gradient)
-        return placed, needs(placed.settled(), spec, DTYPES[dtype])
-
-    gradient = plan.gradient
-    if gradient is None and device_bytes(asked("device")[1], tiles) <= free.device:
-        gradient = "device"
-    needed = asked(gradient)[1]
-    sizes, left = {need.name: need.row * tiles.length for need in needed}, free.device - device_bytes(needed, tiles)
+    placement = _placement(spec, kept_x, kept_o, "device")
+    placed = replace(plan, x=spell(placement.x), o=spell(placement.o), gradient=plan.gradient or "device")
+    if (used := _used(placed, spec, dtype, tiles)).device <= free.device:
+        return placed, used  # first, since with nothing on the host there are no slots to hold room for
+    placement = _placement(spec, kept_x, kept_o)
+    placed = replace(plan, x=spell(placement.x), o=spell(placement.o))
+    if plan.gradient is None:
+        beside = replace(placed, gradient="device")
+        placed = beside if _used(beside, spec, dtype, tiles).device <= free.device else placed
+    x, o = list(placement.x), list(placement.o)
+    sizes = {need.name: need.row * tiles.length for need in needs(placed.settled(), spec, DTYPES[dtype])}
+    left = free.device - _used(placed, spec, dtype, tiles).device
     for layer in reversed(range(spec.layers)):
         for words, size in ((o, sizes.get("o", 0)), (x, sizes["x"])):
             if words[layer] == "host" and size <= left:
                 words[layer] = "device"
                 left -= size
-    placed, needed = asked(gradient)
-    hosted = sum(need.bytes_of(tiles.length) for need in needed if need.place == "host")
-    return placed, _Budget(device_bytes(needed, tiles), hosted)
+    placed = replace(placed, x=spell(x), o=spell(o))
+    return placed, _used(placed, spec, dtype, tiles)
+
+
+def _used(plan: Plan, spec: Spec, dtype: str, tiles: Tiles) -> _Budget:
+    asked = needs(plan.settled(), spec, DTYPES[dtype])
+    hosted = sum(need.bytes_of(tiles.length) for need in asked if need.place == "host")
+    return _Budget(device_bytes(asked, tiles), hosted)

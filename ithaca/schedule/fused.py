@@ -41,6 +41,7 @@ def _cross_entropy(logits, labels, losses, stride, vocab, IGNORED: tl.constexpr,
         x = tl.load(row + column, mask=mask, other=float("-inf")).to(tl.float32)
         probability = tl.exp(x - top) * share
         gradient = tl.where(column == label, probability - 1.0, probability)
+        gradient = tl.where(valid, gradient, 0.0)  # also where a logit is not finite
         tl.store(row + column, gradient.to(logits.dtype.element_ty), mask=mask)
 
 

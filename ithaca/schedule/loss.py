@@ -36,7 +36,7 @@ def naive_loss(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T:
 
 def tiled_loss(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int) -> Tensor:
     """The same sum, in memory that does not grow with the tokens."""
-    return _TiledLoss.apply(spec, x_TE, weight, head, labels_T, tile)
+    return _TiledLoss.apply(spec, x_TE, weight, head, labels_T, tile, torch.is_grad_enabled())
 
 
 def tape_loss(
@@ -86,8 +86,10 @@ class _Tiler:
 
 class _TiledLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, spec: Spec, x: Tensor, weight: Tensor, head: Tensor, labels: Tensor, tile: int) -> Tensor:
-        need_x, need_weight, need_head = ctx.needs_input_grad[1:4]
+    def forward(
+        ctx: Any, spec: Spec, x: Tensor, weight: Tensor, head: Tensor, labels: Tensor, tile: int, training: bool
+    ) -> Tensor:
+        need_x, need_weight, need_head = (training and needed for needed in ctx.needs_input_grad[1:4])
         tiler = _Tiler(spec, weight, head, need_weight, need_head, tile)
         dx = torch.empty_like(x) if need_x else None
         tiler.add(x, labels, dx)
@@ -97,7 +99,7 @@ class _TiledLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *_scaled_once(ctx, scale), None, None)
+        return (None, *_scaled_once(ctx, scale), None, None, None)
 
 
 class _TapeLoss(torch.autograd.Function):
@@ -152,7 +154,7 @@ def plain_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Te
     valid_T = labels_T != IGNORED
     safe_T1 = labels_T.clamp(min=0)[:, None]
     lse_T1 = high.logsumexp(-1, keepdim=True)
-    loss = ((lse_T1 - high.gather(1, safe_T1))[:, 0] * valid_T).sum()
+    loss = (lse_T1 - high.gather(1, safe_T1))[:, 0].masked_fill(~valid_T, 0.0).sum()
     grad_TV = (high - lse_T1).exp_()
     grad_TV.scatter_add_(1, safe_T1, -torch.ones_like(safe_T1, dtype=high.dtype))
-    return loss, grad_TV.mul_(valid_T[:, None]).to(logits_TV.dtype)
+    return loss, grad_TV.masked_fill_(~valid_T[:, None], 0.0).to(logits_TV.dtype)

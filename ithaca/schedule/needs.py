@@ -11,9 +11,16 @@ import torch
 from ithaca.errors import PlanError
 from ithaca.model.precision import at_least_fp32
 from ithaca.model.spec import Spec
-from ithaca.schedule.places import KEPT, REBUILD, RECOMPUTE
+from ithaca.schedule.places import KEPT, REBUILD, RECOMPUTE, spell
 from ithaca.schedule.plan import Plan
-from ithaca.schedule.rebuild import Rebuild, plan_rebuilds, rebuild_passes
+from ithaca.schedule.rebuild import (
+    LONGEST_PASSING,
+    Rebuild,
+    layers_to_keep,
+    passing_layers,
+    plan_rebuilds,
+    rebuild_passes,
+)
 from ithaca.sizes import format_bytes, format_tokens
 from ithaca.tape.budget import host_budget
 from ithaca.tape.tiles import Tiles
@@ -118,6 +125,13 @@ def slot_bytes(asked: list[Need], tiles: Tiles) -> int:
     return sum(need.slots * rows * need.row for need in asked if need.place == "host")
 
 
+def passing_bytes(plan: Plan, spec: Spec, asked: list[Need]) -> int:
+    """Weights of other layers that are gathered at once, while an x is made in passing; x has their dtype."""
+    rows = next((need.dtype.itemsize for need in asked if need.name == "x"), 0)
+    block = sum(math.prod(shape) for shape in spec.block_shapes().values())
+    return passing_layers(rebuilds_of(plan, spec)) * block * rows
+
+
 def describe(asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec) -> list[str]:
     """In a few lines: how a rank's tokens are cut, where what is kept of them lives, what is made again."""
     places = {
@@ -136,6 +150,12 @@ def describe(asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec) -> list[st
     if missing := placement.x.count(REBUILD):
         passes = rebuild_passes(placement, has_room_for_x(spec))
         lines.append(f"backward rebuilds x of {missing} layers from o, in {passes} passes through mix and feed")
+        if (together := passing_layers(rebuilds_of(plan, spec))) > LONGEST_PASSING:
+            weights = format_bytes(passing_bytes(plan, spec, asked))
+            lines.append(
+                f"for one of them it gathers {together} layers at once, {weights}: "
+                f"an x within the last {LONGEST_PASSING} layers avoids that"
+            )
     if missing := placement.o.count(RECOMPUTE):
         lines.append(f"backward runs the attention of {missing} of {spec.layers} layers again")
     return lines
@@ -148,19 +168,21 @@ def _described(need: Need, tiles: Tiles, spec: Spec) -> str:
 
 
 def check_room(
-    asked: list[Need], tiles: Tiles, plan: Plan, device: torch.device, node_bytes: int, node_ranks: int
+    asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec, device: torch.device, node_bytes: int, node_ranks: int
 ) -> None:
     """Refuse what does not fit this device or, all its ranks together, this node, before anything is allocated."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         ways = _elsewhere(asked, tiles, "device", "host", 1)
-        _refuse_over(device_bytes(asked, tiles), slot_bytes(asked, tiles), free, "the GPU's free memory", ways, tiles)
+        weights = passing_bytes(plan, spec, asked)
+        needed, fixed = device_bytes(asked, tiles) + weights, slot_bytes(asked, tiles) + weights
+        _refuse_over(needed, fixed, free, "the GPU's free memory", ways, tiles)
     budget, reason = host_budget()
     if plan.host_memory is not None and plan.host_memory < budget:
         budget, reason = plan.host_memory, "plan.host_memory"
     fixed = 0 if device.type == "cuda" else node_ranks * slot_bytes(asked, tiles)
-    ways = _fewer_x(asked, tiles, plan, node_ranks)
+    ways = _fewer_x(asked, tiles, plan, spec, node_ranks)
     if device.type == "cuda":
         ways += _elsewhere(asked, tiles, "host", "device", node_ranks)
     _refuse_over(node_bytes, fixed, budget, reason, ways, tiles, node_ranks)
@@ -181,19 +203,24 @@ def _refuse_over(
 
 
 def _elsewhere(asked: list[Need], tiles: Tiles, place: str, other: str, ranks: int) -> list[str]:
-    """What the largest kind of tapes in a place would free in another."""
-    there = [need for need in asked if need.place == place and need.layers]
-    if not there:
+    """What the option with most bytes in a place would free by another word."""
+    options = {need.option: 0 for need in asked if need.place == place and need.layers}
+    for need in (need for need in asked if need.place == place and need.layers):
+        options[need.option] += ranks * need.bytes_of(tiles.length)
+    if not options:
         return []
-    largest = max(there, key=lambda need: need.bytes_of(tiles.length))
-    return [f"plan.{largest.option}={other} frees {format_bytes(ranks * largest.bytes_of(tiles.length))}"]
+    largest = max(options, key=lambda option: options[option])
+    return [f"plan.{largest}={other} frees {format_bytes(options[largest])}"]
 
 
-def _fewer_x(asked: list[Need], tiles: Tiles, plan: Plan, ranks: int) -> list[str]:
-    """What rebuilding every x but the first would free of the host."""
-    hosted = next((need for need in asked if need.name == "x" and need.place == "host"), None)
-    if not plan.sweeps or hosted is None or len(hosted.layers) < 2 or plan.o != "host":
+def _fewer_x(asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec, ranks: int) -> list[str]:
+    """What x of a few layers, from which the others can be rebuilt once each, would free of the host."""
+    if not plan.sweeps or (plan.x, plan.o) != ("host", "host"):
         return []
-    layers = len(hosted.layers)
-    freed = format_bytes(ranks * (layers - 1) * tiles.length * hosted.row)
-    return [f"plan.x='host, rebuild*{layers - 1}' frees {freed}"]
+    enough = next(count for count in range(1, spec.layers + 1) if 2 ** (count + 1) - 2 >= spec.layers)
+    kept = layers_to_keep(spec.layers, enough)
+    if len(kept) == spec.layers:
+        return []
+    hosted = next(need for need in asked if need.name == "x")
+    freed = format_bytes(ranks * (spec.layers - len(kept)) * tiles.length * hosted.row)
+    return [f"plan.x='{spell(['host' if layer in kept else REBUILD for layer in range(spec.layers)])}' frees {freed}"]

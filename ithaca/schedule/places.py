@@ -5,6 +5,7 @@ host, rebuild*7         every eighth layer's, and those between are made again
 device*4, host*28       of 32 layers, the first four on the device
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, groupby, islice
@@ -41,8 +42,8 @@ def read_places(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]
         word, star, count = (part.strip() for part in item.partition("*"))
         if word not in known:
             raise PlanError(f"{option}={text} does not exist: {suggestion(word, known)}")
-        if star and not (count.isdecimal() and 0 < int(count) <= 10**4):
-            raise PlanError(f"{option}={text} has no number of layers in '{item.strip()}': write {word}*7")
+        if star and not re.fullmatch("0*[1-9][0-9]{0,3}", count):
+            raise PlanError(f"{option}={text} has no number of layers in '{item.strip()[:40]}': write {word}*7")
         words += [word] * (int(count) if star else 1)
     return tuple(words)
 

@@ -2,9 +2,11 @@
 
 Attention is most of a long step, so o is kept; from x and o of a layer the next x costs only mix and feed. The backward
 pass goes down the layers. When it comes to one whose x is not there, the x of the nearest layer below that has one is
-taken up again, layer by layer. It needs no memory of its own: what is made lies on tapes that are no longer needed, the
-o and x of layers above that are done. The first layer to come, the last of the model, finds none. Its x then exists
-for one chunk at a time, and the x below it, which comes by, takes the place of the chunk's o when that is used up.
+taken up again, layer by layer. It needs no tapes of its own: what is made lies on those that are no longer needed, the
+o and x of layers above that are done. The first layer to come, the last of the model, finds none. Its x then exists for
+one chunk at a time, in passing, and the x below it, which comes by, takes the place of the chunk's o when that is used
+up. So do all x where an o is narrower than an x, or is not kept. The weights of all layers that are passed through are
+then needed together.
 """
 
 from collections.abc import Mapping
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from ithaca.schedule.places import REBUILD, RECOMPUTE, Placement
 
 Home = tuple[str, int]  # ("o", 31): the tape of layer 31's o
+LONGEST_PASSING = 4  # layers
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,33 @@ def plan_rebuilds(placement: Placement, roomy: bool) -> dict[int, Rebuild]:
         if o_serves and ("o", layer) not in there.values():
             free.append(("o", layer))
     return rebuilds
+
+
+def layers_to_keep(layers: int, count: int) -> set[int]:
+    """The layers whose x are worth the most when so many are kept; the first is always one.
+
+    Free tapes double on the way down, and so may the distances: from 2, 4, 8 … layers on, each x is rebuilt only once.
+    The first distance, which is risen in passing with the weights of all its layers, is never long.
+    """
+    lengths = [2 ** min(place + 1, 32) for place in range(count)]  # from the top
+    if (total := sum(lengths)) < layers:
+        lengths = [layers * length // total for length in lengths]
+        lengths[0] = min(lengths[0], LONGEST_PASSING)
+    top, kept = layers, {0}
+    for number, length in enumerate(lengths[:-1]):
+        top = max(top - length, count - 1 - number)  # one layer at least for each that is still to come
+        kept.add(top)
+    return kept
+
+
+def fewest_kept(layers: int) -> int:
+    """How many x must be kept for the first distance to be short."""
+    return 1 if layers <= LONGEST_PASSING else 2
+
+
+def passing_layers(rebuilds: Mapping[int, Rebuild]) -> int:
+    """The most layers whose weights are needed at once for an x that is made in passing."""
+    return max((layer - rebuild.source for layer, rebuild in rebuilds.items() if layer not in rebuild.homes), default=0)
 
 
 def rebuild_passes(placement: Placement, roomy: bool) -> int:

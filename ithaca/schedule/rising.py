@@ -5,7 +5,7 @@ From x and o of a layer, mix and feed give the next x, over the same tiles as in
     onto tapes    layer after layer over all chunks, with the weights of one layer at a time
     in passing    a chunk at a time through all layers, whose weights are then there together
 
-In passing a chunk takes two hidden states more: its x, and that of the layer before.
+In passing a chunk takes two hidden states more at most: its x, and that of the layer before.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,16 +40,16 @@ def open_xs(tapes: Pass, layer: int, step_from: Open) -> Iterator[Xs]:
     if rebuild is not None and layer not in rebuild.homes:
         with ExitStack() as stack:
             steps = {below: stack.enter_context(step_from(below)) for below in range(rebuild.source, layer)}
-            tapes.settle(rebuild)
+            tapes.house(rebuild)
             yield _Passing(tapes, layer, rebuild, steps)
         return
     if rebuild is not None:
-        tapes.settle(rebuild)
-        _fill(tapes, layer, rebuild, step_from)
+        tapes.house(rebuild)
+        _rise(tapes, layer, rebuild, step_from)
     yield tapes.x(layer)
 
 
-def _fill(tapes: Pass, top: int, rebuild: Rebuild, step_from: Open) -> None:
+def _rise(tapes: Pass, top: int, rebuild: Rebuild, step_from: Open) -> None:
     """Rise onto the tapes of the rebuilt x; an x that only comes by is for that long on the last one's."""
     for layer in range(rebuild.source, top):
         xs = tapes.x(layer if layer == rebuild.source or layer in rebuild.homes else top)

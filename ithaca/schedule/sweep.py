@@ -115,7 +115,7 @@ def _backward(call: SweepCall, w: Summed) -> None:
     tapes, layer, count = call.tapes, call.layer, call.walk.tiles.count
     with open_xs(tapes, layer, call.step_from) as xs:
         sums = KeySums(tapes.key_sums)
-        keys = _Rebuilt(call, w, xs)
+        keys = _KeysAgain(call, w, xs)
         for chunk in reversed(range(count)):
             _chunk_backward(call, w, chunk, xs, keys, sums)
     if layer > 0 and not tapes.rebuild(layer - 1):
@@ -123,7 +123,7 @@ def _backward(call: SweepCall, w: Summed) -> None:
             tape.prefetch(count - 1)
 
 
-def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_Rebuilt", sums: KeySums) -> None:
+def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_KeysAgain", sums: KeySums) -> None:
     kept, gradients = call.tapes.attended(call.layer), call.tapes.gradient
     x, *tiles, gradient = (tape.read(chunk, toward=-1) for tape in (xs, *kept, gradients))
     if kept:
@@ -146,7 +146,7 @@ def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_Rebu
 class _Query:
     """q of a chunk, with what its backward pass needs; the chunk's k and v join the others."""
 
-    def __init__(self, call: SweepCall, w: Summed, chunk: int, x: Tensor, keys: "_Rebuilt"):
+    def __init__(self, call: SweepCall, w: Summed, chunk: int, x: Tensor, keys: "_KeysAgain"):
         self._call, self._chunk, self._keys = call, chunk, keys
         self._projection = Projection(call.spec, w, x, call.turn(chunk, x.dtype))
         self.q, k, v = call.exchange.to_heads(*self._projection.qkv)
@@ -162,7 +162,7 @@ class _Query:
         return self._projection.backward(*call.exchange.to_tokens(dq, *sums.take(chunk, dq.dtype)))
 
 
-class _Rebuilt(Keys):
+class _KeysAgain(Keys):
     """K and V of earlier chunks, made again from x when they are first visited."""
 
     def __init__(self, call: SweepCall, w: Summed, xs: Xs):

@@ -5,6 +5,7 @@ tensors, and each kind of host tape has its few slots on the device. A forward p
 begins a `Pass`, and no other may begin while that one waits for its backward.
 """
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -34,9 +35,7 @@ class Tapes:
         hosted = [need for need in asked if need.place == "host"]
         sizes = [tiles.length * need.row for need in hosted for _ in need.layers]
         slab = Slab(sizes, engine.device, say)
-        # Before the memory goes, by close or with the last reference: nothing may still copy from it or to it
-        self._let_go = weakref.finalize(self, _let_go, engine, slab)
-        self._let_go.atexit = False  # pyrefly: ignore
+        self._let_go = slab.belong_to(self, engine)
         parts = iter(slab.parts)
         self._slots: dict[str, Slots] = {}
         self._tapes: dict[str, dict[int, Tape]] = {}
@@ -78,8 +77,13 @@ class Tapes:
     @property
     def busy(self) -> bool:
         """Whether a pass waits for its backward."""
+        if self._waiting() is not None:
+            gc.collect()  # a loss that was dropped may be held by its own graph until Python looks for cycles
+        return self._waiting() is not None
+
+    def _waiting(self) -> "Pass | None":
         before = self._pass() if self._pass else None
-        return before is not None and before.waits
+        return before if before is not None and before.waits else None
 
     def _mend(self) -> None:
         """Give back what a pass that broke off still holds."""
@@ -95,11 +99,6 @@ class Tapes:
         self._tapes.clear()
         self._homes.clear()
         self._slots.clear()
-
-
-def _let_go(engine: Engine, slab: Slab) -> None:
-    engine.settle()
-    slab.close()
 
 
 class Pass:
@@ -129,8 +128,8 @@ class Pass:
         """How the x of a layer is made again, where that is its turn to be done."""
         return self._rebuilds.get(layer)
 
-    def settle(self, rebuild: Rebuild) -> None:
-        """From now on each x that is made again is found where it belongs."""
+    def house(self, rebuild: Rebuild) -> None:
+        """From now on an x that is made again is found in its home."""
         self._xs |= {layer: self._homes[home] for layer, home in rebuild.homes.items()}
 
     def attended(self, layer: int) -> tuple[Tape, ...]:

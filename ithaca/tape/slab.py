@@ -1,4 +1,4 @@
-"""Host memory for tapes: one region of exactly the size they need, cut into parts, registered with the driver once.
+"""Host memory for tapes and states: one region, cut into parts, registered with the driver once.
 
 torch's pinned allocator rounds every tensor up to a power of two: 1.25 TiB of tapes would take 2. Registering is what
 takes time (see docs/LOG.md), so threads first touch the pages, then register the parts. A copy must not cross the
@@ -8,6 +8,7 @@ border of a part, and none does: a tape lies within one.
 import contextlib
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ithaca.errors import RunError
 from ithaca.sizes import format_bytes
+from ithaca.tape.engine import Engine
 
 STRIDE = 256 * 2**20  # what a thread touches at a time
 
@@ -40,7 +42,8 @@ class Slab:
             with contextlib.suppress(OSError):  # a kernel without them: small ones do, only slower to register
                 region.madvise(mmap.MADV_HUGEPAGE)
         memory = torch.frombuffer(region, dtype=torch.uint8)
-        self.parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        # Each with a storage of its own: what saves or copies one would otherwise take the whole region along
+        self.parts = [_part(region, start, size) for start, size in zip(starts, sizes, strict=True)]
         self._device, self._registered = device, []
         if device.type == "cuda":
             try:
@@ -48,6 +51,14 @@ class Slab:
             except BaseException:
                 self.close()
                 raise
+        else:
+            memory[:: mmap.PAGESIZE] = 0  # now, so that whoever asks how much is free does not count it twice
+
+    def belong_to(self, owner: object, engine: Engine) -> weakref.finalize:
+        """Close with the owner, or when what this gives is called: after the last copy from the memory or to it."""
+        let_go = weakref.finalize(owner, _let_go, engine, self)
+        let_go.atexit = False  # pyrefly: ignore
+        return let_go
 
     def _register(self, memory: Tensor, say: Callable[[str], None]) -> None:
         cudart = torch.cuda.cudart()
@@ -63,7 +74,7 @@ class Slab:
             if code:
                 raise RunError(
                     f"the driver does not register {format_bytes(part.nbytes)} of host memory (code {code}); "
-                    "a smaller plan.host_memory or ulimit -l unlimited may help"
+                    "ulimit -l unlimited may help, or less on the host"
                 )
             self._registered.append(part)
             return part.nbytes
@@ -87,3 +98,14 @@ class Slab:
         for part in self._registered:
             cudart.cudaHostUnregister(part.data_ptr())  # pyrefly: ignore
         self._registered.clear()
+
+
+def _part(region: mmap.mmap, start: int, size: int) -> Tensor:
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(region, dtype=torch.uint8, offset=start, count=size)
+
+
+def _let_go(engine: Engine, slab: Slab) -> None:
+    engine.settle()
+    slab.close()

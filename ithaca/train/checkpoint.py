@@ -47,13 +47,13 @@ class Checkpoints:
         say: Callable[[str], None] = print,
         spoken_for: int = 0,
     ):
-        self._folder, self._keep = folder, keep
+        self._folder, self._keep, self._say = folder, keep, say
         self._optimizer = optimizer
         self._state = training_state(model, optimizer)
         self._rank, self._ranks = model.mesh.rank, model.mesh.size
         # Of its own, since its thread talks while the main one trains
         self._group: Any = dist.new_group(list(range(self._ranks)), backend="gloo")
-        self._snapshot = self._make_snapshot(say, spoken_for) if optimizer else None
+        self._snapshot = self._make_snapshot(spoken_for) if optimizer else None
         self._writer: threading.Thread | None = None
         self._problem: tuple[int, str] | None = None
 
@@ -77,9 +77,26 @@ class Checkpoints:
         if self._snapshot is None:
             self._write(*work)
             return
-        together(self._group, self._snapshot.take)
+        if not self._take():
+            self._write(*work)
+            return
         self._writer = threading.Thread(target=self._write, args=work, daemon=True)
         self._writer.start()
+
+    def _take(self) -> bool:
+        """Begin the copy; on all ranks or, where one of them cannot have the memory after all, on none from now on."""
+        assert self._snapshot is not None
+        problem = None
+        try:
+            self._snapshot.take()
+        except Exception as error:
+            problem = str(error)
+        problems = [text for text in self._gather(problem) if text]
+        if problems:
+            self._say(f"no copy of the state for checkpoints ({problems[0]}): training waits while they are written")
+            self._snapshot.close()
+            self._snapshot = None
+        return not problems
 
     def writing(self) -> bool:
         return self._writer is not None and self._writer.is_alive()
@@ -140,13 +157,13 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
 
-    def _make_snapshot(self, say: Callable[[str], None], spoken_for: int) -> Snapshot | None:
+    def _make_snapshot(self, spoken_for: int) -> Snapshot | None:
         """None where a rank's host has no room for a copy: checkpoints are then written while training waits."""
         needed, _ = on_this_node(self._group, local_bytes(self._state))
         free, reason = host_budget()
         if not all(self._gather(needed + spoken_for <= COPY_SHARE * free)):
             tapes = f" beside {format_bytes(spoken_for)} of tapes" if spoken_for else ""
-            say(
+            self._say(
                 f"a copy of the state for checkpoints takes {format_bytes(needed)} of this node's memory{tapes}, and "
                 f"{reason} is {format_bytes(free)}: training will wait while checkpoints are written"
             )

@@ -65,11 +65,10 @@ class Run:
             spoken_for=tapes,
         )
         self.notes: list[str] = []  # said once there is someone to say it
-        self.checkpoints = Checkpoints(
-            folder.checkpoints, model, self.optimizer, config.run.keep, self.notes.append, tapes
-        )
+        self.announced = False
+        self.checkpoints = Checkpoints(folder.checkpoints, model, self.optimizer, config.run.keep, self._note, tapes)
         self.checkpoints.clean()
-        manifest = self.checkpoints.load(self.notes.append, repair=True)
+        manifest = self.checkpoints.load(self._note, repair=True)
         self.done = self.saved = manifest["step"] if manifest else 0  # steps
         if manifest:
             self._check_resumed(manifest)
@@ -225,6 +224,9 @@ class Run:
             "a lower train.learning_rate or train.clip may help"
         )
 
+    def _note(self, text: str) -> None:
+        self.progress.warn(text) if self.announced else self.notes.append(text)
+
     def _announce(self) -> None:
         model, options = self.model, self.config.train
         passes = f" in {options.batch // options.micro} passes" if options.micro else ""  # pyrefly: ignore
@@ -241,6 +243,7 @@ class Run:
             self.progress.say(f"going on from the checkpoint of step {self.done}")
         for text in self.notes:
             self.progress.warn(text)
+        self.announced = True
 
     def _conclude(self, stopped: bool) -> None:
         if not self.first:

@@ -86,6 +86,8 @@ class Snapshot:
     def close(self) -> None:
         """Let the driver forget the slab before its memory goes."""
         self._thread.shutdown()
+        if self._cuda:
+            self._done.synchronize()
         if not self._allocated.exception():
             self._allocated.result().close()
 

@@ -10,7 +10,6 @@ same. ZeRO-Offload updates on the host instead and halves the traffic; it has ke
 and needs many cores for each GPU. What is given up: the host waits for the end of a step.
 """
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -56,16 +55,17 @@ class StreamedAdamW(torch.optim.Optimizer):
         tile: int = TILE,
     ):
         assert tile % VECTOR == 0
-        super().__init__(groups, {"lr": learning_rate, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
+        # AdamW's own defaults, each of them, so that a state_dict says the same of both
+        defaults = torch.optim.AdamW([torch.empty(0)], lr=learning_rate, betas=betas, fused=True).defaults
+        super().__init__(groups, defaults)
         self._engine = engine
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         dtype, mesh = parameters[0].dtype, host_mesh(parameters[0].device_mesh)
         sizes = [parameter.to_local().nbytes for parameter in parameters for _ in MOMENTS]
         slab = Slab(sizes, engine.device, lambda _: None)  # zeros, as AdamW's moments are before its first step
-        # Before the memory goes: nothing may still copy from it or to it
-        weakref.finalize(self, _let_go, engine, slab).atexit = False  # pyrefly: ignore
+        slab.belong_to(self, engine)
         rows = max(1, min(tile, max(sizes) // dtype.itemsize))
-        slots = [Slots(engine, rows, (), dtype, SLOTS) for _ in MOMENTS]
+        self._slots = [Slots(engine, rows, (), dtype, SLOTS) for _ in MOMENTS]
         parts = iter(slab.parts)
         self._tapes: dict[DTensor, list[HostTape]] = {}  # of shards that have elements
         for parameter in parameters:
@@ -77,7 +77,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             if memory[0].numel():
                 tiles = Tiles(memory[0].numel(), tile)
                 self._tapes[parameter] = [
-                    HostTape(moment, tiles, kind) for moment, kind in zip(memory, slots, strict=True)
+                    HostTape(moment, tiles, kind) for moment, kind in zip(memory, self._slots, strict=True)
                 ]
 
     @torch.no_grad()
@@ -89,13 +89,25 @@ class StreamedAdamW(torch.optim.Optimizer):
                 loss = closure()
         learned = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         here = [(parameter, group) for parameter, group in learned if parameter in self._tapes]
-        for number, (parameter, group) in enumerate(here, start=1):
-            following = self._tapes[here[number][0]] if number < len(here) else []
-            self._update(parameter, group, following)
+        try:
+            for number, (parameter, group) in enumerate(here, start=1):
+                following = self._tapes[here[number][0]] if number < len(here) else []
+                self._update(parameter, group, following)
+        except BaseException:
+            self._mend()
+            raise
         for parameter, _ in learned:
             self.state[parameter]["step"] += 1
         self._engine.settle()  # checkpoints and users read the moments as they read any tensor of a CPU
         return loss
+
+    def _mend(self) -> None:
+        """Give back what a step that broke off still holds; what it has updated stays so."""
+        for tape in (tape for tapes in self._tapes.values() for tape in tapes):
+            tape.drop()
+        self._engine.settle()
+        for slots in self._slots:
+            slots.reclaim()
 
     def _update(self, parameter: DTensor, group: dict[str, Any], following: list[HostTape]) -> None:
         """One parameter, tile by tile; while its last tile is computed, the first of the `following` one is fetched."""
@@ -114,15 +126,29 @@ class StreamedAdamW(torch.optim.Optimizer):
                 tape.write(index, moment)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """States of an AdamW, here or on the device, cut over ranks as these: copied into the memory that is there."""
+        """States of an AdamW, here or on the device, cut over ranks as these: copied into the memory that is there.
+
+        The other way, from the host to a GPU's AdamW, torch cannot load; a checkpoint moves states either way.
+        """
+        for group in state_dict["param_groups"]:
+            for option in ("amsgrad", "maximize"):
+                if group.get(option):
+                    raise InputError(f"the state_dict has {option}=True, and states on the host know only False")
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        given = [(parameter, state_dict["state"].get(index, {})) for index, parameter in zip(saved, own, strict=False)]
+        for parameter, values in given:
+            for name in (name for name in MOMENTS if name in values):
+                found, wanted = tuple(values[name].shape), tuple(self.state[parameter][name].shape)
+                if found != wanted:
+                    raise InputError(f"the state_dict has {name} of shape {found} where the parameter has {wanted}")
         states = self.state
         super().load_state_dict({**state_dict, "state": {}})
         self.state = states
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        own = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, parameter in zip(saved, own, strict=True):
-            for name, value in state_dict["state"][index].items():
-                _local(states[parameter][name]).copy_(_local(value))
+        for parameter, values in given:
+            for name, own_value in states[parameter].items():
+                # One that never had a gradient has no states yet: zeros
+                _local(own_value).copy_(_local(values[name])) if name in values else _local(own_value).zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_tapes"):
@@ -153,8 +179,3 @@ def _fused(weights: Tensor, gradients: Tensor, moments: list[Tensor], step: Tens
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _let_go(engine: Engine, slab: Slab) -> None:
-    engine.settle()
-    slab.close()

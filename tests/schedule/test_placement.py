@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,9 @@ from hypothesis import strategies as st
 
 import ithaca
 from ithaca.errors import PlanError
-from ithaca.schedule.fill import layers_to_keep
 from ithaca.schedule.needs import device_bytes, has_room_for_x, needs, tiles_of
 from ithaca.schedule.places import KEPT, REBUILD, RECOMPUTE, Placement, over_layers, read_places, spell
-from ithaca.schedule.rebuild import plan_rebuilds, rebuild_passes
+from ithaca.schedule.rebuild import LONGEST_PASSING, layers_to_keep, passing_layers, plan_rebuilds, rebuild_passes
 from tests.models import make_model, save
 from tests.schedule.steps import Outcome, assert_same, compare, model_step, naive_step, random_batch
 
@@ -180,6 +180,8 @@ def test_few_kept_x_rebuild_each_other_once(layers: int) -> None:
         assert passes >= layers - count
         if 2 ** (count + 1) - 2 >= layers:
             assert passes == layers - count
+        if count > 1:
+            assert passing_layers(plan_rebuilds(placement, roomy=True)) < LONGEST_PASSING
 
 
 SPEC = ithaca.load_model("llama3-8b").spec
@@ -223,6 +225,23 @@ def test_place_prefers_o_to_x_and_the_device_to_the_host() -> None:
     assert rebuild_passes(lean.placement(32), has_room_for_x(SPEC)) == 28
 
 
+def test_place_knows_that_a_device_alone_needs_no_slots() -> None:
+    plan = ithaca.Plan(recipe="sweep")
+    everything = taken(ithaca.Plan(recipe="sweep", x="device", o="device", gradient="device"))[0]
+    placed = ithaca.place(plan, SPEC, TOKENS, device=everything, host=0)
+    assert (placed.x, placed.o, placed.gradient) == ("device", "device", "device")
+    lean = ithaca.place(plan, SPEC, "128K", device="37GiB", host=0)
+    assert lean.o == "device"
+
+
+def test_place_weighs_work_against_work() -> None:
+    """A pass through mix and feed costs more than attention at 1K tokens, and far less at 1M."""
+    narrow, plan = replace(SPEC, heads=16), ithaca.Plan(recipe="sweep", chunk=64)
+    for tokens, recomputed in ((2**10, 31), (2**20, 0)):
+        placed = ithaca.place(plan, narrow, tokens, device=32 * 2**10 * tokens, host=300 * 2**10 * tokens)
+        assert placed.placement(32).o.count(RECOMPUTE) == recomputed
+
+
 def test_place_refuses_what_fits_nowhere() -> None:
     plan = ithaca.Plan(recipe="sweep", chunk=2**14)
     with pytest.raises(PlanError, match="no room in device=5 GiB and host=9 GiB") as refused:
@@ -232,6 +251,9 @@ def test_place_refuses_what_fits_nowhere() -> None:
     ithaca.place(plan, SPEC, most, device="5GiB", host="9GiB")
     with pytest.raises(PlanError, match="no room"):
         ithaca.place(plan, SPEC, most + most // 50, device="5GiB", host="9GiB")
+    for wrong, sentence in (({"tokens": 0}, "'0' is not a number of tokens"), ({"dtype": "fp8"}, "dtype 'fp8' is not")):
+        with pytest.raises(ithaca.IthacaError, match=sentence):
+            ithaca.place(plan, SPEC, **({"tokens": TOKENS, "device": 0, "host": 0} | wrong))
     with pytest.raises(PlanError, match="recipe 'dense' keeps no o"):
         ithaca.place(ithaca.Plan(), SPEC, TOKENS, device="5GiB", host="9GiB")
 
@@ -245,7 +267,8 @@ REFUSED = [
     ({"x": "host, rebuild", "o": "recompute"}, "x of layer 1 is to be rebuilt from o of layer 0, which is not kept"),
     ({"recipe": "alst", "x": "host, rebuild"}, "x=host, rebuild means nothing under recipe 'alst'"),
     ({"recipe": "dense", "x": "host, device", "checkpoint": "none"}, "x='host' .* means nothing with checkpoint"),
-    ({"host_memory": 1000}, "plan.x='host, rebuild\\*5' frees"),
+    ({"x": "host*" + "9" * 5000}, "has no number of layers in 'host"),
+    ({"host_memory": 1000}, "plan.x='host, rebuild\\*3' frees 96 KiB"),
 ]
 
 
