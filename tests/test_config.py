@@ -65,6 +65,12 @@ def test_another_recipe_leaves_out_what_it_has_no_use_for(tmp_path: Path, capsys
     assert read_config(file, []).plan == Plan(recipe="sweep", chunk=32768, tile=4096)
     assert read_config(file, ["plan.recipe=alst"]).plan == Plan(recipe="alst", tile=4096)
     assert "plan.chunk=32K is left out: it means nothing under recipe 'alst'" in capsys.readouterr().err
+    lists = tmp_path / "lists.toml"
+    lists.write_text('[plan]\nrecipe = "sweep"\nx = "host, rebuild*7"\n')
+    assert read_config(lists, []).plan.placement(8).x == ("host",) + 7 * ("rebuild",)
+    assert read_config(lists, ["plan.x=device, host*2"]).plan.x == "device, host*2"
+    assert read_config(lists, ["plan.recipe=alst"]).plan == Plan(recipe="alst")
+    assert "plan.x=host, rebuild*7 is left out: it means nothing under recipe 'alst'" in capsys.readouterr().err
     with pytest.raises(IthacaError, match="checkpoint=full means nothing under recipe 'sweep'"):
         read_config(file, ["plan.checkpoint=full"])
     with pytest.raises(IthacaError, match="chunk=8192 means nothing under recipe 'dense'"):

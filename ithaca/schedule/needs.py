@@ -215,12 +215,12 @@ def _elsewhere(asked: list[Need], tiles: Tiles, place: str, other: str, ranks: i
 
 def _fewer_x(asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec, ranks: int) -> list[str]:
     """What x of a few layers, from which the others can be rebuilt once each, would free of the host."""
-    if not plan.sweeps or (plan.x, plan.o) != ("host", "host"):
+    hosted = next((need for need in asked if need.name == "x"), None)
+    if not plan.sweeps or (plan.x, plan.o) != ("host", "host") or hosted is None:
         return []
     enough = next(count for count in range(1, spec.layers + 1) if 2 ** (count + 1) - 2 >= spec.layers)
     kept = layers_to_keep(spec.layers, enough)
     if len(kept) == spec.layers:
         return []
-    hosted = next(need for need in asked if need.name == "x")
     freed = format_bytes(ranks * (spec.layers - len(kept)) * tiles.length * hosted.row)
     return [f"plan.x='{spell(['host' if layer in kept else REBUILD for layer in range(spec.layers)])}' frees {freed}"]

@@ -73,6 +73,27 @@ def test_nothing_to_learn(tile: int) -> None:
         assert torch.equal(found, torch.zeros_like(found))
 
 
+def test_without_gradients_only_the_loss_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation would take three GEMMs instead of one, and the head once more in fp32."""
+    given, labels = make_inputs(23, 31)
+    leaves = [tensor.clone().requires_grad_() for tensor in given]
+    wanted = naive_loss(SPEC, *leaves, labels)
+    monkeypatch.setattr("ithaca.schedule.loss.add_product", None)
+    with torch.no_grad():
+        assert relative(tiled_loss(SPEC, *leaves, labels, 7), wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_an_ignored_token_counts_for_nothing_whatever_its_logits(bad: float) -> None:
+    logits = torch.randn(3, 5, dtype=torch.float64)
+    logits[1, 2] = bad
+    loss, gradient = plain_cross_entropy(logits, torch.tensor([4, IGNORED, 0]))
+    wanted, others = plain_cross_entropy(logits[[0, 2]], torch.tensor([4, 0]))
+    assert torch.equal(loss, wanted)
+    assert torch.equal(gradient[[0, 2]], others)
+    assert torch.equal(gradient[1], torch.zeros(5, dtype=torch.float64))
+
+
 def test_tied_head() -> None:
     """A table that is also looked up gets both gradients."""
     (_, weight, table), labels = make_inputs(23, 31)

@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from ithaca.config import Config
+from ithaca.train import snapshot
 from ithaca.train.export import export
 from ithaca.train.loop import train
 from ithaca.train.run import RunFolder
@@ -137,6 +138,27 @@ def test_no_room_for_a_copy_on_the_host(nursery, small_config, tmp_path: Path) -
     assert "training will wait" not in (tmp_path / "other" / "log.txt").read_text()
     found, wanted = (RunFolder(tmp_path / name).read_metrics() for name in ("run", "other"))
     assert [line["loss"] for line in found] == [line["loss"] for line in wanted]
+
+
+def test_no_copy_on_one_rank(nursery, small_config, tmp_path: Path) -> None:
+    """Memory that seemed free is not to be had when it is taken: nothing is lost for that."""
+    for end in nursery.job(without_a_copy, small_config, tmp_path / "run", ranks=2):
+        assert end.code == 0, end.err
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "no copy of the state for checkpoints (not registered): training waits while they are written" in log
+    assert len(RunFolder(tmp_path / "run").read_metrics()) == small_config.train.steps
+    assert RunFolder(tmp_path / "run").has_checkpoints()
+
+
+def without_a_copy(config: Config, path: Path) -> None:
+    import os
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("not registered")
+
+    if os.environ["RANK"] == "1":
+        snapshot.Slab = refuse
+    train(config, path)
 
 
 def on_a_small_host(config: Config, path: Path) -> None:

@@ -3,7 +3,9 @@
 Copies are made by threads that are late at random, through slots that turn to NaN as soon as they are free.
 """
 
+import copy
 import gc
+import itertools
 import random
 import threading
 import time
@@ -126,11 +128,11 @@ def test_the_bits_of_the_optimizer_on_the_device(ranks, folder, world, replicate
         assert tiles > 30 if tile else tiles > 10
 
 
-def alone(folder: Path) -> tuple[ithaca.Model, StreamedAdamW]:
-    model = make(folder, HOST, replicate=None)
+def alone(folder: Path, plan: ithaca.Plan = HOST) -> tuple[ithaca.Model, StreamedAdamW]:
+    model = make(folder, plan, replicate=None)
     optimizer = ithaca.make_optimizer(model, **OPTIONS)
-    assert isinstance(optimizer, StreamedAdamW)
-    return model, optimizer
+    assert isinstance(optimizer, StreamedAdamW if plan is HOST else torch.optim.AdamW)
+    return model, optimizer  # pyrefly: ignore
 
 
 def test_the_next_tile_is_fetched_while_one_is_computed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +202,88 @@ def test_no_parameters_can_be_added(folder: Path) -> None:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     give_gradients(model, 0)
     optimizer.step()
+
+
+def test_a_step_that_breaks_off_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tile that was fetched ahead is taken for the memory that has changed since, and no slot is lost."""
+    (hosted, ours), (plain, theirs) = (alone(folder, plan) for plan in (HOST, ithaca.Plan()))
+    saved = [parameter.to_local().clone() for parameter in plain.parameters()]
+    states = copy.deepcopy(theirs.state_dict())
+    fused = streamed._fused
+    for broken in (1, 2, 3, 9, 9, 9):  # more often than there are slots
+        calls = itertools.count(1)
+
+        def break_off(*args, broken=broken, calls=calls) -> None:
+            if next(calls) == broken:
+                raise RuntimeError("out of memory")
+            fused(*args)
+
+        give_gradients(hosted, 0)
+        monkeypatch.setattr(streamed, "_fused", break_off)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            ours.step()
+    monkeypatch.setattr(streamed, "_fused", fused)
+    with torch.no_grad():
+        for parameter, value in zip(hosted.parameters(), saved, strict=True):
+            parameter.to_local().copy_(value)
+    ours.load_state_dict(states)
+    for step in range(2):
+        for model, optimizer in ((hosted, ours), (plain, theirs)):
+            give_gradients(model, step)
+            optimizer.step()
+    assert_same(ours, theirs)
+
+
+def test_states_can_be_copied_and_saved(folder: Path, tmp_path: Path) -> None:
+    """Each by itself: not the slab that it lies in."""
+    model, optimizer = alone(folder)
+    give_gradients(model, 0)
+    optimizer.step()
+    torch.save(copy.deepcopy(optimizer.state_dict()), tmp_path / "states.pt")
+    size = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    assert (tmp_path / "states.pt").stat().st_size < 6 * size
+
+
+def test_state_dicts_go_either_way(folder: Path) -> None:
+    """On a CPU; their options with them, so that the next step is the same."""
+    (hosted, ours), (plain, theirs) = (alone(folder, plan) for plan in (HOST, ithaca.Plan()))
+    for step in range(3):
+        for model, optimizer in ((hosted, ours), (plain, theirs)):
+            give_gradients(model, step)
+            optimizer.step()
+        mine, others = copy.deepcopy(ours.state_dict()), copy.deepcopy(theirs.state_dict())
+        ours.load_state_dict(others)
+        theirs.load_state_dict(mine)
+        assert_same(ours, theirs)
+    assert all(group["fused"] for group in theirs.param_groups)
+
+
+def test_state_dicts_that_do_not_fit(folder: Path) -> None:
+    model, optimizer = alone(folder)
+    give_gradients(model, 0)
+    optimizer.step()
+    good = copy.deepcopy(optimizer.state_dict())
+
+    def changed(change: Callable[[dict], object]) -> dict:
+        state = copy.deepcopy(good)
+        change(state)
+        return state
+
+    for wrong, sentence in (
+        (
+            changed(lambda state: state["param_groups"][0].update(maximize=True)),
+            "maximize=True, and states on the host",
+        ),
+        (changed(lambda state: state["state"][0].update(exp_avg=torch.zeros(1))), r"exp_avg of shape \(1,\) where"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            optimizer.load_state_dict(wrong)
+        found = optimizer.state_dict()["state"][0]["exp_avg"].to_local()
+        assert torch.equal(found, good["state"][0]["exp_avg"].to_local()), "nothing is half done"
+    optimizer.load_state_dict(changed(lambda state: state["state"].pop(0)))  # as of one that never had a gradient
+    first = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    assert first["step"] == 0
+    assert not first["exp_avg"].to_local().any()
 
 
 def test_its_memory_goes_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
