@@ -2,8 +2,8 @@
 
     memory   host: both moments, 8 bytes a parameter in fp32, of this rank's shards, in one slab
              device: four slots of a tile for each moment, 256 MiB in fp32
-    time     8 bytes a parameter come in and 8 go out, at the same time: at 50 GB/s each way 0.16 s for 1e9 parameters
-             of a rank, which nothing hides; from the third or so tile on the arithmetic is hidden behind the copies
+    time     8 bytes a parameter come in and 8 go out, at the same time, which nothing hides: 0.18 s for 1e9 parameters
+             of a rank (H200); the arithmetic is hidden behind the copies
 
 The arithmetic is torch's fused AdamW on slices, the kernel that an optimizer on the device runs, so the bits are the
 same. ZeRO-Offload updates on the host instead and halves the traffic; it has kernels of its own for that, other bits,
