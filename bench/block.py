@@ -38,8 +38,8 @@ from ithaca.model.rope import turn
 from ithaca.model.source import load_model
 from ithaca.model.spec import Spec
 from ithaca.parallel.exchange import Alone
-from ithaca.schedule.needs import needs, rebuilds_of, tiles_of
-from ithaca.schedule.plan import Plan
+from ithaca.plans.needs import needs, rebuilds_of, tiles_of
+from ithaca.plans.plan import Plan
 from ithaca.schedule.sweep import SweepCall, run_sweep
 from ithaca.schedule.tapes import Tapes
 from ithaca.schedule.whole import BlockCall, run_block

@@ -24,8 +24,8 @@ from bench.record import record
 from ithaca.model.linear import add_product
 from ithaca.model.source import load_model
 from ithaca.model.spec import Spec
+from ithaca.plans.plan import Plan
 from ithaca.schedule.loss import cross_entropy, tiled_loss
-from ithaca.schedule.plan import Plan
 from ithaca.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.tape.tiles import Tiles
 

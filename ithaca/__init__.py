@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ithaca.model.spec import Spec
     from ithaca.parallel.batch import Batch
     from ithaca.parallel.mesh import Mesh, mesh
-    from ithaca.schedule.fill import place
-    from ithaca.schedule.plan import Plan
+    from ithaca.plans.fill import place
+    from ithaca.plans.plan import Plan
     from ithaca.train.optimizer import make_optimizer
 
 _HOMES = {
@@ -37,14 +37,14 @@ _HOMES = {
     "Model": "ithaca.assemble",
     "ModelError": "ithaca.errors",
     "ModelSource": "ithaca.model.source",
-    "Plan": "ithaca.schedule.plan",
+    "Plan": "ithaca.plans.plan",
     "PlanError": "ithaca.errors",
     "Spec": "ithaca.model.spec",
     "apply": "ithaca.assemble",
     "load_model": "ithaca.model.source",
     "make_optimizer": "ithaca.train.optimizer",
     "mesh": "ithaca.parallel.mesh",
-    "place": "ithaca.schedule.fill",
+    "place": "ithaca.plans.fill",
     "save_model": "ithaca.assemble",
 }
 

@@ -24,9 +24,9 @@ from ithaca.parallel.batch import Batch, split_batch, whole_batch
 from ithaca.parallel.layout import batch_range
 from ithaca.parallel.mesh import Mesh, alone
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
+from ithaca.plans.needs import Need, check_room, describe, host_bytes, needs, rebuilds_of, tiles_of
+from ithaca.plans.plan import Plan
 from ithaca.schedule.forward import Job, logits, loss_sum
-from ithaca.schedule.needs import Need, check_room, describe, host_bytes, needs, rebuilds_of, tiles_of
-from ithaca.schedule.plan import Plan
 from ithaca.schedule.tapes import Tapes
 from ithaca.tape.engine import make_engine
 from ithaca.tape.tiles import Tiles

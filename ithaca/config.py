@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ithaca.errors import ConfigError, suggestion
-from ithaca.schedule.places import REBUILD
-from ithaca.schedule.plan import RECIPE_OPTIONS, RECIPES, Plan
+from ithaca.plans.places import REBUILD
+from ithaca.plans.plan import RECIPE_OPTIONS, RECIPES, Plan
 from ithaca.sizes import parse_tokens
 
 Section = TypeVar("Section")

@@ -6,7 +6,7 @@ import pytest
 
 from ithaca.config import read_config
 from ithaca.errors import IthacaError
-from ithaca.schedule.plan import RECIPES, Plan
+from ithaca.plans.plan import RECIPES, Plan
 from ithaca.sizes import format_bytes, format_tokens, parse_bytes, parse_tokens
 
 

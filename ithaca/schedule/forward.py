@@ -19,9 +19,9 @@ from ithaca.model.rope import turn
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.exchange import Alone
 from ithaca.parallel.sharding import opened
+from ithaca.plans.plan import Plan
 from ithaca.schedule.embedding import embed
 from ithaca.schedule.loss import head_logits, tape_loss, tiled_loss
-from ithaca.schedule.plan import Plan
 from ithaca.schedule.sweep import SweepCall, run_sweep
 from ithaca.schedule.tapes import Pass
 from ithaca.schedule.whole import BlockCall, run_block

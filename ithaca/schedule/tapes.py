@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ithaca.schedule.needs import Need
-from ithaca.schedule.rebuild import Home, Rebuild
+from ithaca.plans.needs import Need
+from ithaca.plans.rebuild import Home, Rebuild
 from ithaca.tape.engine import Engine
 from ithaca.tape.slab import Slab
 from ithaca.tape.slots import Slots

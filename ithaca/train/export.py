@@ -7,7 +7,7 @@ from ithaca.errors import ConfigError, ModelError
 from ithaca.model.folder import check_vacant
 from ithaca.model.source import describe_model
 from ithaca.parallel.mesh import mesh
-from ithaca.schedule.plan import Plan
+from ithaca.plans.plan import Plan
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.run import RunFolder
 

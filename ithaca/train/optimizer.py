@@ -12,7 +12,7 @@ from ithaca.errors import InputError, PlanError
 from ithaca.parallel.agree import on_this_node, together
 from ithaca.sizes import format_bytes
 from ithaca.tape.budget import host_budget
-from ithaca.train.streamed import StreamedAdamW, state_bytes
+from ithaca.train.streamed import MOMENTS, StreamedAdamW, state_bytes
 
 
 def make_optimizer(
@@ -47,8 +47,7 @@ def make_optimizer(
         # As AdamW would make them in its first step: a checkpoint can then be read into them at any time
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            **{name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS},
         }
     return optimizer
 
@@ -67,10 +66,10 @@ def _check_room(model: Model, mine: int, spoken_for: int) -> None:
     """Refuse, on all ranks, states that one of their nodes has no room for. Collective."""
     needed, ranks = on_this_node(model.mesh.group, mine)
     gpu = model.mesh.device.type == "cuda"
-    together(model.mesh.group, lambda: _refuse_over(needed, ranks, spoken_for, *host_budget(), gpu))
+    together(model.mesh.group, lambda: _refuse_states(needed, ranks, spoken_for, *host_budget(), gpu))
 
 
-def _refuse_over(needed: int, ranks: int, spoken_for: int, free: int, reason: str, gpu: bool) -> None:
+def _refuse_states(needed: int, ranks: int, spoken_for: int, free: int, reason: str, gpu: bool) -> None:
     missing = needed + spoken_for - free
     if missing <= 0:
         return

@@ -2,8 +2,8 @@
 
 What lives on a GPU is copied on a stream of its own, what lives on the host (all of it on a CPU, the moments of an
 optimizer whose states are there) by a thread, under the next step's forward and backward pass: they read the weights,
-only the optimizer writes them, and it waits (`before_update`). The copies share one slab of host memory, exactly as
-large as the shards and their states; the same thread allocates it while the first steps run.
+only the optimizer writes them, and it waits (`before_update`). The copies share one slab of host memory, as large
+as the shards and their states; the same thread allocates it while the first steps run.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from ithaca.assemble import Model
 from ithaca.parallel.mesh import host_mesh
 from ithaca.parallel.sharding import host_twin, shards
 from ithaca.tape.slab import Slab, whole_pages
+from ithaca.train.streamed import MOMENTS
 
 
 def training_state(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str, DTensor]:
@@ -25,7 +26,7 @@ def training_state(model: Model, optimizer: torch.optim.Optimizer | None) -> dic
     for name, parameter in shards(model.decoder):
         state[f"weight/{name}"] = parameter
         if optimizer and parameter in optimizer.state:
-            for moment in ("exp_avg", "exp_avg_sq"):
+            for moment in MOMENTS:
                 state[f"{moment}/{name}"] = optimizer.state[parameter][moment]
     return state
 

@@ -26,14 +26,13 @@ from ithaca.tape.engine import ThreadEngine
 from ithaca.tape.slab import Slab
 from ithaca.train import streamed
 from ithaca.train.loop import train
-from ithaca.train.optimizer import _refuse_over
+from ithaca.train.optimizer import _refuse_states
 from ithaca.train.run import RunFolder
 from ithaca.train.snapshot import Snapshot, training_state
 from ithaca.train.stop import StopRequest
-from ithaca.train.streamed import StreamedAdamW
+from ithaca.train.streamed import MOMENTS, StreamedAdamW
 from tests.models import make_model, save
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIONS = {"learning_rate": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 HOST = ithaca.Plan(optimizer="host")
 
@@ -367,16 +366,16 @@ def test_states_that_do_not_fit(ranks, folder: Path) -> None:
 
 def test_what_would_fit() -> None:
     giga = 2**30
-    _refuse_over(6 * giga, 2, 4 * giga, 10 * giga, "free memory", gpu=True)
+    _refuse_states(6 * giga, 2, 4 * giga, 10 * giga, "free memory", gpu=True)
     with pytest.raises(PlanError) as problem:
-        _refuse_over(8 * giga, 2, 4 * giga, 10 * giga, "free memory", gpu=True)
+        _refuse_states(8 * giga, 2, 4 * giga, 10 * giga, "free memory", gpu=True)
     assert str(problem.value) == (
         "optimizer states on the host (plan.optimizer=host) need 8 GiB for the 2 ranks of this node, beside 4 GiB "
         "of tapes, and free memory is 10 GiB: 2 GiB are missing; plan.optimizer=device keeps them on the GPU, or "
         "tapes of at most 2 GiB, for fewer tokens, leave room"
     )
     with pytest.raises(PlanError, match="1 GiB are missing; a smaller model or more nodes would fit"):
-        _refuse_over(8 * giga, 1, 0, 7 * giga, "free memory", gpu=False)
+        _refuse_states(8 * giga, 1, 0, 7 * giga, "free memory", gpu=False)
 
 
 def taken(folder: Path) -> tuple[int, int]:

@@ -12,7 +12,7 @@ then needed together.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ithaca.schedule.places import REBUILD, RECOMPUTE, Placement
+from ithaca.plans.places import REBUILD, RECOMPUTE, Placement
 
 Home = tuple[str, int]  # ("o", 31): the tape of layer 31's o
 LONGEST_PASSING = 4  # layers

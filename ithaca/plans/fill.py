@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from ithaca.errors import PlanError, suggestion
 from ithaca.model.source import DTYPES
 from ithaca.model.spec import Spec
-from ithaca.schedule.needs import device_bytes, has_room_for_x, needs, tiles_of
-from ithaca.schedule.places import REBUILD, RECOMPUTE, Placement, spell
-from ithaca.schedule.plan import Plan
-from ithaca.schedule.rebuild import fewest_kept, layers_to_keep, rebuild_passes
+from ithaca.plans.needs import device_bytes, has_room_for_x, needs, tiles_of
+from ithaca.plans.places import REBUILD, RECOMPUTE, Placement, spell
+from ithaca.plans.plan import Plan
+from ithaca.plans.rebuild import fewest_kept, layers_to_keep, rebuild_passes
 from ithaca.sizes import format_bytes, parse_bytes, parse_tokens
 from ithaca.tape.tiles import Tiles
 

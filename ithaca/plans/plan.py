@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaca.errors import PlanError, suggestion
-from ithaca.schedule.places import KEPT, REBUILD, RECOMPUTE, Placement, over_layers, read_places
+from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, Placement, over_layers, read_places
 from ithaca.sizes import format_tokens, parse_bytes, parse_tokens
 
 CHECKPOINTS = ("none", "selective", "full")

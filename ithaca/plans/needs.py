@@ -11,9 +11,9 @@ import torch
 from ithaca.errors import PlanError
 from ithaca.model.precision import at_least_fp32
 from ithaca.model.spec import Spec
-from ithaca.schedule.places import KEPT, REBUILD, RECOMPUTE, spell
-from ithaca.schedule.plan import Plan
-from ithaca.schedule.rebuild import (
+from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, spell
+from ithaca.plans.plan import Plan
+from ithaca.plans.rebuild import (
     LONGEST_PASSING,
     Rebuild,
     layers_to_keep,

@@ -1,0 +1,87 @@
+"""Placement from budgets: within them, the cheapest work first, and what fits nowhere is said."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ithaca
+from ithaca.errors import PlanError
+from ithaca.plans.needs import device_bytes, has_room_for_x, needs, tiles_of
+from ithaca.plans.places import RECOMPUTE
+from ithaca.plans.rebuild import rebuild_passes
+
+SPEC = ithaca.load_model("llama3-8b").spec
+TOKENS = 2**17
+
+
+def taken(plan: ithaca.Plan, tokens: int = TOKENS) -> tuple[int, int]:
+    asked = needs(plan.settled(), SPEC, torch.bfloat16)
+    hosted = sum(need.bytes_of(tokens) for need in asked if need.place == "host")
+    return device_bytes(asked, tiles_of(plan, tokens)), hosted
+
+
+@settings(max_examples=40, deadline=None)
+@given(device=st.integers(5 * 2**30, 90 * 2**30), host=st.integers(0, 90 * 2**30))
+def test_place_stays_within_its_budgets(device: int, host: int) -> None:
+    given_plan = ithaca.Plan(recipe="sweep", chunk=2**14)
+    try:
+        plan = ithaca.place(given_plan, SPEC, TOKENS, device=device, host=host)
+    except PlanError:
+        assert device + host < 39 * 2**30  # all x, K and V with their sums, gradient, slots, and what a place has left
+        return
+    used = taken(plan)
+    assert used[0] <= device
+    assert used[1] <= host
+    if "host" in plan.placement(32).x + plan.placement(32).o:  # then the device is full, but for slots of what left
+        assert used[0] + 1.5 * 2**30 > device
+
+
+def test_place_prefers_o_to_x_and_the_device_to_the_host() -> None:
+    given_plan, gib = ithaca.Plan(recipe="sweep", chunk=2**14), 2**30
+
+    def place(device: int, host: int) -> ithaca.Plan:
+        return ithaca.place(given_plan, SPEC, TOKENS, device=device, host=host)
+
+    assert (place(100 * gib, 0).x, place(100 * gib, 0).o) == ("device", "device")
+    assert (place(4 * gib, 70 * gib).x, place(4 * gib, 70 * gib).o) == ("host", "host")
+    assert (place(5 * gib, 70 * gib).gradient, place(7 * gib // 2, 70 * gib).gradient) == ("device", None)
+    lean = place(7 * gib // 2, 37 * gib)
+    assert lean.o == "host"
+    assert lean.placement(32).x.count("host") == 4
+    assert rebuild_passes(lean.placement(32), has_room_for_x(SPEC)) == 28
+
+
+def test_place_knows_that_a_device_alone_needs_no_slots() -> None:
+    plan = ithaca.Plan(recipe="sweep")
+    everything = taken(ithaca.Plan(recipe="sweep", x="device", o="device", gradient="device"))[0]
+    placed = ithaca.place(plan, SPEC, TOKENS, device=everything, host=0)
+    assert (placed.x, placed.o, placed.gradient) == ("device", "device", "device")
+    lean = ithaca.place(plan, SPEC, "128K", device="37GiB", host=0)
+    assert lean.o == "device"
+
+
+def test_place_weighs_work_against_work() -> None:
+    """A pass through mix and feed costs more than attention at 1K tokens, and far less at 1M."""
+    narrow, plan = replace(SPEC, heads=16), ithaca.Plan(recipe="sweep", chunk=64)
+    for tokens, recomputed in ((2**10, 31), (2**20, 0)):
+        placed = ithaca.place(plan, narrow, tokens, device=32 * 2**10 * tokens, host=300 * 2**10 * tokens)
+        assert placed.placement(32).o.count(RECOMPUTE) == recomputed
+
+
+def test_place_refuses_what_fits_nowhere() -> None:
+    plan = ithaca.Plan(recipe="sweep", chunk=2**14)
+    with pytest.raises(PlanError, match="no room in device=5 GiB and host=9 GiB") as refused:
+        ithaca.place(plan, SPEC, TOKENS, device="5GiB", host="9GiB")
+    (most,) = (int(word) for word in str(refused.value).rpartition(": ")[2].split() if word.isdecimal())
+    assert TOKENS / 8 < most < TOKENS / 2
+    ithaca.place(plan, SPEC, most, device="5GiB", host="9GiB")
+    with pytest.raises(PlanError, match="no room"):
+        ithaca.place(plan, SPEC, most + most // 50, device="5GiB", host="9GiB")
+    for wrong, sentence in (({"tokens": 0}, "'0' is not a number of tokens"), ({"dtype": "fp8"}, "dtype 'fp8' is not")):
+        with pytest.raises(ithaca.IthacaError, match=sentence):
+            ithaca.place(plan, SPEC, **({"tokens": TOKENS, "device": 0, "host": 0} | wrong))
+    with pytest.raises(PlanError, match="recipe 'dense' keeps no o"):
+        ithaca.place(ithaca.Plan(), SPEC, TOKENS, device="5GiB", host="9GiB")
