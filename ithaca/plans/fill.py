@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ithaca.errors import PlanError, suggestion
 from ithaca.model.source import DTYPES
 from ithaca.model.spec import Spec
-from ithaca.plans.needs import device_bytes, has_room_for_x, needs, tiles_of
+from ithaca.plans.needs import device_bytes, has_room_for_x, needs, passing_bytes, tiles_of
 from ithaca.plans.places import REBUILD, RECOMPUTE, Placement, spell
 from ithaca.plans.plan import Plan
 from ithaca.plans.rebuild import fewest_kept, layers_to_keep, rebuild_passes
@@ -25,7 +25,8 @@ def place(
 ) -> Plan:
     """The Plan with x and o of every layer placed, for passes over `tokens` tokens of a rank.
 
-    `device` and `host` are the bytes that a rank's tapes may take there, slots included, as 20GB; 0 for none.
+    `device` and `host` are the bytes that a rank's tapes may take there, as 20GB; 0 for none. The device's are also for
+    slots, and for weights that are gathered beyond a layer's own to make an x in passing.
     """
     if not plan.sweeps:
         raise PlanError(f"recipe '{plan.recipe}' keeps no o that could be placed: recipe 'sweep' does")
@@ -86,11 +87,11 @@ class _Budget:
 
 def _choices(layers: int) -> Iterator[_Kept]:
     """What can be kept: every o with x of ever fewer layers, then o of ever fewer."""
-    every = set(range(layers))
-    for count in range(layers, fewest_kept(layers) - 1, -1):
+    every, fewest = set(range(layers)), fewest_kept(layers)
+    for count in range(layers, fewest - 1, -1):
         yield layers_to_keep(layers, count), every
     for given_up in range(1, layers + 1):
-        yield set(range(min(given_up + 1, layers))), every - set(range(given_up))
+        yield layers_to_keep(layers, fewest) | set(range(min(given_up + 1, layers))), every - set(range(given_up))
 
 
 def _fill(
@@ -122,4 +123,4 @@ def _fill(
 def _used(plan: Plan, spec: Spec, dtype: str, tiles: Tiles) -> _Budget:
     asked = needs(plan.settled(), spec, DTYPES[dtype])
     hosted = sum(need.bytes_of(tiles.length) for need in asked if need.place == "host")
-    return _Budget(device_bytes(asked, tiles), hosted)
+    return _Budget(device_bytes(asked, tiles) + passing_bytes(plan, spec, asked), hosted)
