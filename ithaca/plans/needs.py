@@ -163,7 +163,7 @@ def describe(asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec) -> list[st
 
 def _described(need: Need, tiles: Tiles, spec: Spec) -> str:
     some = need.name in ("x", "o", "lse") and len(need.layers) < spec.layers
-    layers = f" of {len(need.layers)} layers" if some else ""
+    layers = f" of {len(need.layers)} layer{'s' * (len(need.layers) > 1)}" if some else ""
     return f"{need.name.replace('_', ' ')}{layers} {format_bytes(need.bytes_of(tiles.length))}"
 
 
