@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 import ithaca
 from ithaca.model.decoder import Unit
 from ithaca.parallel.sharding import opened
+from ithaca.tape.tiles import Tiles
 from tests.models import make_model, save
 from tests.schedule.steps import random_batch
 
@@ -24,7 +25,7 @@ def is_gathered(unit: Unit) -> bool:
 
 
 def gathered_tables(folder: Path, options: dict) -> tuple[set[bool], bool]:
-    """Whether the embedding table is there while attention runs, forward and backward; and after the step."""
+    """Whether the embedding table is there while attention runs, both ways, and in its own backward pass; and after."""
     model = ithaca.apply(ithaca.load_model(folder, "float64"), ithaca.Plan(**options), ithaca.mesh())
     kernel, seen = model.kernel, set()
 
@@ -39,8 +40,14 @@ def gathered_tables(folder: Path, options: dict) -> tuple[set[bool], bool]:
             seen.add(is_gathered(model.decoder.embedding))
             return kernel.backward(*args)
 
+    def watched_tiles(*args: int) -> Tiles:
+        seen.add(is_gathered(model.decoder.embedding))
+        return Tiles(*args)
+
     model.kernel = Watching()
-    model(model.shard(*random_batch(2, 19, documents=False, ignored=0.0, seed=0))).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ithaca.schedule.embedding.Tiles", watched_tiles)  # which its own backward pass makes
+        model(model.shard(*random_batch(2, 19, documents=False, ignored=0.0, seed=0))).backward()
     return seen, is_gathered(model.decoder.embedding)
 
 
