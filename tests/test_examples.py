@@ -34,6 +34,7 @@ def test_example(nursery: Nursery, example: Path, tmp_path: Path) -> None:
     data = prepare(nursery, tmp_path, "finetune" in example.name)
     sets = [f"model.source={model}", f"data.source={data}", "train.tokens=48", "train.steps=3", "train.warmup=1"]
     sets += ["plan.chunk=16"] if plan.chunk else []
+    sets += ["train.batch=1"] if layers > 2 else []  # a deep model takes its time
     words = [word for item in (*sets, "train.device=cpu") for word in ("--set", item)]
     end = nursery.command("train", str(example), "--run", "run", "--ranks", "1", *words, folder=tmp_path)
     assert end.code == 0, end.err
