@@ -127,9 +127,9 @@ def slot_bytes(asked: list[Need], tiles: Tiles) -> int:
 
 def passing_bytes(plan: Plan, spec: Spec, asked: list[Need]) -> int:
     """Weights of other layers that are gathered at once, while an x is made in passing; x has their dtype."""
-    rows = next((need.dtype.itemsize for need in asked if need.name == "x"), 0)
+    itemsize = next((need.dtype.itemsize for need in asked if need.name == "x"), 0)
     block = sum(math.prod(shape) for shape in spec.block_shapes().values())
-    return passing_layers(rebuilds_of(plan, spec)) * block * rows
+    return passing_layers(rebuilds_of(plan, spec)) * block * itemsize
 
 
 def describe(asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec) -> list[str]:
@@ -153,7 +153,7 @@ def describe(asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec) -> list[st
         if (together := passing_layers(rebuilds_of(plan, spec))) > LONGEST_PASSING:
             weights = format_bytes(passing_bytes(plan, spec, asked))
             lines.append(
-                f"for one of them it gathers {together} layers at once, {weights}: "
+                f"for that it gathers up to {together} layers at once, {weights}: "
                 f"an x within the last {LONGEST_PASSING} layers avoids that"
             )
     if missing := placement.o.count(RECOMPUTE):

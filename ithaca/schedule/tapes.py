@@ -125,7 +125,7 @@ class Pass:
         return self._xs.get(layer) or self.gradient
 
     def rebuild(self, layer: int) -> Rebuild | None:
-        """How the x of a layer is made again, where that is its turn to be done."""
+        """How the x of a layer is made again when its turn comes; None where it is there by then."""
         return self._rebuilds.get(layer)
 
     def house(self, rebuild: Rebuild) -> None:
