@@ -5,9 +5,9 @@
     python -m bench.block --tokens 32K --recipe dense,sweep --place device
     python -m bench.block --documents 256K,64x4K,192K+64x1K      time against Σ length²
 
-Blocks only, without embedding, loss and optimizer; one rank, no collectives. "Bare" runs the attention kernel on the
-same pairs of tiles, and every GEMM of the schedule with the same shapes, on random data and nothing else. Attention's
-time within a step is that of its kernels by the profiler.
+Blocks only, without embedding, loss and optimizer; one rank, or one of several, whose messages come back to itself.
+"Bare" runs the attention kernel on the same pairs of tiles, and every GEMM of the schedule with the same shapes, on
+random data and nothing else. Attention's time within a step is that of its kernels by the profiler.
 1 d is one bf16 hidden state of all tokens. MFU counts 6 · (block's parameters) + 6 · Hq · D · Σ length² / S FLOPs a
 token over 989 TFLOP/s, without credit for recomputation.
 """
@@ -33,13 +33,17 @@ from ithaca.attention.attend import softmax_scale
 from ithaca.attention.documents import Pieces, attended_length, positions
 from ithaca.attention.kernels import choose_kernel
 from ithaca.attention.walk import Walk
+from ithaca.model.block import Heads
 from ithaca.model.decoder import Unit
 from ithaca.model.rope import turn
 from ithaca.model.source import load_model
 from ithaca.model.spec import Spec
-from ithaca.parallel.exchange import Alone
-from ithaca.plans.needs import needs, rebuilds_of, tiles_of
+from ithaca.parallel.exchange import Alone, Ulysses
+from ithaca.parallel.heads import head_rounds, split_heads
+from ithaca.parallel.transport import LoopedBack
+from ithaca.plans.needs import layout_of, needs, rebuilds_of, tiles_of
 from ithaca.plans.plan import Plan
+from ithaca.schedule.rounds import Attention
 from ithaca.schedule.sweep import SweepCall, run_sweep
 from ithaca.schedule.tapes import Tapes
 from ithaca.schedule.whole import BlockCall, run_block
@@ -56,15 +60,21 @@ ATTENTION = re.compile(
 
 
 class Blocks:
-    """Some blocks with random weights, and one layout of documents to run them on."""
+    """Some blocks with random weights, and one layout of documents to run them on: one rank of several."""
 
-    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan):
-        self.spec, self.bounds, self.plan, self.tokens = spec, bounds, plan, bounds[-1]
+    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int):
+        self.spec, self.plan = spec, plan
         self.kernel = choose_kernel(plan.kernel, DEVICE, BF16, spec.head_size)
         self.units = [Unit(spec.block_shapes(), BF16, DEVICE) for _ in range(spec.layers)]
         for parameter in (p for unit in self.units for p in unit.parameters()):
             parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
-        self.positions = positions(bounds).to(DEVICE)
+        self.layout = layout_of(plan, bounds[-1], ranks)
+        self.bounds = (*bounds[:-1], self.layout.padded)
+        everywhere = positions(self.bounds)
+        self.positions = torch.cat([everywhere[place.start : place.stop] for place in self.layout.places(0)]).to(DEVICE)
+        self.exchange = Alone() if ranks == 1 else Ulysses(LoopedBack(ranks, DEVICE))
+        self.share = split_heads(spec.heads, spec.kv_heads, ranks)
+        self.mine = Heads(self.share.q[0], self.share.kv[0])
 
     def zero_grad(self) -> None:
         for unit in self.units:
@@ -72,14 +82,13 @@ class Blocks:
 
 
 class Swept(Blocks):
-    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan):
-        super().__init__(spec, bounds, plan)
-        self.tiles = tiles_of(plan, self.tokens)
-        self.walk = Walk(self.kernel, self.tiles, bounds)
+    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int):
+        super().__init__(spec, bounds, plan, ranks)
+        self.tiles = tiles_of(plan, self.layout)
+        self.walk = Walk(self.kernel, self.layout.chunks, self.bounds)
         began = time.perf_counter()
-        self.tapes = Tapes(
-            needs(plan, spec, BF16), rebuilds_of(plan, spec), self.tiles, make_engine(DEVICE), lambda _: None
-        )
+        asked = needs(plan, spec, BF16, self.mine, ranks)
+        self.tapes = Tapes(asked, rebuilds_of(plan, spec), self.tiles, make_engine(DEVICE), lambda _: None)
         self.reserve_seconds = time.perf_counter() - began
 
     def attention_seconds(self) -> float:
@@ -110,7 +119,8 @@ class Swept(Blocks):
                 self.walk,
                 self.positions,
                 self.plan.tile or 0,
-                Alone(),
+                self.exchange,
+                self.share,
                 lambda other: nullcontext(weights[other]),
             )
             token = unit(run_sweep, token, call)
@@ -135,29 +145,37 @@ class Swept(Blocks):
 
 
 class Whole(Blocks):
-    """The schedule `whole` on tensors."""
+    """The schedule `whole` on tensors; block inputs on the host where the Plan says so."""
 
-    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan):
-        super().__init__(spec, bounds, plan)
-        self.reserve_seconds = 0.0
-        self.pieces = Pieces.documents(bounds)
+    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int):
+        super().__init__(spec, bounds, plan, ranks)
+        began = time.perf_counter()
+        asked = needs(plan, spec, BF16, self.mine, ranks)
+        tiles = tiles_of(plan, self.layout)
+        self.tapes = Tapes(asked, {}, tiles, make_engine(DEVICE), lambda _: None) if asked else None
+        self.reserve_seconds = time.perf_counter() - began
+        rounds = head_rounds(self.share, plan.heads_at_once(ranks))
+        self.attention = Attention(spec, self.kernel, Pieces.documents(self.bounds), self.exchange, rounds)
 
     def forward(self) -> None:
         self.zero_grad()
-        self.x = torch.randn(self.tokens, self.spec.hidden, device=DEVICE, dtype=BF16).requires_grad_()
+        self.x = torch.randn(self.layout.local, self.spec.hidden, device=DEVICE, dtype=BF16).requires_grad_()
+        self.run = self.tapes.begin(kept=True) if self.tapes else None
         torch.cuda.synchronize()
 
     def timed_forward(self) -> None:
         rope = turn(self.spec.rope, self.spec.head_size, self.positions, BF16)
         y = self.x
         for layer, unit in enumerate(self.units):
-            checkpoint = self.plan.checkpoint or ""
-            call = BlockCall(self.spec, layer, rope, self.kernel, self.pieces, checkpoint, self.plan.tile, None)
-            y = unit(run_block, y, call)
+            checkpoint = self.plan.checkpoint or "full"
+            y = unit(run_block, y, BlockCall(self.attention, layer, rope, checkpoint, self.plan.tile, self.run))
         self.y = y
 
     def backward(self) -> None:
-        self.dy = torch.randn_like(self.x) * 1e-3
+        if self.run:
+            self.run.waits = False
+            self.x.data = self.x.new_empty(0)  # a model's x is the output of the block before, which is on the host too
+        self.dy = torch.randn(self.layout.local, self.spec.hidden, device=DEVICE, dtype=BF16) * 1e-3
         torch.cuda.synchronize()
 
     def timed_backward(self) -> None:
@@ -165,7 +183,8 @@ class Whole(Blocks):
         del self.x, self.y, self.dy
 
     def close(self) -> None:
-        pass
+        if self.tapes:
+            self.tapes.close()
 
 
 def _fill(tape: Tape, scale: float) -> None:
@@ -179,10 +198,10 @@ class Bare:
 
     def __init__(self, blocks: Swept):
         self.spec, self.kernel, self.walk = blocks.spec, blocks.kernel, blocks.walk
-        spec, size = self.spec, blocks.tiles.size
-        self.q, self.do = (torch.randn(size, spec.heads, spec.head_size, device=DEVICE, dtype=BF16) for _ in range(2))
-        self.k, self.v = (torch.randn(size, spec.kv_heads, spec.head_size, device=DEVICE, dtype=BF16) for _ in range(2))
-        self.gemms = _gemms(spec, blocks.tiles, blocks.plan.tile or size)
+        spec, size, mine = self.spec, blocks.layout.chunks.size, blocks.mine
+        self.q, self.do = (torch.randn(size, len(mine.q), spec.head_size, device=DEVICE, dtype=BF16) for _ in range(2))
+        self.k, self.v = (torch.randn(size, len(mine.kv), spec.head_size, device=DEVICE, dtype=BF16) for _ in range(2))
+        self.gemms = _gemms(spec, blocks.tiles, blocks.plan.tile or blocks.tiles.size)
         chunks = range(blocks.tiles.count)
         self.visits = [visit for chunk in chunks for tile in self.walk.visits(chunk) for visit in tile.visits]
         self._kept: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -246,10 +265,12 @@ def timed(work: Callable[[], None]) -> float:
     return start.elapsed_time(stop) / 1e3
 
 
-def measure(spec: Spec, bounds: tuple[int, ...], plan: Plan, repeats: int, with_bare: bool) -> dict[str, Any]:
+def measure(
+    spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int, repeats: int, with_bare: bool
+) -> dict[str, Any]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    blocks = (Swept if plan.sweeps else Whole)(spec, bounds, plan)
+    blocks = (Swept if plan.sweeps else Whole)(spec, bounds, plan, ranks)
     bare: Bare | None = None
     seconds: dict[str, list[float]] = {}
 
@@ -279,11 +300,12 @@ def measure(spec: Spec, bounds: tuple[int, ...], plan: Plan, repeats: int, with_
     blocks.close()
     attended, tokens = attended_length(bounds), bounds[-1]
     block = sum(p.numel() for p in blocks.units[0].parameters())
-    flops = tokens * spec.layers * (6 * block + 6 * spec.heads * spec.head_size * attended)
+    flops = tokens / ranks * spec.layers * (6 * block + 6 * spec.heads * spec.head_size * attended)
     step = median["forward"] + median["backward"]
     result = {
         "recipe": plan.recipe,
         "tokens": tokens,
+        "ranks": ranks,
         "documents": len(bounds) - 1,
         "attended": attended,
         "layers": spec.layers,
@@ -294,7 +316,7 @@ def measure(spec: Spec, bounds: tuple[int, ...], plan: Plan, repeats: int, with_
         "mfu_causal": flops / step / PEAK,
         "peak_bytes_allocated": peak[0],
         "peak_bytes": peak[1],
-        "d_bytes": tokens * spec.hidden * 2,
+        "d_bytes": blocks.layout.local * spec.hidden * 2,
         "reserve_seconds": blocks.reserve_seconds,
     }
     if bare:
@@ -320,6 +342,7 @@ def main() -> None:
     parser.add_argument("--layers", default=1, type=int)
     parser.add_argument("--tokens", default="256K", help="several, parted by commas")
     parser.add_argument("--documents", help="layouts in place of --tokens, as 64x4K,192K+64x1K")
+    parser.add_argument("--ranks", default=1, type=int, help="Ulysses ranks, of which this is one, looped back")
     parser.add_argument("--recipe", default="sweep", help="several, parted by commas")
     parser.add_argument("--place", default="host", help="of x, o and the gradient under the sweep")
     parser.add_argument("--kv", default="device")
@@ -342,7 +365,7 @@ def main() -> None:
             options |= {"kv": args.kv, "chunk": args.chunk, "tile": args.tile}
         for bounds in layouts:
             plan = Plan(**options).settled()
-            row = measure(spec, bounds, plan, args.repeats, not args.no_bare)
+            row = measure(spec, bounds, plan, args.ranks, args.repeats, not args.no_bare)
             results.append({**row, "matmul_tflops": bound})
             print(_line(row), flush=True)
     for first, second in pairwise(results):

@@ -14,17 +14,21 @@ from torch import Tensor, nn
 
 from ithaca.attention.kernels import choose_kernel
 from ithaca.errors import InputError, ModelError, PlanError
+from ithaca.model.block import Heads
 from ithaca.model.decoder import Decoder
 from ithaca.model.folder import check_vacant, write_folder
 from ithaca.model.precision import at_least_fp32
 from ithaca.model.source import DTYPES, ModelSource
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import on_this_node, same_batch, same_everywhere, together
-from ithaca.parallel.batch import Batch, split_batch, whole_batch
-from ithaca.parallel.layout import batch_range
+from ithaca.parallel.batch import Batch, gather_tokens, split_batch, whole_batch
+from ithaca.parallel.exchange import Alone, Ulysses
+from ithaca.parallel.heads import head_rounds, split_heads
+from ithaca.parallel.layout import Layout, batch_range
 from ithaca.parallel.mesh import Mesh, alone
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
-from ithaca.plans.needs import Need, check_room, describe, host_bytes, needs, rebuilds_of, tiles_of
+from ithaca.parallel.transport import Group
+from ithaca.plans.needs import Need, check_room, describe, host_bytes, layout_of, needs, rebuilds_of, tiles_of
 from ithaca.plans.plan import Plan
 from ithaca.schedule.forward import Job, logits, loss_sum
 from ithaca.schedule.tapes import Tapes
@@ -48,6 +52,9 @@ class Model(nn.Module):
         self.kernel = choose_kernel(plan.kernel, mesh.device, self.dtype, source.spec.head_size)
         self.decoder = Decoder(source.spec, at_least_fp32(self.dtype))
         self.engine = make_engine(mesh.device)
+        self.exchange = Ulysses(Group(mesh.ulysses_group)) if mesh.ulysses_group else Alone()
+        self.share = split_heads(source.spec.heads, source.spec.kv_heads, mesh.ulysses)
+        self.rounds = head_rounds(self.share, plan.heads_at_once(mesh.ulysses))
         self._tapes: dict[bool, Tapes] = {}  # for passes that are kept for backward, and for those that are not
         self._begins_step = True
         cut(self.decoder, mesh, plan.zero, self.dtype)
@@ -65,34 +72,39 @@ class Model(nn.Module):
         documents  the same shape; a new id begins a new document, which sees nothing before it. Each row is a document
                    of its own in any case
         """
-        return split_batch(tokens, labels, documents, self.mesh, self.spec.vocab)
+        return split_batch(tokens, labels, documents, self.mesh, self.spec.vocab, self._lay)
+
+    def _lay(self, tokens: int, shorten: bool = True) -> Layout:
+        """Who holds which of so many tokens. A chunk that is too long is refused when all ranks can be told."""
+        return layout_of(self.plan, tokens, self.mesh.context_ranks, shorten)
 
     def reserve(self, rows: int, tokens: int, say: Callable[[str], None] = lambda _: None) -> None:
         """Take, before training begins, the memory that passes over `rows` sequences of `tokens` tokens need.
 
         A first pass does the same; `say` is told how far it is. Refused while a pass waits for its backward.
         """
-        local = self._local_tokens(rows, tokens)
-        self._reserve(lambda: tiles_of(self.plan, local), True, say)
+        self._reserve(self._cut(rows, tokens), True, say)
 
     def check_room(self, rows: int, tokens: int) -> None:
         """Refuse now what `reserve` would refuse for want of memory, and take nothing yet."""
-        local, asked = self._local_tokens(rows, tokens), self._needs(True)
-        tiles = together(self.mesh.group, lambda: tiles_of(self.plan, local))
+        asked = self._needs(True)
+        tiles = together(self.mesh.group, self._cut(rows, tokens))
         if asked:
             self._check_room(asked, tiles)
 
     def host_bytes(self, rows: int, tokens: int) -> int:
         """Bytes of this node's memory that tapes for such passes take, those of all its ranks together."""
-        local = self._local_tokens(rows, tokens)
-        tiles = together(self.mesh.group, lambda: tiles_of(self.plan, local))
+        tiles = together(self.mesh.group, self._cut(rows, tokens))
         return on_this_node(self.mesh.group, host_bytes(self._needs(True), tiles, self.mesh.device))[0]
 
-    def _local_tokens(self, rows: int, tokens: int) -> int:
+    def _cut(self, rows: int, tokens: int) -> Callable[[], Tiles]:
+        """How this rank's tapes are cut for passes over so many sequences."""
         for name, number in (("rows", rows), ("tokens", tokens)):
             if type(number) is not int or number < 1:
                 raise InputError(f"{name}={number} is no number of {name}: 1 or more is")
-        return max(len(batch_range(rows, self.mesh.data_rank, self.mesh.data_ranks)), 1) * tokens
+        same_everywhere(self.mesh.group, "number of rows or tokens", (rows, tokens))
+        mine = max(len(batch_range(rows, self.mesh.data_rank, self.mesh.data_ranks)), 1) * tokens
+        return lambda: tiles_of(self.plan, self._lay(mine, shorten=False))
 
     def describe_tapes(self) -> list[str]:
         """What the Plan keeps outside of tensors, and where; nothing where it keeps nothing so."""
@@ -109,7 +121,11 @@ class Model(nn.Module):
         """
         if valid_tokens is not None and valid_tokens < 0:
             raise InputError(f"valid_tokens is {valid_tokens}: the number of valid tokens of the step is needed")
-        job = self._job(batch, lambda: tiles_of(self.plan, len(batch.tokens)), torch.is_grad_enabled())
+        job = self._job(
+            batch,
+            lambda: tiles_of(self.plan, self._lay(batch.layout.tokens, shorten=False)),
+            torch.is_grad_enabled(),
+        )
         prepare_pass(self.decoder, self.plan.zero, self._begins_step, last)
         self._begins_step = last
         with _outside_inference_mode():
@@ -122,11 +138,13 @@ class Model(nn.Module):
     @torch.no_grad()
     def logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """[S, vocabulary] or [B, S, vocabulary], the same on every rank. For small inputs: all logits exist at once."""
-        batch = whole_batch(tokens, documents, self.mesh, self.spec.vocab)
-        job = self._job(batch, lambda: tiles_of(self.plan, len(batch.tokens), shorten=True), False)
+        batch = whole_batch(tokens, documents, self.mesh, self.spec.vocab, self._lay)
+        job = self._job(batch, lambda: tiles_of(self.plan, batch.layout), False)
         with _outside_inference_mode():
             flat = self.decoder(logits, batch, job)
             free_gathered(self.decoder)
+            if self.mesh.ulysses_group:
+                flat = gather_tokens(flat, batch.layout, self.mesh.ulysses_group)
         return flat.view(*torch.as_tensor(tokens).shape, -1)
 
     def _job(self, batch: Batch, cut: Callable[[], Tiles], training: bool) -> Job:
@@ -140,10 +158,14 @@ class Model(nn.Module):
         if any_missing:
             self._reserve(cut, training, lambda _: None)
         tapes = self._tapes_for(cut, training) if asked else None
-        return Job(self.plan, self.kernel, tapes.begin(training) if tapes else None)
+        begun = tapes.begin(training) if tapes else None
+        return Job(self.plan, self.kernel, self.exchange, self.rounds, begun)
 
     def _needs(self, training: bool) -> list[Need]:
-        return [need for need in needs(self.plan, self.spec, self.dtype) if training or not need.training]
+        rank, ranks = self.exchange.rank, self.exchange.ranks
+        mine = Heads(self.share.q[rank], self.share.kv[rank])
+        asked = needs(self.plan, self.spec, self.dtype, mine, ranks)
+        return [need for need in asked if training or not need.training]
 
     def _tapes_for(self, cut: Callable[[], Tiles], training: bool) -> Tapes | None:
         """What is there for such a pass; one that keeps nothing can also use what training has, between its passes."""
@@ -205,10 +227,15 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None) -> Model:
     """Put a named model onto the ranks of a mesh (None: this process alone) and read its weights. Collective."""
     mesh = mesh or alone()
     same_everywhere(mesh.group, "model or Plan", (source.spec, source.dtype, source.weights.identity(), plan))
-    if mesh.context_ranks > 1:
+    if mesh.context_ranks > 1 and not plan.shares:
         raise PlanError(
             f"recipe '{plan.recipe}' has no context parallelism, but the mesh has ulysses {mesh.ulysses} × ring "
-            f"{mesh.ring}: set both to 1 and shard to {mesh.shard * mesh.context_ranks}"
+            f"{mesh.ring}: set both to 1 and shard to {mesh.shard * mesh.context_ranks}, or use recipe 'sweep'"
+        )
+    if mesh.ring > 1:
+        raise PlanError(
+            f"recipe '{plan.recipe}' shares a sequence by heads only, but the mesh has ring {mesh.ring}: "
+            f"set ring to 1 and ulysses to {mesh.context_ranks}"
         )
 
     def assemble() -> Model:

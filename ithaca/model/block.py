@@ -9,14 +9,16 @@ and differentiates a tile by running it again under autograd. `w` maps the Huggi
 tensors. Shapes: T tokens, H heads, D head size, E hidden.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ithaca.model.gate import gated
-from ithaca.model.linear import linear
+from ithaca.model.linear import Part, linear
 from ithaca.model.rope import Turn, rotate
 from ithaca.model.spec import Spec
 
@@ -25,10 +27,10 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Heads:
-    """A slice of the heads: the query heads, and the key/value heads that they read."""
+    """Some of the heads, by index: query heads, and the key/value heads that they read."""
 
-    q: range
-    kv: range
+    q: Sequence[int]
+    kv: Sequence[int]
 
     @staticmethod
     def all(spec: Spec) -> "Heads":
@@ -55,8 +57,10 @@ def project(spec: Spec, w: Weights, x_TE: Tensor, turn: Turn | None, heads: Head
 
 
 def mix(spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads: Heads) -> Tensor:
-    """Add what these heads say. Over slices: mix(mix(x, o1, h1), o2, h2); the bias comes with head 0."""
-    columns = slice(heads.q.start * spec.head_size, heads.q.stop * spec.head_size)
+    """Add what these heads, which follow each other, say; the bias comes with head 0.
+
+    Over slices: mix(mix(x, o1, h1), o2, h2)."""
+    columns = slice(heads.q[0] * spec.head_size, (heads.q[-1] + 1) * spec.head_size)
     return x_TE + linear(w, "self_attn.o_proj", o_THD.flatten(1), columns=columns)
 
 
@@ -71,6 +75,17 @@ def norm(spec: Spec, x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, spec.norm_eps)
 
 
-def _head_rows(spec: Spec, w: Weights, name: str, x_TE: Tensor, heads: range) -> Tensor:
-    rows = slice(heads.start * spec.head_size, heads.stop * spec.head_size)
+def _head_rows(spec: Spec, w: Weights, name: str, x_TE: Tensor, heads: Sequence[int]) -> Tensor:
+    rows = _rows(heads, spec.head_size, x_TE.device)
     return linear(w, name, x_TE, rows=rows).view(len(x_TE), len(heads), spec.head_size)
+
+
+def _rows(heads: Sequence[int], size: int, device: torch.device) -> Part:
+    if isinstance(heads, range):
+        return slice(heads.start * size, heads.stop * size)
+    return _row_indices(tuple(heads), size, device)
+
+
+@lru_cache(maxsize=64)  # a few rounds of heads, the same ones in every layer
+def _row_indices(heads: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    return (torch.tensor(heads)[:, None] * size + torch.arange(size)).flatten().to(device)

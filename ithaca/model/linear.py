@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge
 
 from ithaca.model.precision import at_least_fp32
 
 ALL = slice(None)
+Part = slice | Tensor  # some rows or columns of a weight: a slice, or their indices
 
 
 class Summed(dict[str, Tensor]):
@@ -37,7 +39,7 @@ class Summed(dict[str, Tensor]):
             self[name].requires_grad_()
 
     def differentiate(
-        self, outputs: Tensor | Sequence[Tensor], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
+        self, outputs: Tensor | Sequence[GradientEdge], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
     ) -> list[Tensor]:
         """Gradients of the inputs; those of the weights that the outputs depend on are added to the sums."""
         leaves = [self[name] for name in self._leaves]
@@ -48,22 +50,16 @@ class Summed(dict[str, Tensor]):
         return list(found[: len(inputs)])  # pyrefly: ignore
 
 
-def linear(w: Mapping[str, Tensor], name: str, x: Tensor, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+def linear(w: Mapping[str, Tensor], name: str, x: Tensor, rows: Part = ALL, columns: slice = ALL) -> Tensor:
     """x on some rows and columns of a named weight; a bias, where there is one, comes with the first column."""
     weight = w[f"{name}.weight"][rows, columns]
     bias = w.get(f"{name}.bias") if not columns.start else None
     bias = None if bias is None else bias[rows]
     if not isinstance(w, Summed):
         return F.linear(x, weight, bias)
-    weight_sum, bias_sum = w.sums.get(f"{name}.weight"), w.sums.get(f"{name}.bias")
-    return _Linear.apply(
-        x,
-        weight,
-        bias,
-        None if weight_sum is None else weight_sum[rows, columns],
-        None if bias_sum is None or bias is None else bias_sum[rows],
-        name not in w.unread,
-    )
+    weight_sum = w.sums.get(f"{name}.weight")
+    bias_sum = None if bias is None else w.sums.get(f"{name}.bias")
+    return _Linear.apply(x, weight, bias, weight_sum, bias_sum, (rows, columns), name not in w.unread)
 
 
 class _Linear(torch.autograd.Function):
@@ -75,22 +71,26 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         weight_sum: Tensor | None,
         bias_sum: Tensor | None,
+        part: tuple[Part, slice],
         read: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sums = weight_sum, bias_sum
+        ctx.sums, ctx.part = (weight_sum, bias_sum), part
         return F.linear(x, weight, bias) if read else x.new_zeros(1, 1).expand(len(x), len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        weight_sum, bias_sum = ctx.sums
+        (weight_sum, bias_sum), (rows, columns) = ctx.sums, ctx.part
         if weight_sum is not None:
-            add_product(weight_sum, dy.T, x)
+            total = weight_sum[rows, columns]
+            add_product(total, dy.T, x)
+            if isinstance(rows, Tensor):
+                weight_sum[rows, columns] = total  # which indices have copied
         if bias_sum is not None:
-            bias_sum += dy.sum(0, dtype=bias_sum.dtype)
-        return dy @ weight, None, None, None, None, None
+            bias_sum[rows] += dy.sum(0, dtype=bias_sum.dtype)
+        return dy @ weight, None, None, None, None, None, None
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

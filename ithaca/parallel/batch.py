@@ -3,17 +3,22 @@
 Rows are laid end to end as one packed sequence in which each row is a document, or several. Labels are given as in
 Hugging Face, beside their own tokens; they are shifted here, over the whole batch and before it is split, so that no
 border between ranks loses one. The last token of a document predicts nothing.
+
+Context ranks share a sequence as a layout says. What fills it up belongs to the last document, behind its last token:
+nobody sees it and it predicts nothing, so it changes no number.
 """
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.attention.documents import attended_length, document_bounds, positions
 from ithaca.errors import InputError
-from ithaca.parallel.layout import batch_range
+from ithaca.parallel.layout import Layout, batch_range
 from ithaca.parallel.mesh import Mesh
 
 IGNORED = -100  # a label that is not learned, as in Hugging Face
@@ -26,15 +31,18 @@ class Batch:
     tokens: Tensor  # [n]
     labels: Tensor  # [n], what each token predicts, IGNORED where nothing
     positions: Tensor  # [n], within the document
-    bounds: tuple[int, ...]  # offsets of the documents among the local tokens, 0 and n included
+    bounds: tuple[int, ...]  # offsets of the documents in the sequence that the context ranks share, both ends included
+    layout: Layout  # which of its tokens are local
     valid_tokens: int  # labels that count, over all ranks
     total_tokens: int  # over all ranks
     attended: float  # Σ length² / tokens over all documents of the batch: what a token's attention costs
     fingerprint: int  # of the whole batch: ranks compare it
 
 
-def split_batch(tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int) -> Batch:
-    """This rank's part of a batch that every rank holds whole."""
+def split_batch(
+    tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int, lay: Callable[[int], Layout]
+) -> Batch:
+    """This rank's part of a batch that every rank holds whole; `lay` gives the layout of so many tokens."""
     tokens = _check_tokens(tokens, vocab)
     labels = _whole_numbers("labels", labels)
     if labels.shape != tokens.shape:
@@ -49,24 +57,36 @@ def split_batch(tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: 
         )
     shifted = _shift(labels, documents)
     mine = batch_range(rows, mesh.data_rank, mesh.data_ranks)
-    return _part(tokens, shifted, documents, mine, mesh)
+    return _part(tokens, shifted, documents, mine, mesh, lay)
 
 
-def whole_batch(tokens: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int) -> Batch:
-    """All of a batch on every rank, without labels."""
+def whole_batch(
+    tokens: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int, lay: Callable[[int], Layout]
+) -> Batch:
+    """All of a batch on every data rank, without labels."""
     tokens = _check_tokens(tokens, vocab)
     labels = torch.full_like(tokens, IGNORED)
-    return _part(tokens, labels, _check_documents(documents, tokens), range(len(tokens)), mesh)
+    return _part(tokens, labels, _check_documents(documents, tokens), range(len(tokens)), mesh, lay)
 
 
-def _part(tokens: Tensor, shifted: Tensor, documents: Tensor, rows: range, mesh: Mesh) -> Batch:
+def _part(
+    tokens: Tensor, shifted: Tensor, documents: Tensor, rows: range, mesh: Mesh, lay: Callable[[int], Layout]
+) -> Batch:
     part = slice(rows.start, rows.stop)
-    bounds = document_bounds(documents[part])
+    bounds, layout = document_bounds(documents[part]), lay(tokens[part].numel())
+    bounds = (*bounds[:-1], layout.padded)
+    places = layout.places(mesh.context_rank)
+
+    def local(sequence: Tensor, filler: int) -> Tensor:
+        filled = torch.nn.functional.pad(sequence, (0, layout.padded - len(sequence)), value=filler)
+        return torch.cat([filled[place.start : place.stop] for place in places]).to(mesh.device)
+
     return Batch(
-        tokens=tokens[part].flatten().to(mesh.device),
-        labels=shifted[part].flatten().to(mesh.device),
-        positions=positions(bounds).to(mesh.device),
+        tokens=local(tokens[part].flatten(), 0),
+        labels=local(shifted[part].flatten(), IGNORED),
+        positions=local(positions(bounds), 0),
         bounds=bounds,
+        layout=layout,
         valid_tokens=int((shifted != IGNORED).sum()),
         total_tokens=tokens.numel(),
         attended=attended_length(document_bounds(documents)),
@@ -127,3 +147,14 @@ def _fingerprint(*tensors: Tensor) -> int:
     for tensor in tensors:
         checksum = zlib.crc32(tensor.cpu().contiguous().numpy().data, checksum)
     return checksum
+
+
+def gather_tokens(local: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
+    """[tokens, …] of the whole sequence, of what each context rank has for its own. Collective."""
+    parts = [torch.empty_like(local) for _ in range(layout.ranks)]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    whole = local.new_empty(layout.padded, *local.shape[1:])
+    for rank, part in enumerate(parts):
+        for place, tile in zip(layout.places(rank), part.split(layout.tiles.size), strict=True):
+            whole[place.start : place.stop] = tile
+    return whole[: layout.tokens]

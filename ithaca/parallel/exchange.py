@@ -1,28 +1,147 @@
-"""Between tokens and heads: what a block's attention needs of a tile, and gives back.
+"""Between tokens and heads: what attention needs of a tile, and gives back, over the Ulysses ranks.
 
-A rank holds all heads of some tokens; attention wants some heads of all tokens of the tile. One rank alone has both.
+A rank holds all heads of some tokens of a tile; attention wants some heads of all its tokens. One all-to-all takes a
+tile there, and one takes it back:
+
+    to_heads     [t, all heads, D] of each rank  ->  [C · t, this rank's heads, D], tokens in order
+    to_tokens    the way back; a key/value head that several ranks hold comes back as the sum of theirs
+
+Everything that leaves at one time travels together, as one message to each rank: [tokens, heads of all tensors, D], so
+that what arrives is used as it lies. It travels beside the computation, from the call until `arrived` is asked for.
 """
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
+from ithaca.model.precision import at_least_fp32
+from ithaca.parallel.heads import Share
+from ithaca.parallel.transport import Transport
 
-class Exchange(Protocol):
-    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """[local tokens, all heads, …] of a tile -> [all tokens, this rank's heads, …]."""
-        ...
-
-    def to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The way back."""
-        ...
+Tensors = tuple[Tensor, ...]
 
 
-class Alone:
+class Coming:
+    """Tensors on their way: query-like ones and key-like ones.
+
+    What is sent is kept until it has arrived: its memory belongs to the stream of the computation, and would be used
+    for something else by it.
+    """
+
+    def __init__(self, arrive: Callable[[], tuple[Tensors, Tensors]], sent: Tensor | None = None):
+        self._arrive: Callable[[], tuple[Tensors, Tensors]] | None = arrive
+        self._sent = sent
+        self._here: tuple[Tensors, Tensors] | None = None
+
+    def arrived(self) -> tuple[Tensors, Tensors]:
+        if self._here is None:
+            assert self._arrive is not None
+            self._here = self._arrive()
+            self._arrive = self._sent = None
+        return self._here
+
+
+class Exchange(ABC):
+    """Tensors are given with the heads of the share, in order: query-like ones with its query heads, key-like ones with
+    its key/value heads."""
+
+    ranks: int
+    rank: int
+
+    @abstractmethod
+    def to_heads(self, share: Share, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Coming: ...
+
+    @abstractmethod
+    def to_tokens(self, share: Share, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Coming: ...
+
+
+class Alone(Exchange):
     """One rank: every token and every head is here."""
 
-    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tensors
+    ranks, rank = 1, 0
 
-    def to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tensors
+    def to_heads(self, share: Share, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Coming:  # noqa: ARG002
+        return Coming(lambda: (tuple(queries), tuple(keys)))
+
+    def to_tokens(self, share: Share, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Coming:
+        return self.to_heads(share, queries, keys)
+
+
+class Ulysses(Exchange):
+    def __init__(self, transport: Transport):
+        self._transport, self.ranks, self.rank = transport, transport.ranks, transport.rank
+
+    def to_heads(self, share: Share, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Coming:
+        tokens, size, example = *_tokens_and_size(queries, keys), (*queries, *keys)[0]
+        widths = self._widths(share, len(queries), len(keys))
+        sent = example.new_empty(tokens * sum(widths) * size)
+        blocks = _blocks(sent, tokens, widths, size)
+        for block, q, kv in zip(blocks, share.q_parts, share.kv_parts, strict=True):
+            torch.cat([*(tensor[:, q] for tensor in queries), *(tensor[:, kv] for tensor in keys)], 1, out=block)
+        mine = widths[self.rank]
+        here = example.new_empty(self.ranks * tokens, mine, size)
+        head, q_count = tokens * size, len(queries)
+        wait = self._transport.swap(here.view(-1), sent, [mine * head] * self.ranks, [width * head for width in widths])
+        counts = [len(share.q[self.rank])] * q_count + [len(share.kv[self.rank])] * len(keys)
+
+        def arrive() -> tuple[Tensors, Tensors]:
+            wait()
+            parts = here.split(counts, 1)
+            return tuple(parts[:q_count]), tuple(parts[q_count:])
+
+        return Coming(arrive, sent)
+
+    def to_tokens(self, share: Share, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Coming:
+        rows, size = _tokens_and_size(queries, keys)
+        tokens, widths = rows // self.ranks, self._widths(share, len(queries), len(keys))
+        tensors = (*queries, *keys)
+        sent = torch.cat(tensors, 1) if len(tensors) > 1 else tensors[0].contiguous()
+        here = sent.new_empty(tokens * sum(widths) * size)
+        head = tokens * size
+        wait = self._transport.swap(
+            here, sent.view(-1), [width * head for width in widths], [widths[self.rank] * head] * self.ranks
+        )
+        q_count, kv_count = len(queries), len(keys)
+
+        def arrive() -> tuple[Tensors, Tensors]:
+            wait()
+            blocks = _blocks(here, tokens, widths, size)
+            parts = [
+                block.split([len(q)] * q_count + [len(kv)] * kv_count, 1)
+                for block, q, kv in zip(blocks, share.q, share.kv, strict=True)
+            ]
+            back = tuple(torch.cat([part[index] for part in parts], 1) for index in range(q_count))
+            sums = tuple(_joined(share, [part[q_count + index] for part in parts]) for index in range(kv_count))
+            return back, sums
+
+        return Coming(arrive, sent)
+
+    @staticmethod
+    def _widths(share: Share, queries: int, keys: int) -> list[int]:
+        """Heads of all tensors together that go to, or come from, each rank."""
+        return [queries * len(q) + keys * len(kv) for q, kv in zip(share.q, share.kv, strict=True)]
+
+
+def _joined(share: Share, parts: list[Tensor]) -> Tensor:
+    """Key-like heads of all ranks; those that several hold are summed in at least fp32."""
+    if not share.replicated:
+        return torch.cat(parts, 1)
+    tokens, _, size = parts[0].shape
+    dtype = parts[0].dtype
+    total = parts[0].new_zeros(tokens, len(share.kv_heads), size, dtype=at_least_fp32(dtype))
+    for heads, part in zip(share.kv_parts, parts, strict=True):
+        total[:, heads] += part
+    return total.to(dtype)
+
+
+def _tokens_and_size(queries: Sequence[Tensor], keys: Sequence[Tensor]) -> tuple[int, int]:
+    tokens, _, size = (*queries, *keys)[0].shape
+    return tokens, size
+
+
+def _blocks(flat: Tensor, tokens: int, widths: list[int], size: int) -> list[Tensor]:
+    """What goes to, or comes from, each rank: [tokens, heads, D] after each other."""
+    parts = flat.split([tokens * width * size for width in widths])
+    return [part.view(tokens, width, size) for part, width in zip(parts, widths, strict=True)]

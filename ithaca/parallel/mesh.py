@@ -28,6 +28,7 @@ class Mesh:
     device: torch.device
     parameters: DeviceMesh  # shard · ring · ulysses, what FSDP2 cuts over; before it replicate, if more than one
     group: dist.ProcessGroup  # all ranks of the grid
+    ulysses_group: dist.ProcessGroup | None = None  # those that share this rank's sequence; None: it has one by itself
 
     @property
     def size(self) -> int:
@@ -44,6 +45,10 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         return self.rank // self.context_ranks
+
+    @property
+    def context_rank(self) -> int:
+        return self.rank % self.context_ranks
 
     @property
     def parameter_ranks(self) -> int:
@@ -93,7 +98,11 @@ def mesh(
     same_everywhere(dist.group.WORLD, "mesh", (replicate, shard, ring, ulysses, place.type))
     sizes = {"parameters": world} if replicate == 1 else {"replicate": replicate, "parameters": world // replicate}
     parameters = init_device_mesh(place.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return Mesh(replicate, shard, ring, ulysses, dist.get_rank(), place, parameters, dist.group.WORLD)
+    context = None
+    if ulysses > 1:
+        grid = init_device_mesh(place.type, (world // ulysses, ulysses), mesh_dim_names=("others", "ulysses"))
+        context = grid.get_group("ulysses")
+    return Mesh(replicate, shard, ring, ulysses, dist.get_rank(), place, parameters, dist.group.WORLD, context)
 
 
 def alone(device: str | None = None) -> Mesh:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ithaca.errors import PlanError, suggestion
 from ithaca.model.source import DTYPES
 from ithaca.model.spec import Spec
-from ithaca.plans.needs import device_bytes, has_room_for_x, needs, passing_bytes, tiles_of
+from ithaca.plans.needs import device_bytes, has_room_for_x, layout_of, needs, passing_bytes, tiles_of
 from ithaca.plans.places import REBUILD, RECOMPUTE, Placement, spell
 from ithaca.plans.plan import Plan
 from ithaca.plans.rebuild import fewest_kept, layers_to_keep, rebuild_passes
@@ -33,7 +33,7 @@ def place(
     if dtype not in DTYPES:
         raise PlanError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), DTYPES)}")
     tokens = parse_tokens(tokens)
-    tiles_of(plan, tokens)  # whose chunk fits
+    layout_of(plan, tokens, 1)  # whose chunk fits
     free = _Budget(*(parse_bytes(given) if given else 0 for given in (device, host)))
     choices = sorted(_choices(spec.layers), key=lambda kept: _work_again(spec, tokens, *kept))
     placed = _first_that_fits(plan, spec, dtype, tokens, free, choices)
@@ -55,7 +55,7 @@ def place(
 def _first_that_fits(
     plan: Plan, spec: Spec, dtype: str, tokens: int, free: "_Budget", choices: list["_Kept"]
 ) -> Plan | None:
-    tiles = tiles_of(plan, tokens, shorten=True)
+    tiles = tiles_of(plan, layout_of(plan, tokens, 1, shorten=True))
     filled = (_fill(plan, spec, dtype, tiles, free, *kept) for kept in choices)
     return next((placed for placed, used in filled if used.device <= free.device and used.host <= free.host), None)
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from ithaca.errors import PlanError
+from ithaca.model.block import Heads
 from ithaca.model.precision import at_least_fp32
 from ithaca.model.spec import Spec
+from ithaca.parallel.layout import Layout, gathered
 from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, spell
 from ithaca.plans.plan import Plan
 from ithaca.plans.rebuild import (
@@ -40,9 +42,15 @@ class Need:
     dtype: torch.dtype
     slots: int  # tiles on the device at a time, when they live on the host
     training: bool  # there is no use for them without a backward pass
+    ranks: int = 1  # whose tokens it holds: its own alone, or, of some heads, those of all context ranks
+
+    def tiles(self, local: Tiles) -> Tiles:
+        """How it is cut, when a rank's tokens are cut so."""
+        return gathered(local, self.ranks)
 
     def bytes_of(self, tokens: int) -> int:
-        return len(self.layers) * tokens * self.row
+        """For so many tokens of each rank."""
+        return len(self.layers) * tokens * self.ranks * self.row
 
     @property
     def row(self) -> int:
@@ -50,11 +58,12 @@ class Need:
         return math.prod(self.features) * self.dtype.itemsize
 
 
-def needs(plan: Plan, spec: Spec, dtype: torch.dtype) -> list[Need]:
-    """Every tape that a Plan asks for. The gradient's tape also takes what the last block puts out, and in the forward
-    pass each x that is not kept."""
+def needs(plan: Plan, spec: Spec, dtype: torch.dtype, mine: Heads | None = None, ranks: int = 1) -> list[Need]:
+    """Every tape that a Plan asks for, of a rank that attends with some heads; None: with all. The gradient's tape also
+    takes what the last block puts out, and in the forward pass each x that is not kept."""
     placement, hidden, high = plan.placement(spec.layers), (spec.hidden,), at_least_fp32(dtype)
-    heads, keys = (spec.heads, spec.head_size), (spec.kv_heads, spec.head_size)
+    mine = mine or Heads.all(spec)
+    heads, keys = (spec.heads, spec.head_size), (len(mine.kv), spec.head_size)
 
     def kept(name: str, words: tuple[str, ...], features: tuple[int, ...], slots: int) -> list[Need]:
         return [
@@ -69,24 +78,26 @@ def needs(plan: Plan, spec: Spec, dtype: torch.dtype) -> list[Need]:
     assert plan.gradient is not None
     assert plan.kv is not None
     # Slots: a tile in use, one ahead, one on its way out; x is read by two (its chunk and the K/V of later ones) and,
-    # in the forward pass, written for the next layer as well; an x that only comes by is read through several o
+    # in the forward pass, written for the next layer as well; an x that only comes by is read through several o. With
+    # several ranks, three chunks are under way at a time
+    more = 2 if ranks > 1 else 0
     rebuilds = rebuilds_of(plan, spec)
     comes_by = any(layer not in rebuild.homes for layer, rebuild in rebuilds.items())
-    xs = kept("x", placement.x, hidden, 4)
+    xs = kept("x", placement.x, hidden, 4 + more)
     if "host" not in placement.x and any(
         kind == "o" and placement.o[layer] == "host"
         for rebuild in rebuilds.values()
         for kind, layer in rebuild.homes.values()
     ):
-        xs.append(Need("x", "x", "host", (), hidden, dtype, 4, True))
+        xs.append(Need("x", "x", "host", (), hidden, dtype, 4 + more, True))
     with_o = tuple(layer for layer, word in enumerate(placement.o) if word != RECOMPUTE)
     return [
         *xs,
-        *kept("o", placement.o, heads, 4 if comes_by else 2),
-        *([Need("lse", "lse", plan.lse, with_o, (spec.heads,), high, 2, True)] if with_o else []),
-        Need("gradient", "gradient", plan.gradient, (0,), hidden, dtype, 4, False),
-        Need("keys", "kv", plan.kv, (0, 1), keys, dtype, 8, False),
-        Need("key_sums", "kv", plan.kv, (0, 1), keys, high, 6, True),
+        *kept("o", placement.o, heads, (4 if comes_by else 2) + more),
+        *([Need("lse", "lse", plan.lse, with_o, (len(mine.q),), high, 2 + more, True, ranks)] if with_o else []),
+        Need("gradient", "gradient", plan.gradient, (0,), hidden, dtype, 4 + more, False),
+        Need("keys", "kv", plan.kv, (0, 1), keys, dtype, 8, False, ranks),
+        Need("key_sums", "kv", plan.kv, (0, 1), keys, high, 6, True, ranks),
     ]
 
 
@@ -104,9 +115,16 @@ def has_room_for_x(spec: Spec) -> bool:
     return spec.heads * spec.head_size >= spec.hidden
 
 
-def tiles_of(plan: Plan, tokens: int, shorten: bool = False) -> Tiles:
-    """How the tapes for so many tokens are cut."""
-    return Tiles(tokens, plan.chunk_of(tokens, shorten) if plan.sweeps else min(plan.tile or WHOLE_TILE, tokens))
+def layout_of(plan: Plan, tokens: int, ranks: int, shorten: bool = False) -> Layout:
+    """Who holds which of so many tokens, that context ranks share."""
+    return Layout(tokens, plan.chunk_of(tokens, shorten) if plan.sweeps else tokens, ranks)
+
+
+def tiles_of(plan: Plan, layout: Layout) -> Tiles:
+    """How a rank's tapes are cut."""
+    if plan.sweeps:
+        return layout.tiles
+    return Tiles(layout.local, min(plan.tile or WHOLE_TILE, layout.local))
 
 
 def host_bytes(asked: list[Need], tiles: Tiles, device: torch.device) -> int:
@@ -122,7 +140,7 @@ def device_bytes(asked: list[Need], tiles: Tiles) -> int:
 
 def slot_bytes(asked: list[Need], tiles: Tiles) -> int:
     rows = min(tiles.size, tiles.length)
-    return sum(need.slots * rows * need.row for need in asked if need.place == "host")
+    return sum(need.slots * rows * need.ranks * need.row for need in asked if need.place == "host")
 
 
 def passing_bytes(plan: Plan, spec: Spec, asked: list[Need]) -> int:

@@ -13,7 +13,9 @@ CHUNK = 64 * 2**10  # what a sweep takes when it is not told: attention kernels 
 # What each recipe may be told, and what it does when it is not; None is left to the length of the batch
 RECIPES: dict[str, dict[str, Any]] = {
     "dense": {"checkpoint": "full", "tile": None, "x": "device"},
+    "ulysses": {"checkpoint": "full", "tile": None, "x": "device"},
     "alst": {"checkpoint": "full", "tile": 8192, "x": "host"},
+    "untied": {"heads": None, "tile": 8192, "x": "host"},
     "sweep": {
         "chunk": None,
         "tile": 8192,
@@ -24,7 +26,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "kv": "device",
     },
 }
-RECIPE_OPTIONS = ("checkpoint", "chunk", "tile", "x", "o", "lse", "gradient", "kv")
+RECIPE_OPTIONS = ("checkpoint", "heads", "chunk", "tile", "x", "o", "lse", "gradient", "kv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +37,17 @@ class Plan:
     """
 
     recipe: str = "dense"
-    """`dense`: blocks run over whole sequences. `alst`: the same with a tiled MLP and block inputs on the host.
-    `sweep`: blocks run over chunks of a sequence; of its length only K, V and their gradients stay on the device."""
+    """`dense`: blocks run over whole sequences, each on one rank. The others can share a sequence among Ulysses ranks.
+    `ulysses`: blocks run over all tokens of a rank. `alst`: the same with a tiled MLP and block inputs on the host.
+    `untied`: the same, with a few heads at a time. `sweep`: blocks run over chunks of a sequence; of its length only K,
+    V and their gradients stay on the device."""
 
     checkpoint: str | None = None
     """What a block keeps for its backward pass. `none`: everything. `selective`: its input and the attention's output,
-    so that attention runs once. `full`: its input. (dense, alst)"""
+    so that attention runs once. `full`: its input. (dense, ulysses, alst)"""
+
+    heads: int | None = None
+    """Query heads, over all Ulysses ranks, that are attended with at a time; not given: one on each rank. (untied)"""
 
     chunk: int | None = field(default=None, metadata={"read": parse_tokens})
     """Tokens that go through a block together; not given: 64K, or all where there are fewer. (sweep)"""
@@ -93,10 +100,11 @@ class Plan:
             self._check_words(name, KEPT)
         self._words("x")
         self._words("o")
-        for name, works in (("chunk", CHUNK), ("tile", 8192), ("loss_tile", 4096), ("host_memory", 64 * 10**9)):
+        numbers = {"heads": 8, "chunk": CHUNK, "tile": 8192, "loss_tile": 4096, "host_memory": 64 * 10**9}
+        for name, works in numbers.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                what = "bytes" if name == "host_memory" else "tokens"
+                what = {"host_memory": "bytes", "heads": "heads"}.get(name, "tokens")
                 raise PlanError(f"{name}={value} is no number of {what}: {works} is")
         if type(self.zero) is not int or self.zero not in (1, 2, 3):
             raise PlanError(f"zero={self.zero} does not exist: 1, 2 and 3 do")
@@ -114,6 +122,15 @@ class Plan:
     @property
     def sweeps(self) -> bool:
         return self.recipe == "sweep"
+
+    @property
+    def shares(self) -> bool:
+        """Whether several ranks can share a sequence."""
+        return self.recipe != "dense"
+
+    def heads_at_once(self, ranks: int) -> int | None:
+        """Query heads that are attended with at a time, over so many Ulysses ranks; None: all."""
+        return (self.heads or ranks) if self.recipe == "untied" else None
 
     def placement(self, layers: int) -> Placement:
         """Where a model's layers have their x and o. A block that runs whole keeps its o by its checkpoint, or not."""
@@ -139,7 +156,7 @@ class Plan:
         """Tokens in a chunk of a sequence that has so many. A longer chunk is shortened only where that is said."""
         if self.chunk is not None and self.chunk > tokens and not shorten:
             raise PlanError(
-                f"chunk={self.chunk} is longer than the {tokens} tokens that a rank has: chunk={tokens} works, and so "
+                f"chunk={self.chunk} is longer than the {tokens} tokens there are: chunk={tokens} works, and so "
                 f"does none, which takes {format_tokens(CHUNK)} or what there is"
             )
         return min(self.chunk or CHUNK, tokens)

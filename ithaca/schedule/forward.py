@@ -17,11 +17,13 @@ from ithaca.attention.walk import Walk
 from ithaca.model.decoder import Decoder
 from ithaca.model.rope import turn
 from ithaca.parallel.batch import Batch
-from ithaca.parallel.exchange import Alone
+from ithaca.parallel.exchange import Exchange
+from ithaca.parallel.heads import Rounds
 from ithaca.parallel.sharding import opened
 from ithaca.plans.plan import Plan
 from ithaca.schedule.embedding import embed
 from ithaca.schedule.loss import head_logits, tape_loss, tiled_loss
+from ithaca.schedule.rounds import Attention
 from ithaca.schedule.sweep import SweepCall, run_sweep
 from ithaca.schedule.tapes import Pass
 from ithaca.schedule.whole import BlockCall, run_block
@@ -33,6 +35,8 @@ class Job:
 
     plan: Plan
     kernel: Kernel
+    exchange: Exchange
+    rounds: Rounds
     tapes: Pass | None  # None: the Plan asks for none
 
 
@@ -67,14 +71,13 @@ def _through_blocks(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
 
 def _whole(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
     spec, plan = decoder.spec, job.plan
-    assert plan.checkpoint is not None
     x = decoder.look_up(lambda table: F.embedding(batch.tokens, table))
     rope = turn(spec.rope, spec.head_size, batch.positions, x.dtype)
-    pieces = Pieces.documents(batch.bounds)
-    places = plan.placement(spec.layers).x
+    attention = Attention(spec, job.kernel, Pieces.documents(batch.bounds), job.exchange, job.rounds)
+    places, checkpoint = plan.placement(spec.layers).x, plan.checkpoint or "full"
     for layer, (block, turns) in enumerate(zip(decoder.blocks, spec.rope_layers, strict=True)):
         rotation, tapes = rope if turns else None, job.tapes if places[layer] == "host" else None
-        x = block(run_block, x, BlockCall(spec, layer, rotation, job.kernel, pieces, plan.checkpoint, plan.tile, tapes))
+        x = block(run_block, x, BlockCall(attention, layer, rotation, checkpoint, plan.tile, tapes))
     return x
 
 
@@ -82,14 +85,15 @@ def _swept(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
     spec, tapes, tile = decoder.spec, job.tapes, job.plan.tile
     assert tapes is not None
     assert tile is not None
-    walk = Walk(job.kernel, tapes.gradient.tiles, batch.bounds)
+    walk = Walk(job.kernel, batch.layout.chunks, batch.bounds)
+    ((share,),) = job.rounds
     token = decoder.look_up(lambda table: embed(table, batch.tokens, tapes, tile))
 
     def weights_of(layer: int) -> AbstractContextManager[dict[str, Tensor]]:
         return opened(decoder.blocks[layer])
 
     for layer, block in enumerate(decoder.blocks):
-        call = SweepCall(spec, layer, tapes, walk, batch.positions, tile, Alone(), weights_of)
+        call = SweepCall(spec, layer, tapes, walk, batch.positions, tile, job.exchange, share, weights_of)
         token = block(run_sweep, token, call)
     return token
 

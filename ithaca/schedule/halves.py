@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from ithaca.model.block import Heads, Weights, feed, mix, project
 from ithaca.model.linear import Summed
@@ -42,15 +43,21 @@ def _finish(spec: Spec, w: Weights, x: Tensor, o: Tensor) -> Tensor:
 
 
 class Projection:
-    """q, k and v of some tokens, with what their backward pass needs: the normed x, 1 d of these tokens."""
+    """q, k and v of some tokens and heads, with what their backward pass needs: the normed x, 1 d of these tokens."""
 
-    def __init__(self, spec: Spec, w: Summed, x: Tensor, turn: Turn | None):
+    def __init__(self, spec: Spec, w: Summed, x: Tensor, turn: Turn | None, heads: Heads):
         self._w, self._x = w, x.detach().requires_grad_()
         with torch.enable_grad():
-            self._outputs = project(spec, w, self._x, turn, Heads.all(spec))
-        self.qkv = tuple(output.detach() for output in self._outputs)
+            outputs = project(spec, w, self._x, turn, heads)
+        self.q, *self.kv = (output.detach() for output in outputs)
+        # Not the outputs themselves, which may have gone to other ranks; of one kind there may be no head
+        self._edges = [get_gradient_edge(output) for output in outputs if output.shape[1]]
 
-    def backward(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """dx; the weights' gradients go to their sums."""
-        (dx,) = self._w.differentiate(self._outputs, (self._x,), (dq, dk, dv))
+    def let_go(self) -> None:
+        """Give up q, k and v, which were sent: backward needs none of them."""
+        del self.q, self.kv
+
+    def backward(self, *grads: Tensor) -> Tensor:
+        """dx, of dq, dk, dv for what there is of q, k, v; the weights' gradients go to their sums."""
+        (dx,) = self._w.differentiate(self._edges, (self._x,), grads)
         return dx

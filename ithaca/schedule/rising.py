@@ -71,7 +71,7 @@ class _Passing:
         self._tapes, self._layer, self._steps = tapes, layer, steps
         self._xs = tapes.x(rebuild.source)
         self._home = tapes.x(layer - 1) if layer - 1 in rebuild.homes else None
-        self._below: tuple[int, Tensor] | None = None
+        self._below: dict[int, tuple[int, Tensor]] = {}  # by the address of the x that was made of it
 
     def read(self, index: int, toward: int = 0) -> Tensor:
         source = self._xs.read(index, toward)
@@ -82,7 +82,7 @@ class _Passing:
             if layer + 1 in self._steps:
                 _kept_o(self._tapes, layer + 1).prefetch(index)
             elif self._home is not None:
-                self._below = index, x.clone()
+                self._below[y.data_ptr()] = index, x.clone()
             step(x, o, y)
             os.release(o)
             x = y
@@ -92,12 +92,11 @@ class _Passing:
     def prefetch(self, index: int) -> None:
         self._xs.prefetch(index)
 
-    def release(self, tile: Tensor) -> None:  # noqa: ARG002
+    def release(self, tile: Tensor) -> None:
         """The chunk is done, its o among it."""
-        if self._home is not None and self._below is not None:
-            index, below = self._below
+        if self._home is not None:
+            index, below = self._below.pop(tile.data_ptr())
             self._home.write(index, self._home.blank(index).copy_(below))
-            self._below = None
 
 
 def _kept_o(tapes: Pass, layer: int) -> Tape:

@@ -20,7 +20,7 @@ of each block's step, and the token's gradient is the upstream scale of the loss
 (From FPDT: chunks and double buffering. From UPipe's accounting: where the memory goes.)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,10 +34,12 @@ from ithaca.model.block import Heads, Weights, project
 from ithaca.model.linear import Summed
 from ithaca.model.rope import Turn, turn
 from ithaca.model.spec import Spec
-from ithaca.parallel.exchange import Exchange
+from ithaca.parallel.exchange import Coming, Exchange
+from ithaca.parallel.heads import Share
 from ithaca.schedule.halves import Projection, finish, finish_backward, summed
 from ithaca.schedule.keys import Keys, KeysBeside, KeySums
 from ithaca.schedule.rising import Step, Xs, open_xs
+from ithaca.schedule.stages import Stages, run_chunks
 from ithaca.schedule.tapes import Pass
 
 
@@ -48,10 +50,11 @@ class SweepCall:
     spec: Spec
     layer: int
     tapes: Pass
-    walk: Walk
-    positions: Tensor
+    walk: Walk  # over the chunks of the whole sequence
+    positions: Tensor  # of the local tokens
     tile: int
     exchange: Exchange
+    share: Share
     weights_of: Callable[[int], AbstractContextManager[Weights]]  # of another layer, to be read
 
     @contextmanager
@@ -60,10 +63,19 @@ class SweepCall:
         with self.weights_of(layer) as w:
             yield lambda x, o, y: finish(self.spec, w, x, o, y, self.tile)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is something that could travel while a neighbouring chunk computes."""
+        return self.exchange.ranks > 1
+
     def turn(self, chunk: int, dtype: torch.dtype) -> Turn | None:
         if not self.spec.rope_layers[self.layer]:
             return None
-        return turn(self.spec.rope, self.spec.head_size, self.positions[self.walk.tiles.rows(chunk)], dtype)
+        positions = self.positions[self.tapes.gradient.tiles.rows(chunk)]
+        return turn(self.spec.rope, self.spec.head_size, positions, dtype)
+
+    def project(self, w: Summed, chunk: int, x: Tensor) -> Projection:
+        return Projection(self.spec, w, x, self.turn(chunk, x.dtype), Heads.all(self.spec))
 
 
 def run_sweep(w: dict[str, Tensor], token: Tensor, call: SweepCall) -> Tensor:
@@ -92,23 +104,32 @@ class _Sweep(torch.autograd.Function):
 
 
 def _forward(call: SweepCall, w: Weights) -> None:
-    tapes, layer = call.tapes, call.layer
-    xs, ys, kept = tapes.x(layer), tapes.x(layer + 1), tapes.attended(layer)
-    keys = Keys(tapes.keys)
-    for chunk in range(call.walk.tiles.count):
-        x = xs.read(chunk, toward=1)
-        q, k, v = call.exchange.to_heads(*project(call.spec, w, x, call.turn(chunk, x.dtype), Heads.all(call.spec)))
-        keys.put(chunk, k, v)
-        o, lse = call.walk.forward(chunk, q, keys)
-        (o,) = call.exchange.to_tokens(o)
-        for tape, tile in zip(kept, (o, lse.T), strict=False):
-            tape.write(chunk, tape.blank(chunk).copy_(tile))
-        y = ys.blank(chunk)
-        finish(call.spec, w, x, o, y, call.tile)
-        xs.release(x)
-        ys.write(chunk, y)
-    tapes.keys_of = layer
-    ys.prefetch(0)  # for whoever reads it next, while the last chunk is still computed
+    keys, chunks = Keys(call.tapes.keys), range(call.walk.tiles.count)
+    run_chunks((_chunk_forward(call, w, chunk, keys) for chunk in chunks), call.overlaps)
+    call.tapes.keys_of = call.layer
+    call.tapes.x(call.layer + 1).prefetch(0)  # for whoever reads it next, while the last chunk is still computed
+
+
+def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: Keys) -> Stages:
+    xs, ys, kept = call.tapes.x(call.layer), call.tapes.x(call.layer + 1), call.tapes.attended(call.layer)
+    x = xs.read(chunk, toward=1)
+    q, *kv = project(call.spec, w, x, call.turn(chunk, x.dtype), Heads.all(call.spec))
+    coming = call.exchange.to_heads(call.share, (q,), kv)
+    del q, kv
+    yield
+    (q,), kv = coming.arrived()
+    keys.put(chunk, *kv)
+    o, lse = call.walk.forward(chunk, q, keys)
+    going = call.exchange.to_tokens(call.share, (o,))
+    del q, kv, o, coming
+    yield
+    (o,), _ = going.arrived()
+    for tape, tile in zip(kept, (o, lse.T), strict=False):
+        tape.write(chunk, tape.blank(chunk).copy_(tile))
+    y = ys.blank(chunk)
+    finish(call.spec, w, x, o, y, call.tile)
+    xs.release(x)
+    ys.write(chunk, y)
 
 
 def _backward(call: SweepCall, w: Summed) -> None:
@@ -116,50 +137,58 @@ def _backward(call: SweepCall, w: Summed) -> None:
     with open_xs(tapes, layer, call.step_from) as xs:
         sums = KeySums(tapes.key_sums)
         keys = _KeysAgain(call, w, xs)
-        for chunk in reversed(range(count)):
-            _chunk_backward(call, w, chunk, xs, keys, sums)
+        chunks = reversed(range(count))
+        run_chunks((_chunk_backward(call, w, chunk, xs, keys, sums) for chunk in chunks), call.overlaps)
     if layer > 0 and not tapes.rebuild(layer - 1):
         for tape in (tapes.x(layer - 1), *tapes.attended(layer - 1), tapes.gradient):
             tape.prefetch(count - 1)
 
 
-def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_KeysAgain", sums: KeySums) -> None:
+def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_KeysAgain", sums: KeySums) -> Stages:
     kept, gradients = call.tapes.attended(call.layer), call.tapes.gradient
     x, *tiles, gradient = (tape.read(chunk, toward=-1) for tape in (xs, *kept, gradients))
     if kept:
-        query, (o, lse) = None, tiles
-        lse = lse.T
+        projection, (o, lse) = None, tiles
+        lse, there = lse.T, ()
     else:
-        query = _Query(call, w, chunk, x, keys)
-        o, lse = call.walk.forward(chunk, query.q, keys)
-        (o,) = call.exchange.to_tokens(o)
+        projection = call.project(w, chunk, x)
+        there, o, lse = _attend_again(call, chunk, projection, keys)
     do = torch.empty_like(o)
     finish_backward(call.spec, w, x, o, gradient, gradient, do, call.tile)
-    query = query or _Query(call, w, chunk, x, keys)  # only now, where it can wait: MLPs are wide
-    gradient += query.backward(do, o, lse, sums)
-    gradients.write(chunk, gradient)
+    if projection is None:  # only now, where it can wait: MLPs are wide
+        projection = call.project(w, chunk, x)
+        coming = keys.send(chunk, (projection.q, o, do), projection.kv)
+        projection.let_go()
+    else:
+        coming = call.exchange.to_heads(call.share, (do,))
+    del o, do
+    yield
+    q, o, do = (*there, *coming.arrived()[0])
+    dq = call.walk.backward(chunk, do, q, o, lse, KeysBeside(keys, sums), sums.add)
+    del q, o, do, there, coming
     for tape, tile in zip(kept, tiles, strict=True):
         tape.release(tile)
+    # The walk may have read x tiles for K and V, among them the one that comes next
+    xs.prefetch(chunk - (2 if call.overlaps else 1))
+    going = call.exchange.to_tokens(call.share, (dq,), sums.take(chunk, dq.dtype))
+    del dq
+    yield
+    (dq,), dkv = going.arrived()
+    gradient += projection.backward(dq, *dkv)
+    gradients.write(chunk, gradient)
     xs.release(x)
 
 
-class _Query:
-    """q of a chunk, with what its backward pass needs; the chunk's k and v join the others."""
-
-    def __init__(self, call: SweepCall, w: Summed, chunk: int, x: Tensor, keys: "_KeysAgain"):
-        self._call, self._chunk, self._keys = call, chunk, keys
-        self._projection = Projection(call.spec, w, x, call.turn(chunk, x.dtype))
-        self.q, k, v = call.exchange.to_heads(*self._projection.qkv)
-        if not keys.has(chunk):
-            keys.put(chunk, k, v)
-
-    def backward(self, do: Tensor, o: Tensor, lse: Tensor, sums: KeySums) -> Tensor:
-        """dx of the projections, after attention's backward pass."""
-        call, chunk = self._call, self._chunk
-        do, o = call.exchange.to_heads(do, o)
-        dq = call.walk.backward(chunk, do, self.q, o, lse, KeysBeside(self._keys, sums), sums.add)
-        self._keys.xs.prefetch(chunk - 1)  # the walk may have read x tiles for K and V, the next chunk's among them
-        return self._projection.backward(*call.exchange.to_tokens(dq, *sums.take(chunk, dq.dtype)))
+def _attend_again(
+    call: SweepCall, chunk: int, projection: Projection, keys: "_KeysAgain"
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """(q, o) of this rank's heads, o of its tokens, and the log-sum-exp."""
+    coming = keys.send(chunk, (projection.q,), projection.kv)
+    projection.let_go()
+    ((q,), _) = coming.arrived()
+    o, lse = call.walk.forward(chunk, q, keys)
+    (mine,), _ = call.exchange.to_tokens(call.share, (o,)).arrived()
+    return (q, o), mine, lse
 
 
 class _KeysAgain(Keys):
@@ -168,18 +197,35 @@ class _KeysAgain(Keys):
     def __init__(self, call: SweepCall, w: Summed, xs: Xs):
         still_there = range(call.walk.tiles.count) if call.tapes.keys_of == call.layer else ()
         super().__init__(call.tapes.keys, still_there)
-        self._call, self._w, self.xs = call, w, xs
+        self._call, self._w, self._xs = call, w, xs
+        self._coming: dict[int, Coming] = {}
+
+    def send(self, chunk: int, queries: Sequence[Tensor], kv: Sequence[Tensor]) -> Coming:
+        """Send query-like tensors of a chunk to their heads; its K and V go with them if nobody has asked for those."""
+        missing = not self.has(chunk) and chunk not in self._coming
+        coming = self._call.exchange.to_heads(self._call.share, queries, kv if missing else ())
+        if missing:
+            self._coming[chunk] = coming
+        return coming
 
     def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:
         tiles = super().read(index, following)
-        if following is not None and not self.has(following):
-            self.xs.prefetch(following)
+        if following is not None and not self.has(following) and following not in self._coming:
+            if self._call.overlaps:  # to be here when this tile's attention is done
+                self._coming[following] = self._begin(following)
+                self._xs.prefetch(following - 1)
+            else:
+                self._xs.prefetch(following)
         return tiles
 
     def make(self, index: int) -> tuple[Tensor, Tensor]:
-        call, x = self._call, self.xs.read(index)
-        with torch.no_grad():
-            _, k, v = project(call.spec, self._w, x, call.turn(index, x.dtype), Heads.keys_only(call.spec))
-        self.xs.release(x)
-        k, v = call.exchange.to_heads(k, v)
+        coming = self._coming.pop(index, None) or self._begin(index)
+        _, (k, v) = coming.arrived()
         return k, v
+
+    def _begin(self, index: int) -> Coming:
+        call, x = self._call, self._xs.read(index)
+        with torch.no_grad():
+            _, *kv = project(call.spec, self._w, x, call.turn(index, x.dtype), Heads.keys_only(call.spec))
+        self._xs.release(x)
+        return call.exchange.to_heads(call.share, (), kv)

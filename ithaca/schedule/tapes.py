@@ -33,22 +33,23 @@ class Tapes:
     ):
         self.tiles, self._engine, self._rebuilds = tiles, engine, rebuilds
         hosted = [need for need in asked if need.place == "host"]
-        sizes = [tiles.length * need.row for need in hosted for _ in need.layers]
+        sizes = [need.tiles(tiles).length * need.row for need in hosted for _ in need.layers]
         slab = Slab(sizes, engine.device, say)
         self._let_go = slab.belong_to(self, engine)
         parts = iter(slab.parts)
         self._slots: dict[str, Slots] = {}
         self._tapes: dict[str, dict[int, Tape]] = {}
         for need in asked:
-            shape, tapes = (tiles.length, *need.features), self._tapes.setdefault(need.name, {})
+            cut, tapes = need.tiles(tiles), self._tapes.setdefault(need.name, {})
+            shape = cut.length, *need.features
             if need.place == "device":
                 for layer in need.layers:
                     memory = torch.empty(shape, dtype=need.dtype, device=engine.device)
-                    tapes[layer] = DeviceTape(memory, tiles)
+                    tapes[layer] = DeviceTape(memory, cut)
             else:
-                slots = Slots(engine, min(tiles.size, tiles.length), need.features, need.dtype, need.slots)
+                slots = Slots(engine, min(cut.size, cut.length), need.features, need.dtype, need.slots)
                 for layer in need.layers:
-                    tapes[layer] = HostTape(next(parts).view(need.dtype).view(shape), tiles, slots)
+                    tapes[layer] = HostTape(next(parts).view(need.dtype).view(shape), cut, slots)
                 self._slots[need.name] = slots
         features = next((need.features for need in asked if need.name == "x"), ())
         self._homes = {

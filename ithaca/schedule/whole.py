@@ -8,7 +8,6 @@ The checkpointed forms are one autograd step per block, whose backward runs the 
 after the attention, and the projections before it (which `full` needs first, to have the attention's output again).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ithaca.attention.attend import attend, softmax_scale
-from ithaca.attention.documents import Pieces
-from ithaca.attention.kernels.seam import Kernel
-from ithaca.model.block import Heads, Weights, feed, mix, project
+from ithaca.model.block import Heads, Weights, feed, mix
 from ithaca.model.rope import Turn
-from ithaca.model.spec import Spec
-from ithaca.schedule.halves import Projection, finish, finish_backward, summed
+from ithaca.schedule.halves import finish, finish_backward, summed
+from ithaca.schedule.rounds import Attention, AttentionAgain
 from ithaca.schedule.tapes import Pass
 from ithaca.tape.tape import Tape
 
@@ -31,32 +27,20 @@ from ithaca.tape.tape import Tape
 class BlockCall:
     """What one block needs to know beside its weights and its input."""
 
-    spec: Spec
+    attention: Attention
     layer: int
     turn: Turn | None
-    kernel: Kernel
-    pieces: Pieces
     checkpoint: str
     tile: int | None
     tapes: Pass | None  # where this layer's x is kept, when that is not the device
-
-    def attention(self, qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        q, k, v = qkv
-        return self.kernel.forward(q, k, v, self.pieces, softmax_scale(q))
-
-    def attention_backward(
-        self, do: Tensor, qkv: Sequence[Tensor], o: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = qkv
-        return self.kernel.backward(do, q, k, v, o, lse, self.pieces, softmax_scale(q))
 
 
 def run_block(w: dict[str, Tensor], x_TE: Tensor, call: BlockCall) -> Tensor:
     """The block's output; differentiable in x and the weights."""
     if call.checkpoint == "none":
-        heads = Heads.all(call.spec)
-        o = attend(*project(call.spec, w, x_TE, call.turn, heads), call.kernel, call.pieces)
-        return feed(call.spec, w, mix(call.spec, w, x_TE, o, heads))
+        spec = call.attention.spec
+        o = call.attention.differentiable(w, x_TE, call.turn)
+        return feed(spec, w, mix(spec, w, x_TE, o, Heads.all(spec)))
     return _Checkpointed.apply(x_TE, call, tuple(w), *w.values())
 
 
@@ -64,8 +48,8 @@ class _Checkpointed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: BlockCall, names: tuple[str, ...], *weights: Tensor) -> Tensor:
         w: Weights = dict(zip(names, weights, strict=True))
-        o, lse = call.attention(project(call.spec, w, x, call.turn, Heads.all(call.spec)))
-        kept = (o, lse) if call.checkpoint == "selective" else ()
+        o, lses = call.attention.forward(w, x, call.turn)
+        kept = (o, *lses) if call.checkpoint == "selective" else ()
         if call.tapes is None:
             kept = (x, *kept)
         elif call.tapes.kept:
@@ -73,25 +57,23 @@ class _Checkpointed(torch.autograd.Function):
         ctx.save_for_backward(*weights, *kept)
         ctx.call, ctx.names = call, names
         y = torch.empty_like(x)
-        finish(call.spec, w, x, o, y, call.tile or len(x))
+        finish(call.attention.spec, w, x, o, y, call.tile or len(x))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        call, names, spec = ctx.call, ctx.names, ctx.call.spec
+        call, names, spec = ctx.call, ctx.names, ctx.call.attention.spec
         if call.tapes is not None:
             call.tapes.waits = False
         weights, kept = ctx.saved_tensors[: len(names)], list(ctx.saved_tensors[len(names) :])
         wanted = [name for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True) if needed]
         w = summed(dict(zip(names, weights, strict=True)), wanted)
         x = kept.pop(0) if call.tapes is None else _get(call.tapes.x(call.layer))
-        projection = None if kept else Projection(spec, w, x, call.turn)
-        o, lse = kept if projection is None else call.attention(projection.qkv)
-        dx, do = torch.empty_like(dy), torch.empty_like(o)
-        finish_backward(spec, w, x, o, dy, dx, do, call.tile or len(x))
-        projection = projection or Projection(spec, w, x, call.turn)
-        dx += projection.backward(*call.attention_backward(do, projection.qkv, o, lse))
+        attention = AttentionAgain(call.attention, w, x, call.turn, kept)
+        dx, do = torch.empty_like(dy), torch.empty_like(attention.o)
+        finish_backward(spec, w, x, attention.o, dy, dx, do, call.tile or len(x))
+        dx += attention.backward(do)
         return dx, None, None, *(w.sums.get(name) for name in names)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import ithaca
 from ithaca.errors import PlanError
-from ithaca.plans.needs import device_bytes, has_room_for_x, needs, passing_bytes, rebuilds_of, tiles_of
+from ithaca.plans.needs import device_bytes, has_room_for_x, layout_of, needs, passing_bytes, rebuilds_of, tiles_of
 from ithaca.plans.places import RECOMPUTE
 from ithaca.plans.rebuild import LONGEST_PASSING, passing_layers, rebuild_passes
 
@@ -20,7 +20,7 @@ TOKENS = 2**17
 def taken(plan: ithaca.Plan, tokens: int = TOKENS) -> tuple[int, int]:
     asked = needs(plan.settled(), SPEC, torch.bfloat16)
     hosted = sum(need.bytes_of(tokens) for need in asked if need.place == "host")
-    return device_bytes(asked, tiles_of(plan, tokens)) + passing_bytes(plan, SPEC, asked), hosted
+    return device_bytes(asked, tiles_of(plan, layout_of(plan, tokens, 1))) + passing_bytes(plan, SPEC, asked), hosted
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,0 +1,97 @@
+"""What a block's exchange sends over the Ulysses ranks, as arithmetic: all-to-alls, and bytes that leave a rank.
+
+With C ranks that have the same number of heads, n tokens on each and b bytes a number, let
+
+    q = n · Hq · D · b · (C − 1) / C                  a query-like tensor (q, o and their gradients)
+    kv = 2 · n · max(Hkv, C) · D · b · (C − 1) / C    K and V, or their gradients; with C > Hkv a head goes to several
+
+| recipe | forward | backward |
+|---|---|---|
+| `ulysses`, `alst`, checkpoint none | 2: (q, kv) there, o back | 2: do there, (dq, dkv) back |
+| checkpoint selective | the same | 2: (q, kv, o, do) there, (dq, dkv) back |
+| checkpoint full | the same | 4: those of forward again, do there, (dq, dkv) back |
+| `untied`, R rounds of heads | 2 R | 4 R: those of forward again; (q, o, do) there, dq back; kv, dkv once a group |
+| `sweep`, N chunks, o kept | 2 N | 3 N − 2: (q, o, do) there, (dq, dkv) back; kv with the queries or before them |
+| o recomputed | 2 N | 5 N − 1: as above, with o back and do there by themselves |
+
+In bytes forward sends 2 q + kv; backward 2 q + kv, 4 q + 2 kv, 4 q + 2 kv, 6 q + 3 kv, and the sweep 4 q + 2 kv. The
+last layer of a sweep still has K and V: it sends none of them by themselves, and one kv less. What the numbers below
+add to this is heads that do not divide. K and V that documents keep a chunk from asking for travel with its queries
+instead: fewer messages, the same bytes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ithaca.parallel.heads import Rounds, Share
+from ithaca.plans.places import RECOMPUTE
+from ithaca.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All-to-alls, and the bytes that they take from this rank to others."""
+
+    messages: int
+    bytes: int
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.messages + other.messages, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Sender:
+    """One of the ranks that share a sequence, which is one document."""
+
+    rank: int
+    tokens: int  # local ones
+    chunks: int
+    row: int  # bytes of one head of one token
+
+    def there(self, share: Share, queries: int, keys: int) -> Traffic:
+        """So many query-like and key-like tensors of all local tokens, to the ranks that attend with their heads."""
+        widths = [queries * len(q) + keys * len(kv) for q, kv in zip(share.q, share.kv, strict=True)]
+        return Traffic(1, self.tokens * self.row * (sum(widths) - widths[self.rank]))
+
+    def back(self, share: Share, queries: int, keys: int) -> Traffic:
+        """The same of this rank's heads, to the ranks that hold the tokens."""
+        width = queries * len(share.q[self.rank]) + keys * len(share.kv[self.rank])
+        return Traffic(1, self.tokens * self.row * width * (len(share.q) - 1))
+
+
+def block_traffic(plan: Plan, layer: int, layers: int, rounds: Rounds, sender: Sender) -> tuple[Traffic, Traffic]:
+    """What a block sends in its forward and in its backward pass."""
+    if plan.sweeps:
+        recomputed = plan.placement(layers).o[layer] == RECOMPUTE
+        return _sweep(rounds[0][0], sender, recomputed, keys_there=layer == layers - 1)
+    shares = [(share, share is group[0], share is group[-1]) for group in rounds for share in group]
+    forward = _sum(sender.there(share, 1, 2 * first) + sender.back(share, 1, 0) for share, first, _ in shares)
+    if len(shares) == 1 and plan.checkpoint != "selective":
+        again = Traffic(0, 0) if plan.checkpoint == "none" else forward
+        return forward, again + sender.there(shares[0][0], 1, 0) + sender.back(shares[0][0], 1, 2)
+    again = Traffic(0, 0) if plan.checkpoint == "selective" else forward
+    gradients = _sum(
+        sender.there(share, 3, 2 * first) + sender.back(share, 1, 2 * last) for share, first, last in shares
+    )
+    return forward, again + gradients
+
+
+def _sweep(share: Share, sender: Sender, recomputed: bool, keys_there: bool) -> tuple[Traffic, Traffic]:
+    forward = sender.there(share, 1, 2) + sender.back(share, 1, 0)
+    kv = 0 if keys_there else 2
+    backward = sender.there(share, 3, kv) + sender.back(share, 1, 2)
+    if recomputed:
+        backward = (
+            sender.there(share, 1, kv) + sender.back(share, 1, 0) + sender.there(share, 1, 0) + sender.back(share, 1, 2)
+        )
+    # The first chunk to go backward sends its K and V with its queries; so does the second, which begins before the
+    # first attends, unless that attends again before anything else
+    alone = 0 if keys_there else max(sender.chunks - (1 if recomputed else 2), 0)
+    return (
+        Traffic(forward.messages * sender.chunks, forward.bytes),
+        Traffic(backward.messages * sender.chunks + alone, backward.bytes),
+    )
+
+
+def _sum(parts: Iterable[Traffic]) -> Traffic:
+    return sum(parts, Traffic(0, 0))
