@@ -159,13 +159,14 @@ class Whole(Blocks):
 
     def forward(self) -> None:
         self.zero_grad()
-        self.x = torch.randn(self.layout.local, self.spec.hidden, device=DEVICE, dtype=BF16).requires_grad_()
+        self.x = torch.randn(self.layout.local, self.spec.hidden, device=DEVICE, dtype=BF16)
         self.run = self.tapes.begin(kept=True) if self.tapes else None
         torch.cuda.synchronize()
 
     def timed_forward(self) -> None:
         rope = turn(self.spec.rope, self.spec.head_size, self.positions, BF16)
         y = self.x
+        del self.x  # as a model's, it is kept by the block alone, if at all
         for layer, unit in enumerate(self.units):
             checkpoint = self.plan.checkpoint or "full"
             y = unit(run_block, y, BlockCall(self.attention, layer, rope, checkpoint, self.plan.tile, self.run))
@@ -174,13 +175,12 @@ class Whole(Blocks):
     def backward(self) -> None:
         if self.run:
             self.run.waits = False
-            self.x.data = self.x.new_empty(0)  # a model's x is the output of the block before, which is on the host too
         self.dy = torch.randn(self.layout.local, self.spec.hidden, device=DEVICE, dtype=BF16) * 1e-3
         torch.cuda.synchronize()
 
     def timed_backward(self) -> None:
         self.y.backward(self.dy)
-        del self.x, self.y, self.dy
+        del self.y, self.dy
 
     def close(self) -> None:
         if self.tapes:
