@@ -76,7 +76,8 @@ def main() -> None:
         print(
             f"  {plan.recipe:6} U {plan.heads or '–':>3}  {row['seconds']:.3f} s "
             f"({row['seconds_forward']:.3f} + {row['seconds_backward']:.3f})  "
-            f"{100 * row['mfu_causal']:.1f} % causal MFU  peak {row['peak_gib']:.2f} GiB allocated, {row['peak_bytes'] / 2**30:.2f} reserved",
+            f"{100 * row['mfu_causal']:.1f} % causal MFU  "
+            f"peak {row['peak_gib']:.2f} GiB allocated, {row['peak_bytes'] / 2**30:.2f} reserved",
             flush=True,
         )
     length = format_tokens(args.tokens)

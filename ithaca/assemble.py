@@ -23,7 +23,7 @@ from ithaca.model.spec import Spec
 from ithaca.parallel.agree import on_this_node, same_batch, same_everywhere, together
 from ithaca.parallel.batch import Batch, gather_tokens, split_batch, whole_batch
 from ithaca.parallel.exchange import Alone, Ulysses
-from ithaca.parallel.heads import head_rounds, split_heads
+from ithaca.parallel.heads import describe_share, head_rounds, split_heads
 from ithaca.parallel.layout import Layout, batch_range
 from ithaca.parallel.mesh import Mesh, alone
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
@@ -105,6 +105,10 @@ class Model(nn.Module):
         same_everywhere(self.mesh.group, "number of rows or tokens", (rows, tokens))
         mine = max(len(batch_range(rows, self.mesh.data_rank, self.mesh.data_ranks)), 1) * tokens
         return lambda: tiles_of(self.plan, self._lay(mine, shorten=False))
+
+    def describe_ranks(self) -> list[str]:
+        """Which ranks share a sequence, and how; nothing where each has its own."""
+        return [describe_share(self.share)] if self.mesh.ulysses > 1 else []
 
     def describe_tapes(self) -> list[str]:
         """What the Plan keeps outside of tensors, and where; nothing where it keeps nothing so."""

@@ -46,7 +46,7 @@ class MeshSection:
     ring: int = 1
     """Context ranks across nodes."""
     ulysses: int = 1
-    """Context ranks within a node."""
+    """Ranks within a node that share each sequence, by heads."""
 
 
 @dataclass(frozen=True, kw_only=True)

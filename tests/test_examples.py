@@ -27,7 +27,8 @@ def prepare(nursery: Nursery, folder: Path, chats: bool) -> Path:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(nursery: Nursery, example: Path, tmp_path: Path) -> None:
     family = next(value for key, value in FAMILIES.items() if example.name.startswith(key))
-    plan = read_config(example, []).plan
+    config = read_config(example, [])
+    plan, ranks = config.plan, min(config.mesh.ulysses, 2)
     layers = 32 if plan.x else 2  # a list of layers is made for a model's own number of them
     ropes = {"no_rope_layers": [1, 0]} if family == "smollm3" else {}
     model = save(make_model(family, vocab_size=256, num_hidden_layers=layers, **ropes), tmp_path / "m")
@@ -35,8 +36,9 @@ def test_example(nursery: Nursery, example: Path, tmp_path: Path) -> None:
     sets = [f"model.source={model}", f"data.source={data}", "train.tokens=48", "train.steps=3", "train.warmup=1"]
     sets += ["plan.chunk=16"] if plan.chunk else []
     sets += ["train.batch=1"] if layers > 2 else []  # a deep model takes its time
+    sets += [f"mesh.ulysses={ranks}"] if ranks > 1 else []
     words = [word for item in (*sets, "train.device=cpu") for word in ("--set", item)]
-    end = nursery.command("train", str(example), "--run", "run", "--ranks", "1", *words, folder=tmp_path)
+    end = nursery.command("train", str(example), "--run", "run", "--ranks", str(ranks), *words, folder=tmp_path)
     assert end.code == 0, end.err
     assert len(RunFolder(tmp_path / "run").read_metrics()) == 3
 

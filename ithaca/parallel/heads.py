@@ -78,6 +78,19 @@ def imbalance(share: Share) -> float:
     return max(map(len, share.q)) * len(share.q) / len(share.q_heads) - 1
 
 
+def describe_share(share: Share) -> str:
+    """Who attends with how many heads, in a sentence."""
+    ranks, counts = len(share.q), [len(part) for part in share.q]
+    text = f"{ranks} ranks share each sequence, with "
+    if len(set(counts)) == 1:
+        text += f"{counts[0]} query head{'s' * (counts[0] > 1)} each"
+    else:
+        text += f"{', '.join(map(str, counts))} query heads: the fullest has {100 * imbalance(share):.0f} % more to do "
+        text += "than the mean, and the others wait for it"
+    holders = ranks / len(share.kv_heads)
+    return f"{text}; {holders:.3g} ranks hold each key/value head" if share.replicated else text
+
+
 def head_rounds(share: Share, at_once: int | None) -> Rounds:
     """A share in rounds of `at_once` query heads over all ranks; None: all in one."""
     everything: Rounds = ((share,),)

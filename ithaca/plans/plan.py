@@ -50,10 +50,11 @@ class Plan:
     """Query heads, over all Ulysses ranks, that are attended with at a time; not given: one on each rank. (untied)"""
 
     chunk: int | None = field(default=None, metadata={"read": parse_tokens})
-    """Tokens that go through a block together; not given: 64K, or all where there are fewer. (sweep)"""
+    """Tokens of a sequence, over all ranks that share it, that go through a block together; not given: 64K, or all
+    where there are fewer. (sweep)"""
 
     tile: int | None = field(default=None, metadata={"read": parse_tokens})
-    """Tokens that go through an MLP together; not given under `dense`: all."""
+    """Tokens of a rank that go through an MLP together; not given under `dense` and `ulysses`: all."""
 
     x: str | None = None
     """Where block inputs are kept: `device` or `host`; or `rebuild`, made again from o (sweep). One word, or a list

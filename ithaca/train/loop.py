@@ -239,6 +239,8 @@ class Run:
             f"{options.batch} sequences of {format_tokens(options.tokens)} tokens a step{passes}, "  # pyrefly: ignore
             f"{options.steps} steps, run folder {self.folder.path}"
         )
+        for line in model.describe_ranks():
+            self.progress.say(line)
         if self.done:
             self.progress.say(f"going on from the checkpoint of step {self.done}")
         for text in self.notes:

@@ -351,7 +351,7 @@ def test_transformers(folders) -> None:
 
 
 REFUSED = [
-    ({"recipe": "sweep", "chunk": 100}, "chunk=100 is longer than the 37 tokens that a rank has: chunk=37 works"),
+    ({"recipe": "sweep", "chunk": 100}, "chunk=100 is longer than the 37 tokens there are: chunk=37 works"),
     ({"recipe": "sweep", "chunk": 8, "tile": 9}, "tile=9 is longer than chunk=8: a tile of 8 fits"),
     ({"recipe": "sweep", "chunk": 0}, "chunk=0 is no number of tokens: 65536 is"),
     ({"recipe": "sweep", "tile": -3}, "tile=-3 is no number of tokens: 8192 is"),
