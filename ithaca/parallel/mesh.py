@@ -7,6 +7,7 @@ data ranks, which take different sequences. Parameters are cut over shard × rin
 import atexit
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -97,11 +98,10 @@ def mesh(
         )
     same_everywhere(dist.group.WORLD, "mesh", (replicate, shard, ring, ulysses, place.type))
     sizes = {"parameters": world} if replicate == 1 else {"replicate": replicate, "parameters": world // replicate}
-    parameters = init_device_mesh(place.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    parameters = _grid(dist.group.WORLD, place.type, **sizes)
     context = None
     if ulysses > 1:
-        grid = init_device_mesh(place.type, (world // ulysses, ulysses), mesh_dim_names=("others", "ulysses"))
-        context = grid.get_group("ulysses")
+        context = _grid(dist.group.WORLD, place.type, others=world // ulysses, ulysses=ulysses).get_group("ulysses")
     return Mesh(replicate, shard, ring, ulysses, dist.get_rank(), place, parameters, dist.group.WORLD, context)
 
 
@@ -110,11 +110,24 @@ def alone(device: str | None = None) -> Mesh:
     place = _device(device)
     if not dist.is_initialized():
         _start_alone(place)
-    rank = dist.get_rank()
-    group = dist.new_group([rank], use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    parameters = DeviceMesh.from_group(group, place.type, mesh_dim_names=("parameters",))
+    assert dist.group.WORLD is not None
+    group, parameters = _alone(dist.group.WORLD, place.type)
     return Mesh(1, 1, 1, 1, 0, place, parameters, group)
+
+
+# Groups are made once for a job and shared by all its meshes: each has threads and sockets of its own, for good
+
+
+@lru_cache
+def _grid(job: dist.ProcessGroup, device: str, **sizes: int) -> DeviceMesh:  # noqa: ARG001
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+@lru_cache
+def _alone(job: dist.ProcessGroup, device: str) -> tuple[dist.ProcessGroup, DeviceMesh]:  # noqa: ARG001
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group, DeviceMesh.from_group(group, device, mesh_dim_names=("parameters",))
 
 
 def host_mesh(parameters: DeviceMesh) -> DeviceMesh:
