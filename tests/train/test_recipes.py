@@ -22,7 +22,8 @@ RECIPES = {
 
 def losses(nursery: Nursery, config: Config, path: Path, **sections) -> list[float]:
     """Of fifty steps in float32 on four ranks."""
-    config = replace(config, train=replace(config.train, steps=STEPS), **sections)
+    run = replace(config.run, checkpoint_every=0)
+    config = replace(config, train=replace(config.train, steps=STEPS), run=run, **sections)
     for end in nursery.job(train, config, path, ranks=4):
         assert end.code == 0, end.err
     return [line["loss"] for line in RunFolder(path).read_metrics()]
