@@ -34,6 +34,11 @@ class Mesh:
         return self.replicate * self.shard * self.ring * self.ulysses
 
     @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups that collectives of this grid go over, each once."""
+        return list(dict.fromkeys((self.group, *self.parameters.get_all_groups())))
+
+    @property
     def context_ranks(self) -> int:
         return self.ring * self.ulysses
 
