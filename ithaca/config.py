@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from ithaca.errors import ConfigError, suggestion
 from ithaca.plans.places import REBUILD
 from ithaca.plans.plan import RECIPE_OPTIONS, RECIPES, Plan
-from ithaca.sizes import parse_tokens
+from ithaca.sizes import MOST_SECONDS, parse_tokens
 
 Section = TypeVar("Section")
 
@@ -128,12 +128,18 @@ class RunSection:
     """Checkpoints that are kept."""
     report: str = ""
     """Where metrics go beside the run folder: `tensorboard` or `wandb`."""
+    patience: float | None = None
+    """Seconds after which a rank that the others wait for is given up; not given: 600 and three expected steps."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_every < 0:
             raise ConfigError(f"run.checkpoint_every is {self.checkpoint_every}: 0 or more is needed")
         if self.keep < 1:
             raise ConfigError(f"run.keep is {self.keep}: 1 or more is needed")
+        if self.patience is not None and not 0 < self.patience <= MOST_SECONDS:
+            raise ConfigError(
+                f"run.patience is {self.patience:g}: seconds above 0 and up to {MOST_SECONDS} are needed, as 1200"
+            )
         if self.report not in ("", "tensorboard", "wandb"):
             hint = suggestion(self.report, ("tensorboard", "wandb"))
             raise ConfigError(f"run.report '{self.report}' does not exist: {hint}")

@@ -40,6 +40,14 @@ class RunError(IthacaError):
     code = 1
 
 
+class LostRankError(RunError):
+    """Other ranks that have ended or hang, so that this one cannot go on; `ranks` are those that are known."""
+
+    def __init__(self, text: str, ranks: list[int]):
+        super().__init__(text)
+        self.ranks = ranks
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """'; did you mean 'chunk'?' where a known word is near, else the known words."""
     known = list(known)

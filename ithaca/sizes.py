@@ -5,6 +5,8 @@ import re
 
 from ithaca.errors import ConfigError
 
+MOST_SECONDS = 30 * 86400  # that a wait can be told to last: torch counts it in nanoseconds
+
 _TOKEN_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _BYTE_UNITS = {"": 1} | {
     f"{prefix}{kind}": (1024 if kind == "IB" else 1000) ** power
@@ -46,3 +48,12 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A span of time in the unit that suits it, three figures: '90 s', '12.5 min', '3 h'."""
+    for unit, length in (("s", 60), ("min", 60)):
+        if seconds < 2 * length:
+            return f"{seconds:.3g} {unit}"
+        seconds /= length
+    return f"{seconds:.3g} h"

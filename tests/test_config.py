@@ -7,7 +7,7 @@ import pytest
 from ithaca.config import read_config
 from ithaca.errors import IthacaError
 from ithaca.plans.plan import RECIPES, Plan
-from ithaca.sizes import format_bytes, format_tokens, parse_bytes, parse_tokens
+from ithaca.sizes import format_bytes, format_seconds, format_tokens, parse_bytes, parse_tokens
 
 
 def test_file_and_overrides(tmp_path: Path) -> None:
@@ -44,6 +44,11 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ("plan.zero=4", "zero=4 does not exist: 1, 2 and 3 do"),
         ("plan.optimizer=hots", "optimizer=hots does not exist: did you mean 'host'"),
         ("plan.loss_tile=0", "plan.loss_tile: '0' is not a number of tokens"),
+        ("run.patience=0", "run.patience is 0: seconds above 0 and up to 2592000 are needed, as 1200"),
+        ("run.patience=-3", "run.patience is -3: seconds above 0"),
+        ("run.patience=nan", "run.patience is nan: seconds above 0"),
+        ("run.patience=1e9", "run.patience is 1e[+]09: seconds above 0 and up to 2592000"),
+        ("run.patience=long", "'run.patience' is 'long', of type str: float is needed"),
     ],
 )
 def test_refused(override: str, sentence: str) -> None:
@@ -100,3 +105,4 @@ def test_sizes() -> None:
     assert [parse_tokens(text) for text in (4096, "64K", "1.5M", "5m")] == [4096, 65536, 1572864, 5 * 2**20]
     assert [format_tokens(n) for n in (1000, 4096, 5 * 2**20, 2**20 + 1024)] == ["1000", "4K", "5M", "1025K"]
     assert [format_bytes(n) for n in (512, 1536, 15 * 2**30)] == ["512 B", "1.5 KiB", "15 GiB"]
+    assert [format_seconds(n) for n in (2, 90, 600, 1431, 12600)] == ["2 s", "90 s", "10 min", "23.9 min", "3.5 h"]

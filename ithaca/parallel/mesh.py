@@ -36,6 +36,12 @@ class Mesh:
         return self.replicate * self.shard * self.ring * self.ulysses
 
     @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups that collectives of this grid go over, each once."""
+        context = () if self.ulysses_group is None else (self.ulysses_group,)
+        return list(dict.fromkeys((self.group, *self.parameters.get_all_groups(), *context)))
+
+    @property
     def context_ranks(self) -> int:
         return self.ring * self.ulysses
 

@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from ithaca.assemble import Model
 from ithaca.errors import RunError
 from ithaca.parallel.agree import from_first, on_this_node, together
+from ithaca.parallel.lost import lost_touch
 from ithaca.sizes import format_bytes
 from ithaca.tape.budget import host_budget
 from ithaca.train.snapshot import Snapshot, local_bytes, training_state
@@ -56,6 +57,8 @@ class Checkpoints:
         self._snapshot = self._make_snapshot(spoken_for) if optimizer else None
         self._writer: threading.Thread | None = None
         self._problem: tuple[int, str] | None = None
+        self._lost: BaseException | None = None
+        self._abandoned = False
 
     def clean(self) -> None:
         """Make the folder, and remove what a killed write left in it; for the one job that trains here."""
@@ -112,12 +115,20 @@ class Checkpoints:
             self._writer = None
 
     def close(self) -> None:
+        if self._abandoned:
+            return
         self.wait()
         if self._snapshot is not None:
             self._snapshot.close()
 
+    def abandon(self) -> None:
+        """Let `close` leave a write alone that is under way: it may wait for a rank that is lost."""
+        self._abandoned = True
+
     def problem(self) -> tuple[int, str] | None:
-        """(step, reason) of a write that failed since the last time this was asked."""
+        """(step, reason) of a write that failed since the last time this was asked; raises what lost a rank in it."""
+        if self._lost is not None:
+            raise self._lost
         problem, self._problem = self._problem, None
         return problem
 
@@ -227,6 +238,7 @@ class Checkpoints:
             self._stage(lambda: self._complete(partial, path, manifest))
         except (Exception, dcp.api.CheckpointException) as problem:  # nothing that fails may pass for written
             self._problem = step, _reason(problem)
+            self._lost = problem if lost_touch(problem) else None
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
 

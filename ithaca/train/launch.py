@@ -1,11 +1,13 @@
 """Processes for a run: one per GPU, or a few on a CPU, by torch's elastic launcher; under torchrun this one joins.
 
 A rank that dies takes the job down, and all of it is started again from the last checkpoint, a few times. What a user
-did wrong is no reason to start again: the rank leaves its sentence in a file. Ctrl-C reaches the ranks, which finish
+did wrong is no reason to start again: the rank leaves its sentence in a file. A rank that hangs is killed by those that
+wait for it in vain, and all start again likewise. Ctrl-C reaches the ranks, which finish
 their step and save; a second one kills them, also where they hang. Signals are blocked while ranks start, so that none
 is lost or kills a rank that cannot handle it yet.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -18,6 +20,7 @@ import traceback
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 import torch
@@ -25,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ithaca.config import Config
-from ithaca.errors import ConfigError, IthacaError, RunError
+from ithaca.errors import ConfigError, IthacaError, LostRankError, RunError
 from ithaca.model.source import load_model
 from ithaca.train.loop import train
 from ithaca.train.run import RunFolder
@@ -59,7 +62,10 @@ def _join(config: Config, ranks: int | None, path: Path | None, fresh: bool) -> 
         raise ConfigError("--run is missing: under torchrun name the run folder, on a disk that all nodes share")
     if fresh:
         raise ConfigError("--fresh cannot be given under torchrun, which may start ranks again: name a new --run")
-    train(config, path)
+    try:
+        train(config, path)
+    except LostRankError as lost:
+        _leave(f"error: {lost}; the run goes on from its last checkpoint with ithaca train --run {path}")
 
 
 def _count(config: Config, ranks: int | None) -> int:
@@ -105,15 +111,15 @@ def _attempt(config: Config, path: Path, ranks: int, attempt: int, watch: "_Watc
         monitor_interval=0.2,
         signals_to_handle="SIGQUIT",  # the others are handled here
     )
-    with tempfile.TemporaryDirectory(prefix="ithaca-") as sentences:
+    with tempfile.TemporaryDirectory(prefix="ithaca-") as notes:
         try:
-            elastic_launch(settings, worker)(config, path, ranks, Path(sentences))
+            elastic_launch(settings, worker)(config, path, ranks, Path(notes))
             return True
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
             if watch.asked:
                 raise KeyboardInterrupt from None
-            _raise_sentence(Path(sentences))
+            _raise_sentence(Path(notes))
     how = f"was killed by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with code {failure.exitcode}"
     if attempt == RESTARTS:
         raise RunError(
@@ -123,9 +129,9 @@ def _attempt(config: Config, path: Path, ranks: int, attempt: int, watch: "_Watc
     return False
 
 
-def _raise_sentence(folder: Path) -> None:
+def _raise_sentence(notes: Path) -> None:
     """What the first rank that met a user's mistake said of it, as that error."""
-    for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns):
+    for file in sorted(notes.glob("*.sentence"), key=lambda file: file.stat().st_mtime_ns):
         code, _, text = file.read_text(encoding="utf-8").partition(" ")
         error = RunError(text) if code == "1" else IthacaError(text)
         raise error from None
@@ -162,34 +168,49 @@ class _Watch:
                 child.send_signal(number if self.asked == 1 else signal.SIGKILL)
 
 
-def worker(config: Config, path: Path, ranks: int, sentences: Path) -> None:
-    """One rank of the job; what it has to say of a user's mistake goes into a file of `sentences`."""
+def worker(config: Config, path: Path, ranks: int, notes: Path) -> None:
+    """One rank of the job; what it has to say of a user's mistake goes into a file of `notes`, and so does its id."""
+    rank = os.environ["RANK"]
+    (notes / f"{rank}.process").write_text(str(os.getpid()))
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its launcher
     if not torch.cuda.is_available():
         torch.set_num_threads(max((os.cpu_count() or 1) // ranks, 1))
     try:
         train(config, path)
         return
+    except LostRankError as lost:
+        _kill(notes, lost.ranks)
+        _leave(str(lost))
     except IthacaError as error:
         code, text = error.code, str(error)
     except (MemoryError, torch.OutOfMemoryError) as error:
         code, text = 1, out_of_memory(error)
-    except Exception as error:
-        if _lost_a_rank(error):
-            print(f"rank {os.environ['RANK']} has lost the connection to another rank", file=sys.stderr)
-        else:
-            traceback.print_exc()  # the launcher would keep it to itself
+    except Exception:
+        traceback.print_exc()  # the launcher would keep it to itself
         sys.exit(1)
-    (sentences / os.environ["RANK"]).write_text(f"{code} {text}", encoding="utf-8")
-    # At once: while Python takes itself apart, a thread of gloo that comes back to it now and then aborts it
+    (notes / f"{rank}.sentence").write_text(f"{code} {text}", encoding="utf-8")
+    _exit(code)
+
+
+def _kill(notes: Path, ranks: list[int]) -> None:
+    """End ranks that hang: the launcher would first ask them to end, and wait half a minute for it."""
+    theirs = {int(file.read_text()) for rank in ranks if (file := notes / f"{rank}.process").exists()}
+    for sibling in psutil.Process(os.getppid()).children():
+        if sibling.pid in theirs:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                sibling.kill()
+
+
+def _leave(text: str) -> NoReturn:
+    print(text, file=sys.stderr)
+    _exit(1)
+
+
+def _exit(code: int) -> NoReturn:
+    """At once: while Python takes itself apart, a thread of gloo that comes back to it now and then aborts it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _lost_a_rank(error: Exception) -> bool:
-    """Whether a collective failed because the other side is gone: what happened is told there, not here."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("closed by peer", "reset by peer"))
 
 
 def out_of_memory(error: Exception) -> str:

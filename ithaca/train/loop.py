@@ -17,8 +17,10 @@ from ithaca.data.tokenfile import TokenFile
 from ithaca.errors import ConfigError, RunError
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.batch import Batch
+from ithaca.parallel.lost import answering, lost_touch
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.sizes import format_bytes, format_tokens
+from ithaca.parallel.patience import patience, set_patience, step_seconds
+from ithaca.sizes import format_bytes, format_seconds, format_tokens
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.metrics import Sink, draw_loss, open_sinks
 from ithaca.train.optimizer import clip, learning_rate, make_optimizer
@@ -34,8 +36,12 @@ def train(config: Config, path: Path) -> None:
     """Train in a run folder on this job's ranks, from its last checkpoint on if it has one."""
     join_free_memory()
     grid = mesh(**vars(config.mesh), device=None if config.train.device == "auto" else config.train.device)
-    run, first = RunFolder(path), grid.rank == 0
-    lock = together(grid.group, lambda: run.hold() if first else None)
+    with answering(grid.group):
+        _train(config, RunFolder(path), grid)
+
+
+def _train(config: Config, run: RunFolder, grid: Mesh) -> None:
+    lock = together(grid.group, lambda: run.hold() if grid.rank == 0 else None)
     try:
         config = from_first(grid.group, lambda: settle(config, run, grid))
         resumed = from_first(grid.group, run.has_checkpoints)
@@ -99,6 +105,8 @@ class Run:
             self.folder.cut_metrics(self.done)
         self.sinks = together(self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first))
         self.stop = StopRequest(self.mesh)
+        self.patience = self.config.run.patience or patience(self._step_seconds())
+        set_patience(self.mesh.groups, self.patience)
         self._announce()
         try:
             self._reserve()
@@ -107,6 +115,10 @@ class Run:
             self.checkpoints.wait()
             self._report_problem(final=True)
             self._conclude(stopped)
+        except RuntimeError as error:
+            if lost_touch(error):
+                self.checkpoints.abandon()
+            raise
         finally:
             self.checkpoints.close()
             for sink in self.sinks:
@@ -114,6 +126,14 @@ class Run:
                     sink.close()
             self.progress.close()
             self.stop.close()
+
+    def _step_seconds(self) -> float:
+        """What a step should take at most on the rank that has the most sequences."""
+        rows, tokens = self._pass_size()
+        passes = self.config.train.batch // rows  # pyrefly: ignore
+        sequences = passes * math.ceil(rows / self.mesh.data_ranks)
+        flops = self.model.spec.flops_per_token(tokens) * sequences * tokens / self.mesh.context_ranks
+        return step_seconds(flops, self.mesh.device, torch.get_num_threads())
 
     def _reserve(self) -> None:
         """Take the memory of the Plan's tapes before the first step."""
@@ -241,6 +261,8 @@ class Run:
         )
         for line in model.describe_ranks():
             self.progress.say(line)
+        if self.mesh.size > 1:
+            self.progress.say(f"a rank that the others wait for is given up after {format_seconds(self.patience)}")
         if self.done:
             self.progress.say(f"going on from the checkpoint of step {self.done}")
         for text in self.notes:

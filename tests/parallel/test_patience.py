@@ -1,0 +1,39 @@
+"""How long ranks wait for one another, and that every group of a mesh does."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+import ithaca
+from ithaca.parallel.patience import patience, set_patience, step_seconds
+from ithaca.sizes import MOST_SECONDS
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_the_time_of_a_step() -> None:
+    assert step_seconds(200e12 * 277, GPU, cores=1) == step_seconds(200e12 * 277, GPU, cores=8) == 277
+    assert step_seconds(5e9, CPU, cores=1) == 1
+    assert step_seconds(5e9, CPU, cores=4) == 0.25
+
+
+def test_patience_is_longer_than_any_step() -> None:
+    assert patience(0) == 600
+    assert patience(277) == 600 + 3 * 277
+    assert patience(1e30) == MOST_SECONDS
+    timedelta(seconds=patience(1e30)) / timedelta(milliseconds=1)
+
+
+def waits(replicate: int) -> list[float]:
+    mesh = ithaca.mesh(replicate=replicate, device="cpu")
+    set_patience(mesh.groups, 1234.5)
+    used = [mesh.group, *(mesh.parameters.get_group(axis) for axis in range(mesh.parameters.ndim))]
+    found = [group._get_backend(CPU).options._timeout.total_seconds() for group in used]
+    set_patience(mesh.groups, 1800)  # the job serves other tests
+    return found
+
+
+@pytest.mark.parametrize(("replicate", "groups"), [(1, 2), (2, 3)])
+def test_every_group_of_a_mesh(ranks, replicate: int, groups: int) -> None:
+    assert ranks(4).run(waits, replicate) == [[1234.5] * groups] * 4
