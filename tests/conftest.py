@@ -14,7 +14,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-WORLDS = (1, 2, 4)
+WORLDS = (1, 2, 3, 4, 8)
 
 
 @pytest.fixture(scope="session", autouse=True)
