@@ -2,6 +2,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch._dynamo  # FSDP2 does at its first use: once here, instead of in every forked rank
 
 from tests.nursery import Nursery
 from tests.ranks import Ranks
