@@ -3,10 +3,12 @@
 import functools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 import ithaca
 from ithaca.parallel.heads import split_heads, usable_rounds
@@ -26,6 +28,14 @@ MODELS = {
 }
 
 Options = dict[str, str | int]
+
+
+def sampled(cases: Iterable[tuple], kept: Callable[..., bool]) -> list[ParameterSet]:
+    """Every case; those that are not kept are left to `make test-all`."""
+    return [
+        pytest.param(*case, id="-".join(map(str, case)), marks=() if kept(*case) else pytest.mark.full)
+        for case in cases
+    ]
 
 
 def head_counts(name: str) -> tuple[int, int]:
