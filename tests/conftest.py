@@ -2,6 +2,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch._dynamo  # FSDP2 does at its first use: once here, instead of in every forked rank
 
 from tests.nursery import Nursery
 from tests.ranks import Ranks
@@ -14,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-WORLDS = (1, 2, 4)
+WORLDS = (1, 2, 3, 4, 8)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,164 @@
+"""What ranks that share a sequence refuse: all of them, with the same sentence and what would work."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ithaca
+from tests.schedule.contexts import open_model, save_models
+from tests.schedule.steps import random_batch
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+def sentence(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ithaca.IthacaError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def opening(folder: Path, options: list[dict], sizes: dict[str, int]) -> str:
+    """`options`: one for all ranks, or one for each."""
+    plan = ithaca.Plan(**options[dist.get_rank() % len(options)])
+    return sentence(lambda: open_model(folder, plan, sizes))
+
+
+REFUSED = [
+    (
+        "8/2",
+        {"recipe": "untied", "heads": 5},
+        {"ulysses": 2},
+        "heads=5 is not usable with 8 query heads on 2 Ulysses ranks: 2, 4, 6, 8 are",
+    ),
+    (
+        "14/2",
+        {"recipe": "untied", "heads": 14 * 2},
+        {"ulysses": 4},
+        "heads=28 is not usable with 14 query heads on 4 Ulysses ranks: 4, 8, 12, 14 are",
+    ),
+    (
+        "8/8",
+        {"recipe": "untied", "heads": 4},
+        {"ulysses": 8},
+        "heads=4 is not usable with 8 query heads on 8 Ulysses ranks: 8 is",
+    ),
+    *(
+        (
+            "6/3",
+            {"recipe": recipe},
+            {"ulysses": 8},
+            "ulysses=8 is more than the model's 6 query heads: 1 to 6 work, evenly 1, 2, 3, 6",
+        )
+        for recipe in ("ulysses", "alst", "untied", "sweep")
+    ),
+    (
+        "8/2",
+        {"recipe": "dense"},
+        {"ulysses": 2},
+        "recipe 'dense' has no context parallelism, but the mesh has ulysses 2 × ring 1: "
+        "set both to 1 and shard to 2, or use recipe 'sweep'",
+    ),
+    (
+        "8/2",
+        {"recipe": "sweep"},
+        {"ring": 2},
+        "recipe 'sweep' shares a sequence by heads only, but the mesh has ring 2: set ring to 1 and ulysses to 2",
+    ),
+    (
+        "8/2",
+        {"recipe": "ulysses"},
+        {"ring": 2, "ulysses": 2},
+        "recipe 'ulysses' shares a sequence by heads only, but the mesh has ring 2: set ring to 1 and ulysses to 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("heads", "options", "sizes", "wanted"), REFUSED, ids=[f"{row[0]}-{row[1]['recipe']}-{row[2]}" for row in REFUSED]
+)
+def test_refused(ranks, folders, heads: str, options: dict, sizes: dict[str, int], wanted: str) -> None:
+    world = sizes.get("ulysses", 1) * sizes.get("ring", 1)
+    assert ranks(world).run(opening, folders[heads], [options], sizes) == [f"PlanError: {wanted}"] * world
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"recipe": "untied", "heads": 0}, "heads=0 is no number of heads: 8 is"),
+        ({"recipe": "untied", "heads": "four"}, "heads=four is no number of heads: 8 is"),
+        ({"recipe": "sweep", "heads": 8}, "heads=8 means nothing under recipe 'sweep': leave it out, or use recipe 'u"),
+        ({"recipe": "untied", "checkpoint": "none"}, "checkpoint=none means nothing under recipe 'untied'"),
+        ({"recipe": "ulysses", "chunk": 8}, "chunk=8 means nothing under recipe 'ulysses'"),
+        ({"recipe": "ulises"}, "recipe 'ulises' does not exist: did you mean 'ulysses'"),
+    ],
+)
+def test_plans_that_mean_nothing(options: dict, sentence: str) -> None:
+    with pytest.raises(ithaca.PlanError, match=sentence):
+        ithaca.Plan(**options)
+
+
+def test_ranks_with_other_plans(ranks, folders) -> None:
+    for other in ({"recipe": "untied", "heads": 4}, {"recipe": "sweep"}):
+        found = ranks(2).run(opening, folders["8/2"], [{"recipe": "untied"}, other], {"ulysses": 2})
+        assert (
+            found == ["PlanError: rank 1 has another model or Plan than rank 0: every rank must be given the same"] * 2
+        )
+
+
+def reserving(folder: Path, options: dict, rows: list[int], tokens: list[int]) -> tuple[str, str]:
+    """What is said of numbers that differ by rank, and of the same ones after that."""
+    model, rank = open_model(folder, ithaca.Plan(**options), {"ulysses": 2}), dist.get_rank()
+    first = sentence(lambda: model.reserve(rows[rank], tokens[rank]))
+    assert first == sentence(lambda: model.check_room(rows[rank], tokens[rank]))
+    return first, sentence(lambda: model.reserve(rows[0], tokens[0]))
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [([1, 1], [64, 65]), ([1, 2], [64, 64])])
+@pytest.mark.parametrize("recipe", ["ulysses", "alst", "untied", "sweep"])
+def test_ranks_that_reserve_for_other_numbers(ranks, folders, recipe: str, rows: list[int], tokens: list[int]) -> None:
+    text = "PlanError: rank 1 has another number of rows or tokens than rank 0: every rank must be given the same"
+    assert ranks(2).run(reserving, folders["8/2"], {"recipe": recipe}, rows, tokens) == [(text, "no error")] * 2
+
+
+def other_batches(folder: Path, options: dict, which: int) -> str:
+    """One of tokens, labels and documents is another on the last rank."""
+    model = open_model(folder, ithaca.Plan(**options), {"ulysses": 2})
+    batch = list(random_batch(1, 19, documents=True, ignored=0.2, seed=1))
+    if dist.get_rank() == 1:
+        batch[which] = batch[which].clone()
+        batch[which][0, 7] = 96
+    return sentence(lambda: model(model.shard(*batch)))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("recipe", ["untied", "sweep"])
+def test_ranks_with_other_batches(ranks, folders, recipe: str, which: int) -> None:
+    text = "the ranks were given different batches: model.shard needs the same whole batch on every rank"
+    assert ranks(2).run(other_batches, folders["8/2"], {"recipe": recipe}, which) == [f"InputError: {text}"] * 2
+
+
+def other_logits(folder: Path) -> str:
+    model = open_model(folder, ithaca.Plan(recipe="sweep"), {"ulysses": 2})
+    return sentence(lambda: model.logits(torch.tensor([1, 2, 3 + dist.get_rank()])))
+
+
+def test_ranks_that_ask_for_other_logits(ranks, folders) -> None:
+    assert all("the ranks were given different batches" in text for text in ranks(2).run(other_logits, folders["8/2"]))
+
+
+def too_long_a_chunk(folder: Path) -> str:
+    model = open_model(folder, ithaca.Plan(recipe="sweep", chunk=64), {"ulysses": 2})
+    return sentence(lambda: model(model.shard(*random_batch(1, 37, documents=False, ignored=0.0, seed=0))))
+
+
+def test_a_chunk_is_of_the_whole_sequence(ranks, folders) -> None:
+    for found in ranks(2).run(too_long_a_chunk, folders["8/2"]):
+        assert found.startswith("PlanError: chunk=64 is longer than the 37 tokens there are: chunk=37 works")
