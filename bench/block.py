@@ -201,7 +201,7 @@ class Bare:
         spec, size, mine = self.spec, blocks.layout.chunks.size, blocks.mine
         self.q, self.do = (torch.randn(size, len(mine.q), spec.head_size, device=DEVICE, dtype=BF16) for _ in range(2))
         self.k, self.v = (torch.randn(size, len(mine.kv), spec.head_size, device=DEVICE, dtype=BF16) for _ in range(2))
-        self.gemms = _gemms(spec, blocks.tiles, blocks.plan.tile or blocks.tiles.size)
+        self.gemms = _gemms(spec, blocks.tiles, blocks.plan.tile or blocks.tiles.size, blocks.exchange.ranks)
         chunks = range(blocks.tiles.count)
         self.visits = [visit for chunk in chunks for tile in self.walk.visits(chunk) for visit in tile.visits]
         self._kept: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -230,7 +230,7 @@ class Bare:
                 a @ b
 
 
-def _gemms(spec: Spec, chunks: Tiles, tile: int) -> Counter[tuple[int, int, int, str]]:
+def _gemms(spec: Spec, chunks: Tiles, tile: int, ranks: int) -> Counter[tuple[int, int, int, str]]:
     """(m, k, n, which of the three) -> how often, for one block's forward and backward."""
     heads, keys, hidden, wide = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.hidden, spec.mlp
     found: Counter[tuple[int, int, int, str]] = Counter()
@@ -244,8 +244,10 @@ def _gemms(spec: Spec, chunks: Tiles, tile: int) -> Counter[tuple[int, int, int,
     for index in range(chunks.count):
         rows = chunks.rows_in(index)
         layer(rows, hidden, heads, 2)
-        for _ in range(2):  # k and v, which later chunks ask for once more
-            layer(rows, hidden, keys, 2 if index == chunks.count - 1 else 3)
+        # k and v, which later chunks ask for once more; of several ranks two chunks are under way at that time
+        asked = index < chunks.count - (1 if ranks == 1 else 2)
+        for _ in range(2):
+            layer(rows, hidden, keys, 3 if asked else 2)
         for part in Tiles(rows, min(tile, rows)).slices():
             size = part.stop - part.start
             layer(size, heads, hidden, 2)
@@ -356,6 +358,8 @@ def main() -> None:
     args = parser.parse_args()
     spec = replace(load_model(args.model).spec, layers=args.layers)
     spec = replace(spec, rope_layers=spec.rope_layers[: args.layers])
+    if args.documents and args.recipe != "sweep":
+        raise SystemExit("--documents compares the attention of the sweep: leave --recipe out")
     layouts = [read_documents(text) for text in (args.documents or args.tokens).split(",")]
     bound, results = matmul_tflops(), []
     for recipe in args.recipe.split(","):

@@ -28,7 +28,7 @@ from ithaca.parallel.layout import Layout, batch_range
 from ithaca.parallel.mesh import Mesh, alone
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
 from ithaca.parallel.transport import Group
-from ithaca.plans.needs import Need, check_room, describe, host_bytes, layout_of, needs, rebuilds_of, tiles_of
+from ithaca.plans.needs import Need, Node, check_room, describe, host_bytes, layout_of, needs, rebuilds_of, tiles_of
 from ithaca.plans.plan import Plan
 from ithaca.schedule.forward import Job, logits, loss_sum
 from ithaca.schedule.tapes import Tapes
@@ -156,14 +156,25 @@ class Model(nn.Module):
         asked, mine = self._needs(training), self._tapes.get(True)
         missing = bool(asked) and self._tapes_for(cut, training) is None
         busy = training and mine is not None and mine.busy
-        any_missing, any_busy = same_batch(self.mesh.group, batch.fingerprint, missing, busy)
+        layout = self._lay(batch.layout.tokens)
+        # One rank has its tokens in order, whatever they were cut for
+        foreign = batch.layout != layout and max(batch.layout.ranks, layout.ranks) > 1
+        any_missing, any_busy, any_foreign, some, others = same_batch(
+            self.mesh.group, batch.fingerprint, missing, busy, foreign, training, not training
+        )
+        if any_foreign:
+            raise InputError("the batch was cut for another Plan or mesh: let the `shard` of this model cut it")
+        if some and others:
+            raise InputError(
+                "some ranks want gradients of this pass and others do not: use torch.no_grad() on all or none"
+            )
         if any_busy:
             raise InputError(BUSY)
         if any_missing:
             self._reserve(cut, training, lambda _: None)
         tapes = self._tapes_for(cut, training) if asked else None
         begun = tapes.begin(training) if tapes else None
-        return Job(self.plan, self.kernel, self.exchange, self.rounds, begun)
+        return Job(self.plan, self.kernel, layout, self.exchange, self.rounds, begun)
 
     def _needs(self, training: bool) -> list[Need]:
         rank, ranks = self.exchange.rank, self.exchange.ranks
@@ -202,9 +213,10 @@ class Model(nn.Module):
 
     def _check_room(self, asked: list[Need], tiles: Tiles) -> None:
         """Refuse, on all ranks, tapes that one of them has no room for. Collective."""
-        group, device = self.mesh.group, self.mesh.device
+        group, device, sharing = self.mesh.group, self.mesh.device, self.mesh.context_ranks
         node_bytes, node_ranks = on_this_node(group, host_bytes(asked, tiles, device))
-        together(group, lambda: check_room(asked, tiles, self.plan, self.spec, device, node_bytes, node_ranks))
+        node = Node(node_bytes, node_ranks)
+        together(group, lambda: check_room(asked, tiles, sharing, self.plan, self.spec, device, node))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards, whenever they are asked for: never the gathered copies that ZeRO-1 and 2 keep a while."""

@@ -195,7 +195,12 @@ def read_config(file: Path | None, overrides: list[str]) -> Config:
 
 def _change_recipe(content: dict[str, Any], recipe: Any) -> None:
     """Another recipe than the file's has no use for some of what the file says: leave that out, and say so."""
-    if recipe not in RECIPES or recipe == _recipe(content) or not isinstance(content.get("plan"), dict):
+    if (
+        not isinstance(recipe, str)
+        or recipe not in RECIPES
+        or recipe == _recipe(content)
+        or not isinstance(content.get("plan"), dict)
+    ):
         return
     build(Config, content, "")  # what is left out must be right as well
     for name in RECIPE_OPTIONS:

@@ -86,6 +86,6 @@ def _rows(heads: Sequence[int], size: int, device: torch.device) -> Part:
     return _row_indices(tuple(heads), size, device)
 
 
-@lru_cache(maxsize=64)  # a few rounds of heads, the same ones in every layer
+@lru_cache(maxsize=1024)  # rounds of heads, the same ones in every layer; a miss would have the host wait
 def _row_indices(heads: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     return (torch.tensor(heads)[:, None] * size + torch.arange(size)).flatten().to(device)

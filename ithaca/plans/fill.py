@@ -9,10 +9,14 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from ithaca.errors import PlanError, suggestion
+from ithaca.model.block import Heads
 from ithaca.model.source import DTYPES
 from ithaca.model.spec import Spec
-from ithaca.plans.needs import device_bytes, has_room_for_x, layout_of, needs, passing_bytes, tiles_of
+from ithaca.parallel.heads import split_heads
+from ithaca.plans.needs import Need, device_bytes, has_room_for_x, layout_of, needs, passing_bytes, tiles_of
 from ithaca.plans.places import REBUILD, RECOMPUTE, Placement, spell
 from ithaca.plans.plan import Plan
 from ithaca.plans.rebuild import fewest_kept, layers_to_keep, rebuild_passes
@@ -21,9 +25,16 @@ from ithaca.tape.tiles import Tiles
 
 
 def place(
-    plan: Plan, spec: Spec, tokens: int | str, *, device: int | str, host: int | str, dtype: str = "bfloat16"
+    plan: Plan,
+    spec: Spec,
+    tokens: int | str,
+    *,
+    device: int | str,
+    host: int | str,
+    ulysses: int = 1,
+    dtype: str = "bfloat16",
 ) -> Plan:
-    """The Plan with x and o of every layer placed, for passes over `tokens` tokens of a rank.
+    """The Plan with x and o of every layer placed, for passes over `tokens` tokens that `ulysses` ranks share.
 
     `device` and `host` are the bytes that a rank's tapes may take there, as 20GB; 0 for none. The device's are also for
     slots, and for weights that are gathered beyond a layer's own to make an x in passing.
@@ -33,15 +44,18 @@ def place(
     if dtype not in DTYPES:
         raise PlanError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), DTYPES)}")
     tokens = parse_tokens(tokens)
-    layout_of(plan, tokens, 1)  # whose chunk fits
+    layout_of(plan, tokens, ulysses)  # whose chunk fits
+    share = split_heads(spec.heads, spec.kv_heads, ulysses)
+    fullest = max(range(ulysses), key=lambda rank: (len(share.kv[rank]), len(share.q[rank])))
+    where = _Where(DTYPES[dtype], Heads(share.q[fullest], share.kv[fullest]), ulysses)
     free = _Budget(*(parse_bytes(given) if given else 0 for given in (device, host)))
     choices = sorted(_choices(spec.layers), key=lambda kept: _work_again(spec, tokens, *kept))
-    placed = _first_that_fits(plan, spec, dtype, tokens, free, choices)
+    placed = _first_that_fits(plan, spec, where, tokens, free, choices)
     if placed is None:
         least = [*_choices(spec.layers)][-spec.layers - 1 :: spec.layers]  # fewest x with every o; every x with no o
 
         def too_many(count: int) -> bool:
-            return _first_that_fits(plan, spec, dtype, count, free, least) is None
+            return _first_that_fits(plan, spec, where, count, free, least) is None
 
         most = bisect_left(range(1, tokens), True, key=too_many)
         other = f"{most} tokens have" if most else "give more of either"
@@ -53,10 +67,10 @@ def place(
 
 
 def _first_that_fits(
-    plan: Plan, spec: Spec, dtype: str, tokens: int, free: "_Budget", choices: list["_Kept"]
+    plan: Plan, spec: Spec, where: "_Where", tokens: int, free: "_Budget", choices: list["_Kept"]
 ) -> Plan | None:
-    tiles = tiles_of(plan, layout_of(plan, tokens, 1, shorten=True))
-    filled = (_fill(plan, spec, dtype, tiles, free, *kept) for kept in choices)
+    tiles = tiles_of(plan, layout_of(plan, tokens, where.ranks, shorten=True))
+    filled = (_fill(plan, spec, where, tiles, free, *kept) for kept in choices)
     return next((placed for placed, used in filled if used.device <= free.device and used.host <= free.host), None)
 
 
@@ -78,6 +92,15 @@ def _placement(spec: Spec, kept_x: set[int], kept_o: set[int], place: str = "hos
 
 
 @dataclass(frozen=True)
+class _Where:
+    """One of the ranks that share a sequence."""
+
+    dtype: torch.dtype
+    mine: Heads
+    ranks: int
+
+
+@dataclass(frozen=True)
 class _Budget:
     """Bytes, given or used."""
 
@@ -95,32 +118,36 @@ def _choices(layers: int) -> Iterator[_Kept]:
 
 
 def _fill(
-    plan: Plan, spec: Spec, dtype: str, tiles: Tiles, free: _Budget, kept_x: set[int], kept_o: set[int]
+    plan: Plan, spec: Spec, where: _Where, tiles: Tiles, free: _Budget, kept_x: set[int], kept_o: set[int]
 ) -> tuple[Plan, _Budget]:
     """Keep these, on the device while it has room: the gradient, which every layer reads and writes, where the Plan
     leaves that open; then from the last layer down, since what is read soonest gains most."""
     placement = _placement(spec, kept_x, kept_o, "device")
     placed = replace(plan, x=spell(placement.x), o=spell(placement.o), gradient=plan.gradient or "device")
-    if (used := _used(placed, spec, dtype, tiles)).device <= free.device:
+    if (used := _used(placed, spec, where, tiles)).device <= free.device:
         return placed, used  # first, since with nothing on the host there are no slots to hold room for
     placement = _placement(spec, kept_x, kept_o)
     placed = replace(plan, x=spell(placement.x), o=spell(placement.o))
     if plan.gradient is None:
         beside = replace(placed, gradient="device")
-        placed = beside if _used(beside, spec, dtype, tiles).device <= free.device else placed
+        placed = beside if _used(beside, spec, where, tiles).device <= free.device else placed
     x, o = list(placement.x), list(placement.o)
-    sizes = {need.name: need.row * tiles.length for need in needs(placed.settled(), spec, DTYPES[dtype])}
-    left = free.device - _used(placed, spec, dtype, tiles).device
+    sizes = {need.name: need.row * tiles.length for need in _needs(placed, spec, where)}
+    left = free.device - _used(placed, spec, where, tiles).device
     for layer in reversed(range(spec.layers)):
         for words, size in ((o, sizes.get("o", 0)), (x, sizes["x"])):
             if words[layer] == "host" and size <= left:
                 words[layer] = "device"
                 left -= size
     placed = replace(placed, x=spell(x), o=spell(o))
-    return placed, _used(placed, spec, dtype, tiles)
+    return placed, _used(placed, spec, where, tiles)
 
 
-def _used(plan: Plan, spec: Spec, dtype: str, tiles: Tiles) -> _Budget:
-    asked = needs(plan.settled(), spec, DTYPES[dtype])
+def _needs(plan: Plan, spec: Spec, where: _Where) -> list[Need]:
+    return needs(plan.settled(), spec, where.dtype, where.mine, where.ranks)
+
+
+def _used(plan: Plan, spec: Spec, where: _Where, tiles: Tiles) -> _Budget:
+    asked = _needs(plan, spec, where)
     hosted = sum(need.bytes_of(tiles.length) for need in asked if need.place == "host")
     return _Budget(device_bytes(asked, tiles) + passing_bytes(plan, spec, asked), hosted)

@@ -185,37 +185,46 @@ def _described(need: Need, tiles: Tiles, spec: Spec) -> str:
     return f"{need.name.replace('_', ' ')}{layers} {format_bytes(need.bytes_of(tiles.length))}"
 
 
+@dataclass(frozen=True)
+class Node:
+    """What tapes take of a node's memory, and how many ranks they are of."""
+
+    bytes: int
+    ranks: int
+
+
 def check_room(
-    asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec, device: torch.device, node_bytes: int, node_ranks: int
+    asked: list[Need], tiles: Tiles, sharing: int, plan: Plan, spec: Spec, device: torch.device, node: Node
 ) -> None:
-    """Refuse what does not fit this device or, all its ranks together, this node, before anything is allocated."""
+    """Refuse what does not fit this device or, all its ranks together, this node, before anything is allocated.
+
+    `sharing`: ranks that share a sequence, each of them with such tiles.
+    """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         ways = _elsewhere(asked, tiles, "device", "host", 1)
         weights = passing_bytes(plan, spec, asked)
         needed, fixed = device_bytes(asked, tiles) + weights, slot_bytes(asked, tiles) + weights
-        _refuse_over(needed, fixed, free, "the GPU's free memory", ways, tiles)
+        _refuse_over(needed, fixed, free, "the GPU's free memory", ways, tiles.length * sharing)
     budget, reason = host_budget()
     if plan.host_memory is not None and plan.host_memory < budget:
         budget, reason = plan.host_memory, "plan.host_memory"
-    fixed = 0 if device.type == "cuda" else node_ranks * slot_bytes(asked, tiles)
-    ways = _fewer_x(asked, tiles, plan, spec, node_ranks)
+    fixed = 0 if device.type == "cuda" else node.ranks * slot_bytes(asked, tiles)
+    ways = _fewer_x(asked, tiles, plan, spec, node.ranks)
     if device.type == "cuda":
-        ways += _elsewhere(asked, tiles, "host", "device", node_ranks)
-    _refuse_over(node_bytes, fixed, budget, reason, ways, tiles, node_ranks)
+        ways += _elsewhere(asked, tiles, "host", "device", node.ranks)
+    _refuse_over(node.bytes, fixed, budget, reason, ways, tiles.length * sharing, node.ranks)
 
 
-def _refuse_over(
-    needed: int, fixed: int, free: int, reason: str, ways: list[str], tiles: Tiles, ranks: int = 1
-) -> None:
-    """`fixed` of the bytes needed do not depend on the tokens."""
+def _refuse_over(needed: int, fixed: int, free: int, reason: str, ways: list[str], tokens: int, ranks: int = 1) -> None:
+    """`fixed` of the bytes needed do not depend on the tokens of the sequence."""
     if needed <= free:
         return
-    text = f"tapes for {tiles.length} tokens need {format_bytes(needed)}"
+    text = f"tapes for {tokens} tokens need {format_bytes(needed)}"
     text += f" for the {ranks} ranks of this node" if ranks > 1 else ""
     text += f", and {reason} is {format_bytes(free)}: {format_bytes(needed - free)} are missing"
-    fitting = tiles.length * (free - fixed) // (needed - fixed)
+    fitting = tokens * (free - fixed) // (needed - fixed)
     last = f"{fitting} tokens would fit" if fitting > 0 else "a smaller plan.chunk or plan.tile may help"
     raise PlanError(f"{text}; {', or '.join([*ways, last])}")
 

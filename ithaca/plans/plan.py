@@ -116,6 +116,8 @@ class Plan:
     def settled(self) -> "Plan":
         """The Plan with every option said: what was not given is the recipe's."""
         options = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
+        if self.checkpoint == "none":
+            options.pop("tile", None)  # of which there is none where every tile is kept
         if self.chunk is not None and options.get("tile") is not None:
             options["tile"] = min(options["tile"], self.chunk)
         return replace(self, **options)

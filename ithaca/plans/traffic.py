@@ -10,14 +10,15 @@ With C ranks that have the same number of heads, n tokens on each and b bytes a 
 | `ulysses`, `alst`, checkpoint none | 2: (q, kv) there, o back | 2: do there, (dq, dkv) back |
 | checkpoint selective | the same | 2: (q, kv, o, do) there, (dq, dkv) back |
 | checkpoint full | the same | 4: those of forward again, do there, (dq, dkv) back |
-| `untied`, R rounds of heads | 2 R | 4 R: those of forward again; (q, o, do) there, dq back; kv, dkv once a group |
+| `untied`, R rounds, G groups | 2 R + G | 4 R + 3 G: forward again; (q, o, do) there, dq back; kv, dkv once a group |
 | `sweep`, N chunks, o kept | 2 N | 3 N − 2: (q, o, do) there, (dq, dkv) back; kv with the queries or before them |
 | o recomputed | 2 N | 5 N − 1: as above, with o back and do there by themselves |
 
-In bytes forward sends 2 q + kv; backward 2 q + kv, 4 q + 2 kv, 4 q + 2 kv, 6 q + 3 kv, and the sweep 4 q + 2 kv. The
-last layer of a sweep still has K and V: it sends none of them by themselves, and one kv less. What the numbers below
-add to this is heads that do not divide. K and V that documents keep a chunk from asking for travel with its queries
-instead: fewer messages, the same bytes.
+A group is the rounds that read the same K and V; where each has one round, kv goes with q: 2 R and 4 R. In bytes
+forward sends 2 q + kv; backward 2 q + kv, 4 q + 2 kv, 4 q + 2 kv, 6 q + 3 kv, and the sweep 4 q + 2 kv. The last layer
+of a sweep still has K and V: it sends none of them by themselves, and one kv less. What the numbers below add to this
+is heads that do not divide. K and V that documents keep a chunk from asking for travel with its queries instead: fewer
+messages, the same bytes.
 """
 
 from collections.abc import Iterable
@@ -64,16 +65,25 @@ def block_traffic(plan: Plan, layer: int, layers: int, rounds: Rounds, sender: S
     if plan.sweeps:
         recomputed = plan.placement(layers).o[layer] == RECOMPUTE
         return _sweep(rounds[0][0], sender, recomputed, keys_there=layer == layers - 1)
-    shares = [(share, share is group[0], share is group[-1]) for group in rounds for share in group]
-    forward = _sum(sender.there(share, 1, 2 * first) + sender.back(share, 1, 0) for share, first, _ in shares)
-    if len(shares) == 1 and plan.checkpoint != "selective":
-        again = Traffic(0, 0) if plan.checkpoint == "none" else forward
-        return forward, again + sender.there(shares[0][0], 1, 0) + sender.back(shares[0][0], 1, 2)
-    again = Traffic(0, 0) if plan.checkpoint == "selective" else forward
-    gradients = _sum(
-        sender.there(share, 3, 2 * first) + sender.back(share, 1, 2 * last) for share, first, last in shares
-    )
-    return forward, again + gradients
+    forward = _sum(_group_forward(group, sender) for group in rounds)
+    again = forward if plan.checkpoint in ("full", None) else Traffic(0, 0)
+    if len(rounds) == len(rounds[0]) == 1 and plan.checkpoint != "selective":
+        share = rounds[0][0]  # whose q, K, V and o are still where they are needed
+        return forward, again + sender.there(share, 1, 0) + sender.back(share, 1, 2)
+    return forward, again + _sum(_group_backward(group, sender) for group in rounds)
+
+
+def _group_forward(group: tuple[Share, ...], sender: Sender) -> Traffic:
+    if len(group) == 1:
+        return sender.there(group[0], 1, 2) + sender.back(group[0], 1, 0)
+    return sender.there(group[0], 0, 2) + _sum(sender.there(share, 1, 0) + sender.back(share, 1, 0) for share in group)
+
+
+def _group_backward(group: tuple[Share, ...], sender: Sender) -> Traffic:
+    if len(group) == 1:
+        return sender.there(group[0], 3, 2) + sender.back(group[0], 1, 2)
+    keys = sender.there(group[0], 0, 2) + sender.back(group[0], 0, 2)
+    return keys + _sum(sender.there(share, 3, 0) + sender.back(share, 1, 0) for share in group)
 
 
 def _sweep(share: Share, sender: Sender, recomputed: bool, keys_there: bool) -> tuple[Traffic, Traffic]:

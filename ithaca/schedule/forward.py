@@ -19,6 +19,7 @@ from ithaca.model.rope import turn
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.exchange import Exchange
 from ithaca.parallel.heads import Rounds
+from ithaca.parallel.layout import Layout
 from ithaca.parallel.sharding import opened
 from ithaca.plans.plan import Plan
 from ithaca.schedule.embedding import embed
@@ -35,6 +36,7 @@ class Job:
 
     plan: Plan
     kernel: Kernel
+    layout: Layout
     exchange: Exchange
     rounds: Rounds
     tapes: Pass | None  # None: the Plan asks for none
@@ -85,7 +87,7 @@ def _swept(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
     spec, tapes, tile = decoder.spec, job.tapes, job.plan.tile
     assert tapes is not None
     assert tile is not None
-    walk = Walk(job.kernel, batch.layout.chunks, batch.bounds)
+    walk = Walk(job.kernel, job.layout.chunks, batch.bounds)
     ((share,),) = job.rounds
     token = decoder.look_up(lambda table: embed(table, batch.tokens, tapes, tile))
 

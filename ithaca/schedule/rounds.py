@@ -1,17 +1,19 @@
 """Attention of all local tokens over the Ulysses ranks, in rounds of heads.
 
 A round takes a few query heads of every rank: their rows of the projection, by head index, to the ranks that attend
-with them, and their outputs back to their places among all heads. K and V go with the first round that reads them and
-stay for the others. One round is Ulysses as it was published (`ulysses`, `alst`); more of them (`untied`) need less
-memory: of q, and of what attention makes of it, only a round's heads exist at a time.
+with them, and their outputs back to their places among all heads. K and V go with the queries of a round or, where
+several rounds read them, before the first of those. One round is Ulysses as it was published (`ulysses`, `alst`); more
+of them (`untied`) need less memory: of q, and of what attention makes of it, only a round's heads exist at a time.
 
 Backward, where o and the log-sum-exp are there: each round is projected and exchanged again, with o and its gradient,
-and dK and dV are summed over the rounds that read them, in at least fp32, before they travel back with the last. Where
-they are not, attention runs again first; if it is one round, its tensors are kept in between.
+and dK and dV are summed over the rounds that read them, in at least fp32, before they travel back. Where they are not,
+attention runs again first; if it is one round, its tensors are kept in between.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -49,18 +51,25 @@ class Attention:
         """o of the local tokens, all heads; and each round's log-sum-exp of all tokens, this rank's heads."""
         outputs, lses = _Outputs(self.spec, x, self.one_round), []
         for group in self.rounds:
-            kv: Sequence[Tensor] = ()
+            joint = len(group) == 1
+            kv = () if joint else self.send_keys(w, x, turn, group[0])
             for share in group:
-                fresh = share.kv_heads if share is group[0] else range(0)
-                q, *new = project(self.spec, w, x, turn, Heads(share.q_heads, fresh))
-                (q,), new = self.exchange.to_heads(share, (q,), new if fresh else ()).arrived()
-                kv = new or kv
-                o, lse = self.attend(q, *kv)
-                del q
+                q, *new = project(self.spec, w, x, turn, Heads(share.q_heads, share.kv_heads if joint else range(0)))
+                coming = self.exchange.to_heads(share, (q,), new if joint else ())
+                del q, new
+                (q,), new = coming.arrived()
+                o, lse = self.attend(q, *(new or kv))
+                del q, new, coming
                 (o,), _ = self.exchange.to_tokens(share, (o,)).arrived()
                 outputs.put(share, o)
                 lses.append(lse)
         return outputs.whole, lses
+
+    def send_keys(self, w: Weights, x: Tensor, turn: Turn | None, share: Share) -> Sequence[Tensor]:
+        """K and V of this rank's heads for several rounds, in memory of their own."""
+        with torch.no_grad():
+            _, *kv = project(self.spec, w, x, turn, Heads(range(0), share.kv_heads))
+        return self.exchange.to_heads(share, (), kv).arrived()[1]
 
     def differentiable(self, w: Weights, x: Tensor, turn: Turn | None) -> Tensor:
         """o, with everything kept for its backward pass by autograd; in one round."""
@@ -95,11 +104,11 @@ class _Outputs:
         if self._all is None:
             self.whole = o
         else:
-            self._all[:, share.q_heads] = o
+            self._all[:, _part(share, o.device)] = o
 
 
 class AttentionAgain:
-    """The same attention in a block's backward pass: `o`, kept or made again, and then its gradients."""
+    """The same attention in a block's backward pass: `o`, kept or made again, `do` to be filled in, then gradients."""
 
     def __init__(self, call: Attention, w: Summed, x: Tensor, turn: Turn | None, kept: Sequence[Tensor]):
         self._call, self._w, self._x, self._turn = call, w, x, turn
@@ -111,6 +120,7 @@ class AttentionAgain:
             self.o = self._hold()
         else:
             self.o, self._lses = call.forward(w, x, turn)
+        self.do = torch.empty_like(self.o)
 
     def _project(self, q: Sequence[int], kv: Sequence[int]) -> Projection:
         return Projection(self._call.spec, self._w, self._x, self._turn, Heads(q, kv))
@@ -119,53 +129,96 @@ class AttentionAgain:
         """Attention again, of one round, whose tensors stay for its backward pass."""
         call, ((share,),) = self._call, self._call.rounds
         projection = self._project(share.q_heads, share.kv_heads)
-        (q,), kv = call.exchange.to_heads(share, (projection.q,), projection.kv).arrived()
+        coming = call.exchange.to_heads(share, (projection.q,), projection.kv)
         projection.let_go()
+        (q,), kv = coming.arrived()
         o, lse = call.attend(q, *kv)
         self._held = projection, (q, *kv, o, lse)
         (o,), _ = call.exchange.to_tokens(share, (o,)).arrived()
         return o
 
-    def backward(self, do: Tensor) -> Tensor:
-        """dx of the projections."""
-        dx: Tensor | None = None
+    def backward(self, dx: Tensor) -> None:
+        """Add the projections' to dx; o and do are given up."""
         lses = iter(self._lses)
         for group in self._call.rounds:
-            for part in self._group_backward(group, do, lses):
-                dx = part if dx is None else dx.add_(part)
-        assert dx is not None
-        return dx
-
-    def _group_backward(self, group: tuple[Share, ...], do: Tensor, lses: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Parts of dx, from rounds that read the same K and V."""
-        exchange, kv, sums = self._call.exchange, (), ()
-        keys = None if len(group) == 1 else self._project(range(0), group[0].kv_heads)  # they go back with the last
-        for share in group:
-            first, last = share is group[0], share is group[-1]
             if self._held:
-                queries, (q, *kv, o, lse) = self._held
-                self._held = None
-                (do_heads,), _ = exchange.to_heads(share, (do,)).arrived()
+                self._held_round(group[0], dx)
+            elif len(group) == 1:
+                self._one_round(group[0], lses, dx)
             else:
-                queries = self._project(share.q_heads, range(0) if keys else share.kv_heads)
-                mine = (self._of(share, tensor) for tensor in (do, self.o))
-                coming = exchange.to_heads(share, (queries.q, *mine), (keys or queries).kv if first else ())
-                queries.let_go()
-                (q, do_heads, o), new = coming.arrived()
-                kv, lse = new or kv, next(lses)
-            dq, *dkv = self._call.attend_backward(do_heads, q, *kv, o=o, lse=lse)
-            del q, o, do_heads
-            sums = _add(sums, dkv) if keys else dkv
-            coming = exchange.to_tokens(share, (dq,), [total.to(dq.dtype) for total in sums] if last else ())
-            del dq
-            (dq,), dkv = coming.arrived()
-            yield queries.backward(dq, *(() if keys else dkv))
-            if keys and last:
-                yield keys.backward(*dkv)
+                self._rounds(group, lses, dx)
 
-    def _of(self, share: Share, tensor: Tensor) -> Tensor:
-        """Some heads of a tensor of all."""
-        return tensor if self._call.one_round else tensor[:, share.q_heads]
+    def _held_round(self, share: Share, dx: Tensor) -> None:
+        assert self._held is not None
+        projection, (q, k, v, o, lse) = self._held
+        coming = self._call.exchange.to_heads(share, (self.do,))
+        self._held = None
+        del self.o, self.do
+        (do,), _ = coming.arrived()
+        del coming
+        dq, *dkv = self._call.attend_backward(do, q, k, v, o, lse)
+        del do, q, k, v, o
+        self._project_backward(projection, share, dq, dkv, dx)
+
+    def _one_round(self, share: Share, lses: Iterator[Tensor], dx: Tensor) -> None:
+        projection = self._project(share.q_heads, share.kv_heads)
+        coming = self._call.exchange.to_heads(share, (projection.q, *self._gradients_of(share)), projection.kv)
+        projection.let_go()
+        (q, o, do), (k, v) = coming.arrived()
+        del coming
+        dq, *dkv = self._call.attend_backward(do, q, k, v, o, next(lses))
+        del do, q, k, v, o
+        self._project_backward(projection, share, dq, dkv, dx)
+
+    def _rounds(self, group: tuple[Share, ...], lses: Iterator[Tensor], dx: Tensor) -> None:
+        """Rounds that read the same K and V."""
+        exchange = self._call.exchange
+        k, v = self._call.send_keys(self._w, self._x, self._turn, group[0])
+        sums: Sequence[Tensor] = ()
+        for share in group:
+            projection = self._project(share.q_heads, range(0))
+            coming = exchange.to_heads(share, (projection.q, *self._gradients_of(share)))
+            projection.let_go()
+            (q, o, do), _ = coming.arrived()
+            del coming
+            dq, *dkv = self._call.attend_backward(do, q, k, v, o, next(lses))
+            del do, q, o
+            sums = _add(sums, dkv)
+            self._project_backward(projection, share, dq, (), dx)
+        del dq, dkv
+        # Projected once more: what K and V leave for their backward pass is a hidden state, and not needed until now
+        projection, dtype = self._project(range(0), group[0].kv_heads), k.dtype
+        del k, v
+        projection.let_go()
+        _, dkv = exchange.to_tokens(group[0], (), [total.to(dtype) for total in sums]).arrived()
+        dx += projection.backward(*dkv)
+
+    def _project_backward(
+        self, projection: Projection, share: Share, dq: Tensor, dkv: Sequence[Tensor], dx: Tensor
+    ) -> None:
+        (dq,), dkv = self._call.exchange.to_tokens(share, (dq,), dkv).arrived()
+        dx += projection.backward(dq, *dkv)
+
+    def _gradients_of(self, share: Share) -> tuple[Tensor, Tensor]:
+        """o and do of a round's heads."""
+        if self._call.one_round:
+            return self.o, self.do
+        part = _part(share, self.o.device)
+        return self.o[:, part], self.do[:, part]
+
+
+def _part(share: Share, device: torch.device) -> slice | Tensor:
+    """A round's query heads among all: a slice where they are evenly apart, which copies nothing; else indices."""
+    heads = share.q_heads
+    steps = {after - before for before, after in pairwise(heads)} or {1}
+    if len(steps) == 1:
+        return slice(heads[0], heads[-1] + 1, steps.pop())
+    return _indices(tuple(heads), device)
+
+
+@lru_cache(maxsize=1024)  # made once: an index from the host would have the host wait for the device
+def _indices(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(heads).to(device)
 
 
 def _add(sums: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:

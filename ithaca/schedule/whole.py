@@ -71,9 +71,9 @@ class _Checkpointed(torch.autograd.Function):
         w = summed(dict(zip(names, weights, strict=True)), wanted)
         x = kept.pop(0) if call.tapes is None else _get(call.tapes.x(call.layer))
         attention = AttentionAgain(call.attention, w, x, call.turn, kept)
-        dx, do = torch.empty_like(dy), torch.empty_like(attention.o)
-        finish_backward(spec, w, x, attention.o, dy, dx, do, call.tile or len(x))
-        dx += attention.backward(do)
+        dx = torch.empty_like(dy)
+        finish_backward(spec, w, x, attention.o, dy, dx, attention.do, call.tile or len(x))
+        attention.backward(dx)
         return dx, None, None, *(w.sums.get(name) for name in names)
 
 

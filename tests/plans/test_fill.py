@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import ithaca
 from ithaca.errors import PlanError
+from ithaca.model.block import Heads
+from ithaca.parallel.heads import split_heads
 from ithaca.plans.needs import device_bytes, has_room_for_x, layout_of, needs, passing_bytes, rebuilds_of, tiles_of
 from ithaca.plans.places import RECOMPUTE
 from ithaca.plans.rebuild import LONGEST_PASSING, passing_layers, rebuild_passes
@@ -17,10 +19,13 @@ SPEC = ithaca.load_model("llama3-8b").spec
 TOKENS = 2**17
 
 
-def taken(plan: ithaca.Plan, tokens: int = TOKENS) -> tuple[int, int]:
-    asked = needs(plan.settled(), SPEC, torch.bfloat16)
-    hosted = sum(need.bytes_of(tokens) for need in asked if need.place == "host")
-    return device_bytes(asked, tiles_of(plan, layout_of(plan, tokens, 1))) + passing_bytes(plan, SPEC, asked), hosted
+def taken(plan: ithaca.Plan, tokens: int = TOKENS, ranks: int = 1) -> tuple[int, int]:
+    """By the first rank, which has as many heads as any."""
+    share = split_heads(SPEC.heads, SPEC.kv_heads, ranks)
+    asked = needs(plan.settled(), SPEC, torch.bfloat16, Heads(share.q[0], share.kv[0]), ranks)
+    tiles = tiles_of(plan, layout_of(plan, tokens, ranks))
+    hosted = sum(need.bytes_of(tiles.length) for need in asked if need.place == "host")
+    return device_bytes(asked, tiles) + passing_bytes(plan, SPEC, asked), hosted
 
 
 @settings(max_examples=40, deadline=None)
@@ -62,6 +67,15 @@ def test_place_knows_that_a_device_alone_needs_no_slots() -> None:
     assert (placed.x, placed.o, placed.gradient) == ("device", "device", "device")
     lean = ithaca.place(plan, SPEC, "1M", device="300GiB", host=0)
     assert lean.o == "device"
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 32])
+def test_place_for_ranks_that_share(ranks: int) -> None:
+    """With more ranks than key/value heads, K and V of a rank do not shrink any more."""
+    plan = ithaca.place(ithaca.Plan(recipe="sweep"), SPEC, "5M", device="40GB", host="400GB", ulysses=ranks)
+    device, host = taken(plan, 5 * 2**20, ranks)
+    assert device <= 40e9 < device + SPEC.hidden * 2 * 5 * 2**20 / ranks + 1e9  # the next o or x would not fit
+    assert host <= 400e9
 
 
 def test_place_weighs_work_against_work() -> None:

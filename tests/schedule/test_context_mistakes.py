@@ -162,3 +162,56 @@ def too_long_a_chunk(folder: Path) -> str:
 def test_a_chunk_is_of_the_whole_sequence(ranks, folders) -> None:
     for found in ranks(2).run(too_long_a_chunk, folders["8/2"]):
         assert found.startswith("PlanError: chunk=64 is longer than the 37 tokens there are: chunk=37 works")
+
+
+def batch_of_another(folder: Path, cut_by: dict, taken_by: dict) -> str:
+    batch = open_model(folder, ithaca.Plan(**cut_by), {"ulysses": 2}).shard(*random_batch(1, 37, True, 0.2, seed=0))
+    return sentence(lambda: open_model(folder, ithaca.Plan(**taken_by), {"ulysses": 2})(batch))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_batch_that_was_cut_for_another_plan(ranks, folders, order: int) -> None:
+    plans = [{"recipe": "sweep", "chunk": 8}, {"recipe": "ulysses"}][::order]
+    text = "InputError: the batch was cut for another Plan or mesh: let the `shard` of this model cut it"
+    assert ranks(2).run(batch_of_another, folders["8/2"], *plans) == [text] * 2
+
+
+def shared_batch(folder: Path) -> list[float]:
+    """Losses of one batch by models that cut it otherwise; alone, a rank has all tokens in order."""
+    plans = [ithaca.Plan(), ithaca.Plan(recipe="sweep", chunk=8), ithaca.Plan(recipe="sweep", chunk=5)]
+    models = [ithaca.apply(ithaca.load_model(folder, "float64"), plan) for plan in plans]
+    batch = models[1].shard(*random_batch(1, 37, True, 0.2, seed=0))
+    return [model(batch).item() for model in models]
+
+
+def test_one_rank_takes_any_batch(ranks, folders) -> None:
+    (found,) = ranks(1).run(shared_batch, folders["8/2"])
+    assert found == pytest.approx([found[0]] * 3, rel=1e-12)
+
+
+def some_without_gradients(folder: Path) -> str:
+    model = open_model(folder, ithaca.Plan(recipe="sweep"), {"ulysses": 2})
+    batch = model.shard(*random_batch(1, 37, True, 0.2, seed=0))
+    with torch.set_grad_enabled(dist.get_rank() == 0):
+        return sentence(lambda: model(batch))
+
+
+def test_ranks_with_and_without_gradients(ranks, folders) -> None:
+    for found in ranks(2).run(some_without_gradients, folders["8/2"]):
+        assert found.startswith("InputError: some ranks want gradients of this pass and others do not")
+
+
+def room_for(folder: Path) -> tuple[str, str]:
+    """What is said of a sequence that is too long, and of the length that it names."""
+    plan = ithaca.Plan(recipe="sweep", chunk=16, host_memory=10**6)
+    model = open_model(folder, plan, {"ulysses": 2})
+    first = sentence(lambda: model.check_room(1, 2000))
+    fitting = int(first.rpartition(" tokens would fit")[0].rpartition(" ")[2])
+    assert 200 < fitting < 2000
+    return first, sentence(lambda: model.check_room(1, fitting - fitting % 2))
+
+
+def test_tokens_that_fit_are_those_of_the_sequence(ranks, folders) -> None:
+    for first, second in ranks(2).run(room_for, folders["8/2"]):
+        assert first.startswith("PlanError: tapes for 2000 tokens need")
+        assert second == "no error"
