@@ -1,4 +1,7 @@
-"""Mistakes that are planted in forked ranks: the comparison with the naive twin finds each of them in every recipe."""
+"""Mistakes that are planted in forked ranks: the comparison with the naive twin finds each of them in every recipe.
+
+Without them it finds nothing: test_context.py.
+"""
 
 import random
 from collections.abc import Callable
@@ -49,7 +52,6 @@ def assert_found(job, target: str, mistake: Callable, folder: Path, name: str) -
         assert all(gradient.isfinite().all() for gradient in gradients.values())
         with pytest.raises(AssertionError):
             assert_same((loss, gradients), wanted)
-    assert_same(job.run(context_step, folder, plan, {"ulysses": job.world}, batches)[0], wanted)
 
 
 @pytest.mark.parametrize("name", EVERY)
