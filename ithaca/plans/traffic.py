@@ -11,14 +11,14 @@ With C ranks that have the same number of heads, n tokens on each and b bytes a 
 | checkpoint selective | the same | 2: (q, kv, o, do) there, (dq, dkv) back |
 | checkpoint full | the same | 4: those of forward again, do there, (dq, dkv) back |
 | `untied`, R rounds, G groups | 2 R + G | 4 R + 3 G: forward again; (q, o, do) there, dq back; kv, dkv once a group |
-| `sweep`, N chunks, o kept | 2 N | 3 N − 2: (q, o, do) there, (dq, dkv) back; kv with the queries or before them |
+| `sweep`, N > 1 chunks, o kept | 2 N | 3 N − 2: (q, o, do) there, (dq, dkv) back; kv with the queries or before |
 | o recomputed | 2 N | 5 N − 1: as above, with o back and do there by themselves |
 
-A group is the rounds that read the same K and V; where each has one round, kv goes with q: 2 R and 4 R. In bytes
-forward sends 2 q + kv; backward 2 q + kv, 4 q + 2 kv, 4 q + 2 kv, 6 q + 3 kv, and the sweep 4 q + 2 kv. The last layer
-of a sweep still has K and V: it sends none of them by themselves, and one kv less. What the numbers below add to this
-is heads that do not divide. K and V that documents keep a chunk from asking for travel with its queries instead: fewer
-messages, the same bytes.
+One chunk alone sends 2 and 2, or 4 where o is recomputed. A group is the rounds that read the same K and V; where each
+has one round, kv goes with q: 2 R and 4 R. In bytes forward sends 2 q + kv; backward 2 q + kv, 4 q + 2 kv, 4 q + 2 kv,
+6 q + 3 kv, and the sweep 4 q + 2 kv. The last layer of a sweep still has K and V: it sends none of them by themselves,
+and one kv less. What the numbers below add to this is heads that do not divide. K and V that documents keep a chunk
+from asking for travel with its queries instead: fewer messages, the same bytes.
 """
 
 from collections.abc import Iterable
