@@ -34,7 +34,9 @@ def dense(nursery: Nursery, small_config: Config, tmp_path_factory: pytest.TempP
     return losses(nursery, small_config, tmp_path_factory.mktemp("dense") / "run")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=() if name == "sweep" else pytest.mark.full) for name in RECIPES]
+)
 def test_the_first_fifty_losses(nursery, small_config: Config, dense: list[float], tmp_path: Path, recipe: str) -> None:
     mesh = MeshSection(ulysses=4) if recipe != "alst" else MeshSection(ulysses=2)  # beside it two data ranks
     found = losses(nursery, small_config, tmp_path / "run", plan=RECIPES[recipe], mesh=mesh)
