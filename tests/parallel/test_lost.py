@@ -40,6 +40,7 @@ def collectives(how: str, pid: Path) -> None:
         ("killed", "rank 2 of 4 does not answer any more (it has ended or hangs): its own output says why [2]"),
         ("hangs", "rank 2 of 4 answers, but has not come to where the others wait: rank 2 is at missing.py:"),
     ],
+    ids=["killed", "hangs"],
 )
 def test_the_rank_that_is_missing(nursery: Nursery, tmp_path: Path, how: str, said: str) -> None:
     """And not the one that computes meanwhile, and is well."""

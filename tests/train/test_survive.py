@@ -121,15 +121,15 @@ def test_the_expected_step_is_that_of_the_rank_with_the_most_sequences(small_con
     assert run._step_seconds() == pytest.approx(2 * 2 * 100 * 1e14 / 5 / 200e12)
 
 
-def vanish_in(place: str, config: Config, path: Path, how: str, pid: Path) -> None:
-    """Train; in the sixth step, or while its checkpoint is written, rank 1 is missing."""
+def vanish_in(place: str, turn: int, config: Config, path: Path, how: str, pid: Path) -> None:
+    """Train; when a part of it begins for the so-manieth time, rank 1 is missing."""
     lost.POLL_SECONDS, lost.ANSWER_SECONDS = 0.1, 1.0
     owner = {"_backward": Run, "_write": Checkpoints}[place]
     whole, seen = getattr(owner, place), []
 
     def part(*args: Any) -> Any:
         seen.append(None)
-        if dist.get_rank() == 1 and len(seen) == {"_backward": 6, "_write": 2}[place]:
+        if dist.get_rank() == 1 and len(seen) == turn:
             vanish(how, pid)
         return whole(*args)
 
@@ -138,28 +138,29 @@ def vanish_in(place: str, config: Config, path: Path, how: str, pid: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("place", "how", "patience", "steps"),
+    ("place", "turn", "how", "patience"),
     [
-        ("_backward", "stopped", 2, 5),
-        ("_write", "killed", 300, 6),
-        pytest.param("_backward", "killed", 300, 5, marks=pytest.mark.full),
+        ("_write", 1, "stopped", 2),  # in a step under which a checkpoint is written
+        ("_write", 2, "killed", 300),  # in the last checkpoint, when all steps are done
+        pytest.param("_backward", 6, "stopped", 2, marks=pytest.mark.full),
+        pytest.param("_backward", 6, "killed", 300, marks=pytest.mark.full),
     ],
 )
 def test_a_rank_that_is_missing_is_named(
-    nursery, small_config, tmp_path: Path, place: str, how: str, patience: float, steps: int
+    nursery, small_config, tmp_path: Path, place: str, turn: int, how: str, patience: float
 ) -> None:
-    """By an error that is no user's mistake, also where it was lost in the last checkpoint."""
+    """By an error that is no user's mistake, and without waiting for a checkpoint that cannot be finished."""
     config = replace(small_config, run=replace(small_config.run, patience=patience))
     config = replace(config, train=replace(config.train, steps=6))
     pid, path = tmp_path / "pid", tmp_path / "run"
-    first, second, third = nursery.job(survive, vanish_in, 1, pid, place, config, path, how, pid, ranks=3)
+    first, second, third = nursery.job(survive, vanish_in, 1, pid, place, turn, config, path, how, pid, ranks=3)
     assert second.code == -signal.SIGKILL
     for end in (first, third):
         assert end.code == 7, end
         assert "rank 1 of 3 does not answer any more (it has ended or hangs)" in end.out
         assert float(end.out.split()[-1]) < 30
     assert f"a rank that the others wait for is given up after {format_seconds(patience)}" in first.out
-    assert len(losses(path)) == steps
+    assert len(losses(path)) >= 4
 
 
 def disturb_one_rank(launcher: psutil.Process, path: Path, after: int, number: int) -> psutil.Process:
@@ -185,7 +186,7 @@ def start(path: Path, model: Path, *sets: str) -> subprocess.Popen:
 
 def test_a_rank_that_dies_or_hangs_is_started_again(small_model: Path, tmp_path: Path) -> None:
     names = ("killed", "stopped", "left")
-    jobs = [start(tmp_path / name, small_model, "train.steps=60", "run.patience=6") for name in names]
+    jobs = [start(tmp_path / name, small_model, "train.steps=60", "run.patience=5") for name in names]
     killed, stopped, left = jobs
     disturb_one_rank(psutil.Process(killed.pid), tmp_path / "killed", 10, signal.SIGKILL)
     hung = disturb_one_rank(psutil.Process(stopped.pid), tmp_path / "stopped", 10, signal.SIGSTOP)
