@@ -107,7 +107,7 @@ def test_ctrl_c_twice_stops_at_once(nursery, small_config, tmp_path: Path) -> No
     assert end.code == -signal.SIGKILL  # it left no code of its own behind
     assert "Ctrl-C again stops at once" in end.err
     assert not RunFolder(tmp_path / "slow").has_checkpoints()
-    (end,) = nursery.job(train, endless, tmp_path / "run", signals=((2.0, signal.SIGTERM),))
+    (end,) = nursery.job(train, endless, tmp_path / "run", signals=((6.0, signal.SIGTERM),))
     assert end.code == 0
     assert "stopped after step" in end.out
 
