@@ -1,5 +1,6 @@
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 import torch
 import torch._dynamo  # FSDP2 does at its first use: once here, instead of in every forked rank
@@ -14,6 +15,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
+
+# How long an example takes says nothing on a machine that does other things as well
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 WORLDS = (1, 2, 3, 4, 8)
 

@@ -108,7 +108,7 @@ def closed_form(name: str, options: dict, heads: str, ranks: int, head_size: int
         each = Traffic(messages, 4 * q + 2 * kv)
         return times(forward, LAYERS), times(each, LAYERS - 1) + last
     rounds = queries // ranks if name == "untied" else 1
-    groups = max(keys, ranks) // ranks
+    groups = max(keys, ranks) // ranks if name == "untied" else 0
     groups = 0 if rounds == groups else groups  # K and V go with the queries where one round alone reads them
     backward = {
         "ulysses-none": Traffic(2, 2 * q + kv),
