@@ -7,7 +7,7 @@ of them (`untied`) need less memory: of q, and of what attention makes of it, on
 
 Backward, where o and the log-sum-exp are there: each round is projected and exchanged again, with o and its gradient,
 and dK and dV are summed over the rounds that read them, in at least fp32, before they travel back. Where they are not,
-attention runs again first; if it is one round, its tensors are kept in between.
+attention runs again first; if it is one round, its tensors are kept in between. What is sent: plans/traffic.py.
 """
 
 from collections.abc import Iterator, Sequence

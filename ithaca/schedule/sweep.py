@@ -15,6 +15,10 @@ Of the tokens' length the device holds K, V (in the dtype of the computation) an
 6 · Hkv · D / hidden d, 1.5 d for Llama3-8B; the rest where the Plan puts it. Beside that, about 20 chunk-sized hidden
 states while a chunk's attention runs backward, and the slots that host tapes pass through.
 
+Over Ulysses ranks a tile of x, o or the gradient is this rank's part of a chunk, with all heads; K, V, their gradients
+and the log-sum-exp are of the whole chunk, with this rank's heads. In between is the exchange, and chunks are staggered
+so that it travels while their neighbours attend (stages.py). What is sent: plans/traffic.py.
+
 Blocks exchange tapes, not tensors. The graph between them is carried by a 0-dim tensor, the token: weights are inputs
 of each block's step, and the token's gradient is the upstream scale of the loss, by which theirs are multiplied.
 (From FPDT: chunks and double buffering. From UPipe's accounting: where the memory goes.)
