@@ -99,10 +99,10 @@ class Model(nn.Module):
 
     def _cut(self, rows: int, tokens: int) -> Callable[[], Tiles]:
         """How this rank's tapes are cut for passes over so many sequences."""
+        same_everywhere(self.mesh.group, "number of rows or tokens", (rows, tokens))
         for name, number in (("rows", rows), ("tokens", tokens)):
             if type(number) is not int or number < 1:
                 raise InputError(f"{name}={number} is no number of {name}: 1 or more is")
-        same_everywhere(self.mesh.group, "number of rows or tokens", (rows, tokens))
         mine = max(len(batch_range(rows, self.mesh.data_rank, self.mesh.data_ranks)), 1) * tokens
         return lambda: tiles_of(self.plan, self._lay(mine, shorten=False))
 

@@ -90,7 +90,8 @@ def mesh(
     if shard is None:
         if world % others:
             product = " × ".join(f"{name} {size}" for name, size in given.items())
-            raise PlanError(f"{product} is {others}, which does not divide the job's {world} ranks")
+            fitting = ", ".join(str(count) for count in range(1, world + 1) if world % count == 0)
+            raise PlanError(f"{product} is {others}, which does not divide the job's {world} ranks: {fitting} would")
         shard = world // others
     if others * shard != world:
         product = f"replicate {replicate} × shard {shard} × ring {ring} × ulysses {ulysses}"

@@ -2,9 +2,9 @@
 
 A rank that dies takes the job down, and all of it is started again from the last checkpoint, a few times. What a user
 did wrong is no reason to start again: the rank leaves its sentence in a file. A rank that hangs is killed by those that
-wait for it in vain, and all start again likewise. Ctrl-C reaches the ranks, which finish
-their step and save; a second one kills them, also where they hang. Signals are blocked while ranks start, so that none
-is lost or kills a rank that cannot handle it yet.
+wait for it in vain, and all start again likewise. Ctrl-C reaches the ranks, which finish their step and save; a second
+one kills them, also where they hang. Signals are blocked while ranks start, so that none is lost or kills a rank that
+cannot handle it yet.
 """
 
 import contextlib

@@ -25,15 +25,16 @@ def test_patience_is_longer_than_any_step() -> None:
     timedelta(seconds=patience(1e30)) / timedelta(milliseconds=1)
 
 
-def waits(replicate: int) -> list[float]:
-    mesh = ithaca.mesh(replicate=replicate, device="cpu")
+def waits(replicate: int, ulysses: int) -> list[float]:
+    mesh = ithaca.mesh(replicate=replicate, ulysses=ulysses, device="cpu")
     set_patience(mesh.groups, 1234.5)
     used = [mesh.group, *(mesh.parameters.get_group(axis) for axis in range(mesh.parameters.ndim))]
+    used += [mesh.ulysses_group] if mesh.ulysses_group else []
     found = [group._get_backend(CPU).options._timeout.total_seconds() for group in used]
     set_patience(mesh.groups, 1800)  # the job serves other tests
     return found
 
 
-@pytest.mark.parametrize(("replicate", "groups"), [(1, 2), (2, 3)])
-def test_every_group_of_a_mesh(ranks, replicate: int, groups: int) -> None:
-    assert ranks(4).run(waits, replicate) == [[1234.5] * groups] * 4
+@pytest.mark.parametrize(("replicate", "ulysses", "groups"), [(1, 1, 2), (2, 1, 3), (1, 2, 3), (2, 2, 4)])
+def test_every_group_of_a_mesh(ranks, replicate: int, ulysses: int, groups: int) -> None:
+    assert ranks(4).run(waits, replicate, ulysses) == [[1234.5] * groups] * 4

@@ -1,6 +1,5 @@
 """Ranks that share a sequence: small models of many head counts, Plans of every recipe, and steps under them."""
 
-import functools
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -103,14 +102,8 @@ def random_delays(seed: int, longest: float = 0.002) -> Callable[[], None]:
     return lambda: time.sleep(chance.random() * longest)
 
 
-@functools.cache
-def kept_mesh(**sizes: int) -> ithaca.Mesh:
-    """Each is made once in a rank: the groups of one are never given back."""
-    return ithaca.mesh(**sizes)
-
-
 def open_model(folder: Path, plan: ithaca.Plan, sizes: dict[str, int]) -> ithaca.Model:
-    model = ithaca.apply(ithaca.load_model(folder, "float64"), plan, kept_mesh(**sizes))
+    model = ithaca.apply(ithaca.load_model(folder, "float64"), plan, ithaca.mesh(**sizes))
     model.engine.poison = True  # a tile that is read too late or too early is NaN
     return model
 
