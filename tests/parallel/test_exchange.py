@@ -1,5 +1,6 @@
 """Tiles between tokens and heads, over forked ranks, against plain slices of the whole."""
 
+import time
 import weakref
 
 import pytest
@@ -149,6 +150,9 @@ def kept_until_it_arrives() -> None:
     del tensor
     assert sent() is not None
     first = coming.arrived()
+    patience = time.monotonic() + 30
+    while sent() is not None and time.monotonic() < patience:
+        time.sleep(0.01)  # gloo's thread wakes the waiting one before it lets go of the message itself
     assert sent() is None
     assert coming.arrived() is first
 
