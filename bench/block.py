@@ -41,6 +41,7 @@ from ithaca.model.source import load_model
 from ithaca.model.spec import Spec
 from ithaca.parallel.exchange import Alone, Ulysses
 from ithaca.parallel.heads import head_rounds, split_heads
+from ithaca.parallel.ring import Ring
 from ithaca.parallel.transport import LoopedBack
 from ithaca.plans.needs import layout_of, needs, rebuilds_of, tiles_of
 from ithaca.plans.plan import Plan
@@ -121,6 +122,7 @@ class Swept(Blocks):
                 self.positions,
                 self.plan.tile or 0,
                 self.exchange,
+                Ring(None),
                 self.share,
                 lambda other: nullcontext(weights[other]),
             )

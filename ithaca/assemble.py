@@ -26,6 +26,7 @@ from ithaca.parallel.exchange import Alone, Ulysses
 from ithaca.parallel.heads import describe_share, head_rounds, split_heads
 from ithaca.parallel.layout import Layout, batch_range
 from ithaca.parallel.mesh import Mesh, alone
+from ithaca.parallel.ring import Ring
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
 from ithaca.parallel.transport import Group
 from ithaca.plans.needs import Need, Node, check_room, describe, host_bytes, layout_of, needs, rebuilds_of, tiles_of
@@ -52,7 +53,9 @@ class Model(nn.Module):
         self.kernel = choose_kernel(plan.kernel, mesh.device, self.dtype, source.spec.head_size)
         self.decoder = Decoder(source.spec, at_least_fp32(self.dtype))
         self.engine = make_engine(mesh.device)
-        self.exchange = Ulysses(Group(mesh.ulysses_group)) if mesh.ulysses_group else Alone()
+        runs = Layout(1, 1, mesh.ulysses, mesh.ring).runs
+        self.exchange = Ulysses(Group(mesh.ulysses_group), runs) if mesh.ulysses_group else Alone()
+        self.ring = Ring(Group(mesh.ring_group) if mesh.ring_group else None)
         self.share = split_heads(source.spec.heads, source.spec.kv_heads, mesh.ulysses)
         self.rounds = head_rounds(self.share, plan.heads_at_once(mesh.ulysses))
         self._tapes: dict[bool, Tapes] = {}  # for passes that are kept for backward, and for those that are not
@@ -76,7 +79,7 @@ class Model(nn.Module):
 
     def _lay(self, tokens: int, shorten: bool = True) -> Layout:
         """Who holds which of so many tokens. A chunk that is too long is refused when all ranks can be told."""
-        return layout_of(self.plan, tokens, self.mesh.context_ranks, shorten)
+        return layout_of(self.plan, tokens, self.mesh.ulysses, self.mesh.ring, shorten)
 
     def reserve(self, rows: int, tokens: int, say: Callable[[str], None] = lambda _: None) -> None:
         """Take, before training begins, the memory that passes over `rows` sequences of `tokens` tokens need.
@@ -108,7 +111,7 @@ class Model(nn.Module):
 
     def describe_ranks(self) -> list[str]:
         """Which ranks share a sequence, and how; nothing where each has its own."""
-        return [describe_share(self.share)] if self.mesh.ulysses > 1 else []
+        return [describe_share(self.share, self.mesh.ring)] if self.mesh.context_ranks > 1 else []
 
     def describe_tapes(self) -> list[str]:
         """What the Plan keeps outside of tensors, and where; nothing where it keeps nothing so."""
@@ -147,8 +150,8 @@ class Model(nn.Module):
         with _outside_inference_mode():
             flat = self.decoder(logits, batch, job)
             free_gathered(self.decoder)
-            if self.mesh.ulysses_group:
-                flat = gather_tokens(flat, batch.layout, self.mesh.ulysses_group)
+            if self.mesh.context_group:
+                flat = gather_tokens(flat, batch.layout, self.mesh.context_group)
         return flat.view(*torch.as_tensor(tokens).shape, -1)
 
     def _job(self, batch: Batch, cut: Callable[[], Tiles], training: bool) -> Job:
@@ -174,7 +177,7 @@ class Model(nn.Module):
             self._reserve(cut, training, lambda _: None)
         tapes = self._tapes_for(cut, training) if asked else None
         begun = tapes.begin(training) if tapes else None
-        return Job(self.plan, self.kernel, layout, self.exchange, self.rounds, begun)
+        return Job(self.plan, self.kernel, layout, self.exchange, self.ring, self.rounds, begun)
 
     def _needs(self, training: bool) -> list[Need]:
         rank, ranks = self.exchange.rank, self.exchange.ranks
@@ -248,10 +251,15 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None) -> Model:
             f"recipe '{plan.recipe}' has no context parallelism, but the mesh has ulysses {mesh.ulysses} × ring "
             f"{mesh.ring}: set both to 1 and shard to {mesh.shard * mesh.context_ranks}, or use recipe 'sweep'"
         )
-    if mesh.ring > 1:
+    if mesh.ulysses > 1 and plan.recipe == "ring":
+        raise PlanError(
+            f"recipe 'ring' shares a sequence over ring ranks only, but the mesh has ulysses {mesh.ulysses}: "
+            f"set ulysses to 1 and ring to {mesh.context_ranks}, or use recipe 'hybrid'"
+        )
+    if mesh.ring > 1 and not plan.rings:
         raise PlanError(
             f"recipe '{plan.recipe}' shares a sequence by heads only, but the mesh has ring {mesh.ring}: "
-            f"set ring to 1 and ulysses to {mesh.context_ranks}"
+            f"set ring to 1 and ulysses to {mesh.context_ranks}, or use recipe 'sweep'"
         )
 
     def assemble() -> Model:

@@ -44,7 +44,7 @@ class MeshSection:
     shard: int | None = None
     """Data ranks that a copy is cut over; what the other axes leave when not given."""
     ring: int = 1
-    """Context ranks across nodes."""
+    """Ranks, or groups of `ulysses` ranks, that share each sequence by tokens, also across nodes."""
     ulysses: int = 1
     """Ranks within a node that share each sequence, by heads."""
 

@@ -33,6 +33,13 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+RING_PLANS: dict[str, dict[str, Any]] = {
+    "hybrid": {"recipe": "hybrid"},
+    "hybrid-gather": {"recipe": "hybrid", "travel": "gather", "checkpoint": "selective"},
+    "ring-sweep": {"recipe": "sweep", "chunk": 250, "tile": 50},
+}
+
+
 def batch(packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(0, 97, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     lengths = LENGTHS if packed else [TOKENS]
@@ -46,8 +53,9 @@ def work(rank: int, world: int, top: Path) -> None:
     """
     try:
         dist.init_process_group("gloo", init_method=f"file://{top}/store", rank=rank, world_size=world)
-        mesh = ithaca.mesh(ulysses=world)
-        for name, options in PLANS.items():
+        ulysses, ring = ithaca.mesh(ulysses=world), ithaca.mesh(ulysses=world // 2, ring=2)
+        for name, options in (PLANS | RING_PLANS).items():
+            mesh = ring if name in RING_PLANS else ulysses
             model = ithaca.apply(ithaca.load_model(top / "in", "bfloat16"), ithaca.Plan(**options), mesh)
             assert model.kernel.name == "cudnn+flash"
             model.engine.poison = True
@@ -91,7 +99,7 @@ def theirs(folder: Path, packed: bool, dtype: torch.dtype) -> dict[str, torch.Te
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", PLANS | RING_PLANS)
 def test_ranks_are_no_further_from_exact_than_one(top: Path, plan: str, packed: bool) -> None:
     failures = [file.read_text() for file in top.glob("failed-*")]
     assert not failures, failures[0]

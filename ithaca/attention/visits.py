@@ -15,6 +15,7 @@ whose sides are `grain` · 2^i, the largest first, of which there are few, and w
 """
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -39,22 +40,72 @@ class TileVisits:
     visits: list[Visit]
 
 
-def plan_visits(tiles: Tiles, bounds: tuple[int, ...], index: int, grain: int | None) -> list[TileVisits]:
-    """What query tile `index` visits: its own tile, then earlier ones, the nearest first."""
+@dataclass(frozen=True)
+class Run:
+    """Keys of a tile that follow each other: where they begin in the tile, and where they lie in the sequence."""
+
+    at: int
+    span: range
+
+
+Runs = Callable[[int], list[Run]]  # those of a tile
+
+
+def plan_visits(
+    tiles: Tiles, bounds: tuple[int, ...], index: int, grain: int | None, runs: Runs | None = None
+) -> list[TileVisits]:
+    """What query tile `index` visits: its own tile, then earlier ones, the nearest first.
+
+    `runs` says which keys a key tile holds; None: those of the query tile with the same number.
+    """
     rows = tiles.rows(index)
-    first = bisect_right(bounds, rows.start) - 1  # the document of the tile's first token
-    last = bisect_right(bounds, rows.stop - 1) - 1
-    inner = tuple(bound - rows.start for bound in bounds[first + 1 : last + 1])
-    length = rows.stop - rows.start
-    visits = [TileVisits(index, _triangles((0, *inner, length), grain))]
-    start, stop = bounds[first], min(bounds[first + 1], rows.stop)
-    reach = slice(0, stop - rows.start)
-    for tile in range(index - 1, tiles.holding(start) - 1, -1):
-        other = tiles.rows(tile)
-        keys = slice(max(start - other.start, 0), other.stop - other.start)
-        whole_rows, whole_keys = reach.stop == length, keys.start == 0
-        visits.append(TileVisits(tile, _rectangles(reach, keys, whole_rows, whole_keys, grain)))
+    visits = []
+    for tile in range(index, tiles.holding(bounds[bisect_right(bounds, rows.start) - 1]) - 1, -1):
+        keys = runs(tile) if runs else [Run(0, range(tiles.rows(tile).start, tiles.rows(tile).stop))]
+        found = [visit for run in keys for visit in _visit_run(rows, run, bounds, grain)]
+        if found or tile == index:
+            visits.append(TileVisits(tile, found))
     return visits
+
+
+def visit_runs(queries: list[Run], keys: list[Run], bounds: tuple[int, ...], grain: int | None) -> list[Visit]:
+    """What runs of queries see of runs of keys, each of which is one of them or lies apart from them."""
+    return [
+        _moved(visit, rows.at, 0)
+        for rows in queries
+        for run in keys
+        if run.span.start < rows.span.stop
+        for visit in _visit_run(slice(rows.span.start, rows.span.stop), run, bounds, grain)
+    ]
+
+
+def _visit_run(rows: slice, run: Run, bounds: tuple[int, ...], grain: int | None) -> list[Visit]:
+    """What rows of a query tile see of keys that lie within it, or before it."""
+    start, stop = run.span.start, run.span.stop
+    visits, behind = [], rows.start  # `behind`: the first row that comes after all of the keys
+    if start >= rows.start:
+        first, last = bisect_right(bounds, start) - 1, bisect_right(bounds, stop - 1) - 1
+        inner = tuple(bound - start for bound in bounds[first + 1 : last + 1])
+        own = _triangles((0, *inner, stop - start), grain)
+        visits += [_moved(visit, start - rows.start, run.at) for visit in own]
+        behind = stop
+    if behind == rows.stop:
+        return visits
+    document = bisect_right(bounds, behind) - 1  # which alone can reach across
+    begin, end = bounds[document], min(bounds[document + 1], rows.stop)
+    if begin < stop:
+        keys = slice(max(begin - start, 0), stop - start)
+        seen = _rectangles(slice(0, end - behind), keys, end == rows.stop, keys.start == 0, grain)
+        visits += [_moved(visit, behind - rows.start, run.at) for visit in seen]
+    return visits
+
+
+def _moved(visit: Visit, rows: int, keys: int) -> Visit:
+    return Visit(
+        slice(visit.rows.start + rows, visit.rows.stop + rows),
+        slice(visit.keys.start + keys, visit.keys.stop + keys),
+        visit.pieces,
+    )
 
 
 def _triangles(bounds: tuple[int, ...], grain: int | None) -> list[Visit]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ithaca.attention.attend import softmax_scale
 from ithaca.attention.kernels.seam import Kernel
-from ithaca.attention.visits import TileVisits, Visit, plan_visits
+from ithaca.attention.visits import Runs, TileVisits, Visit, plan_visits
 from ithaca.model.precision import at_least_fp32, fusable
 from ithaca.tape.tiles import Tiles
 
@@ -36,12 +36,13 @@ class Walk:
     kernel: Kernel
     tiles: Tiles
     bounds: tuple[int, ...]  # of the documents
+    runs: Runs | None = None  # which keys a key tile holds; None: those of the query tile with the same number
 
     def visits(self, index: int) -> list[TileVisits]:
-        return plan_visits(self.tiles, self.bounds, index, self.kernel.grain)
+        return plan_visits(self.tiles, self.bounds, index, self.kernel.grain, self.runs)
 
     def forward(self, index: int, q: Tensor, keys: KeyTiles) -> tuple[Tensor, Tensor]:
-        """(o, lse) of a query tile."""
+        """(o, lse) of a query tile; of a row that sees no key here, zeros and -inf."""
         high = at_least_fp32(q.dtype)
         o: Tensor | None = None
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=high)

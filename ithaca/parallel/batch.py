@@ -155,6 +155,7 @@ def gather_tokens(local: Tensor, layout: Layout, group: dist.ProcessGroup) -> Te
     dist.all_gather(parts, local.contiguous(), group=group)
     whole = local.new_empty(layout.padded, *local.shape[1:])
     for rank, part in enumerate(parts):
-        for place, tile in zip(layout.places(rank), part.split(layout.tiles.size), strict=True):
-            whole[place.start : place.stop] = tile
+        places = layout.places(rank)
+        for place, run in zip(places, part.split([len(place) for place in places]), strict=True):
+            whole[place.start : place.stop] = run
     return whole[: layout.tokens]

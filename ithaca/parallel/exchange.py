@@ -70,8 +70,10 @@ class Alone(Exchange):
 
 
 class Ulysses(Exchange):
-    def __init__(self, transport: Transport):
-        self._transport, self.ranks, self.rank = transport, transport.ranks, transport.rank
+    """`runs`: pieces of the sequence that a rank's tile is made of; on the heads' side each is whole, and in order."""
+
+    def __init__(self, transport: Transport, runs: int = 1):
+        self._transport, self.ranks, self.rank, self._runs = transport, transport.ranks, transport.rank, runs
 
     def to_heads(self, share: Share, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Coming:
         tokens, size, example = *_tokens_and_size(queries, keys), (*queries, *keys)[0]
@@ -88,7 +90,8 @@ class Ulysses(Exchange):
 
         def arrive() -> tuple[Tensors, Tensors]:
             wait()
-            parts = here.split(counts, 1)
+            tokens = here if self._runs == 1 else _swapped(here, self.ranks, self._runs)
+            parts = tokens.split(counts, 1)
             return tuple(parts[:q_count]), tuple(parts[q_count:])
 
         return Coming(arrive, sent)
@@ -98,6 +101,7 @@ class Ulysses(Exchange):
         tokens, widths = rows // self.ranks, self._widths(share, len(queries), len(keys))
         tensors = (*queries, *keys)
         sent = torch.cat(tensors, 1) if len(tensors) > 1 else tensors[0].contiguous()
+        sent = sent if self._runs == 1 else _swapped(sent, self._runs, self.ranks)
         here = sent.new_empty(tokens * sum(widths) * size)
         head = tokens * size
         wait = self._transport.swap(
@@ -122,6 +126,11 @@ class Ulysses(Exchange):
     def _widths(share: Share, queries: int, keys: int) -> list[int]:
         """Heads of all tensors together that go to, or come from, each rank."""
         return [queries * len(q) + keys * len(kv) for q, kv in zip(share.q, share.kv, strict=True)]
+
+
+def _swapped(x: Tensor, outer: int, inner: int) -> Tensor:
+    """Rows that are ordered by (outer, inner) come to be ordered by (inner, outer)."""
+    return x.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def _joined(share: Share, parts: list[Tensor]) -> Tensor:

@@ -78,10 +78,11 @@ def imbalance(share: Share) -> float:
     return max(map(len, share.q)) * len(share.q) / len(share.q_heads) - 1
 
 
-def describe_share(share: Share) -> str:
+def describe_share(share: Share, ring: int = 1) -> str:
     """Who attends with how many heads, in a sentence."""
     ranks, counts = len(share.q), [len(part) for part in share.q]
-    text = f"{ranks} ranks share each sequence, with "
+    text = f"{ranks} ranks" if ring == 1 else f"{ring} × {ranks} ranks (ring × ulysses)"
+    text += " share each sequence, with "
     if len(set(counts)) == 1:
         text += f"{counts[0]} query head{'s' * (counts[0] > 1)} each"
     else:

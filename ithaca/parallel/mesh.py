@@ -29,7 +29,9 @@ class Mesh:
     device: torch.device
     parameters: DeviceMesh  # shard · ring · ulysses, what FSDP2 cuts over; before it replicate, if more than one
     group: dist.ProcessGroup  # all ranks of the grid
-    ulysses_group: dist.ProcessGroup | None = None  # those that share this rank's sequence; None: it has one by itself
+    ulysses_group: dist.ProcessGroup | None = None  # None: of one rank; so for the others
+    ring_group: dist.ProcessGroup | None = None
+    context_group: dist.ProcessGroup | None = None  # all that share this rank's sequence
 
     @property
     def size(self) -> int:
@@ -38,8 +40,9 @@ class Mesh:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups that collectives of this grid go over, each once."""
-        context = () if self.ulysses_group is None else (self.ulysses_group,)
-        return list(dict.fromkeys((self.group, *self.parameters.get_all_groups(), *context)))
+        context = (self.ulysses_group, self.ring_group, self.context_group)
+        used = (self.group, *self.parameters.get_all_groups(), *(group for group in context if group is not None))
+        return list(dict.fromkeys(used))
 
     @property
     def context_ranks(self) -> int:
@@ -106,10 +109,24 @@ def mesh(
     same_everywhere(dist.group.WORLD, "mesh", (replicate, shard, ring, ulysses, place.type))
     sizes = {"parameters": world} if replicate == 1 else {"replicate": replicate, "parameters": world // replicate}
     parameters = _grid(dist.group.WORLD, place.type, **sizes)
-    context = None
-    if ulysses > 1:
-        context = _grid(dist.group.WORLD, place.type, others=world // ulysses, ulysses=ulysses).get_group("ulysses")
-    return Mesh(replicate, shard, ring, ulysses, dist.get_rank(), place, parameters, dist.group.WORLD, context)
+    rows, data = (
+        _grid(dist.group.WORLD, place.type, data=replicate * shard, ring=ring, ulysses=ulysses),
+        replicate * shard,
+    )
+    context = _grid(dist.group.WORLD, place.type, data=data, context=ring * ulysses)
+    return Mesh(
+        replicate,
+        shard,
+        ring,
+        ulysses,
+        dist.get_rank(),
+        place,
+        parameters,
+        dist.group.WORLD,
+        rows.get_group("ulysses") if ulysses > 1 else None,
+        rows.get_group("ring") if ring > 1 else None,
+        context.get_group("context") if ring * ulysses > 1 else None,
+    )
 
 
 def alone(device: str | None = None) -> Mesh:

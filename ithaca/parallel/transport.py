@@ -18,6 +18,10 @@ class Transport(Protocol):
         """Begin to send the parts of a flat source to the ranks, in order, and to fill a flat target with theirs."""
         ...
 
+    def gather(self, target: Tensor, source: Tensor) -> Wait:
+        """Begin to fill a flat target with the flat sources of all ranks, in order."""
+        ...
+
 
 class Group:
     """The ranks of a process group. NCCL has a stream of its own for it, gloo threads."""
@@ -27,6 +31,11 @@ class Group:
 
     def swap(self, target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int]) -> Wait:
         work = dist.all_to_all_single(target, source, target_sizes, source_sizes, self._group, async_op=True)
+        assert work is not None
+        return work.wait
+
+    def gather(self, target: Tensor, source: Tensor) -> Wait:
+        work = dist.all_gather(list(target.chunk(self.ranks)), source, self._group, async_op=True)
         assert work is not None
         return work.wait
 
@@ -42,6 +51,9 @@ class LoopedBack:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def swap(self, target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int]) -> Wait:  # noqa: ARG002
+        return self.gather(target, source)
+
+    def gather(self, target: Tensor, source: Tensor) -> Wait:
         if self._stream is None:
             _fill(target, source)
             return lambda: None

@@ -115,9 +115,9 @@ def has_room_for_x(spec: Spec) -> bool:
     return spec.heads * spec.head_size >= spec.hidden
 
 
-def layout_of(plan: Plan, tokens: int, ranks: int, shorten: bool = False) -> Layout:
+def layout_of(plan: Plan, tokens: int, ulysses: int, ring: int = 1, shorten: bool = False) -> Layout:
     """Who holds which of so many tokens, that context ranks share."""
-    return Layout(tokens, plan.chunk_of(tokens, shorten) if plan.sweeps else tokens, ranks)
+    return Layout(tokens, plan.chunk_of(tokens, shorten) if plan.sweeps else tokens, ulysses, ring)
 
 
 def tiles_of(plan: Plan, layout: Layout) -> Tiles:

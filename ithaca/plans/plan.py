@@ -16,6 +16,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "ulysses": {"checkpoint": "full", "tile": None, "x": "device"},
     "alst": {"checkpoint": "full", "tile": 8192, "x": "host"},
     "untied": {"heads": None, "tile": 8192, "x": "host"},
+    "ring": {"checkpoint": "full", "tile": None, "x": "device", "travel": "around"},
+    "hybrid": {"checkpoint": "full", "tile": None, "x": "device", "travel": "around"},
     "sweep": {
         "chunk": None,
         "tile": 8192,
@@ -26,7 +28,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "kv": "device",
     },
 }
-RECIPE_OPTIONS = ("checkpoint", "heads", "chunk", "tile", "x", "o", "lse", "gradient", "kv")
+TRAVELS = ("around", "gather")
+RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "tile", "x", "o", "lse", "gradient", "kv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +42,27 @@ class Plan:
     recipe: str = "dense"
     """`dense`: blocks run over whole sequences, each on one rank. The others can share a sequence among Ulysses ranks.
     `ulysses`: blocks run over all tokens of a rank. `alst`: the same with a tiled MLP and block inputs on the host.
-    `untied`: the same, with a few heads at a time. `sweep`: blocks run over chunks of a sequence; of its length only K,
+    `untied`: the same, with a few heads at a time. `ring`: the same, over ring ranks, where K and V travel. `hybrid`:
+    over both. `sweep`: blocks run over chunks of a sequence; of its length only K,
     V and their gradients stay on the device."""
 
     checkpoint: str | None = None
     """What a block keeps for its backward pass. `none`: everything. `selective`: its input and the attention's output,
-    so that attention runs once. `full`: its input. (dense, ulysses, alst)"""
+    so that attention runs once. `full`: its input. (dense, ulysses, alst, ring, hybrid)"""
 
     heads: int | None = None
     """Query heads, over all Ulysses ranks, that are attended with at a time; not given: one on each rank. (untied)"""
+
+    travel: str | None = None
+    """How K and V come to the other ring ranks. `around`: from each to the next, in steps. `gather`: all at once, in as
+    many times their memory as there are ring ranks. (ring, hybrid)"""
 
     chunk: int | None = field(default=None, metadata={"read": parse_tokens})
     """Tokens of a sequence, over all ranks that share it, that go through a block together; not given: 64K, or all
     where there are fewer. (sweep)"""
 
     tile: int | None = field(default=None, metadata={"read": parse_tokens})
-    """Tokens of a rank that go through an MLP together; not given under `dense` and `ulysses`: all."""
+    """Tokens of a rank that go through an MLP together; not given: 8K under `alst`, `untied` and `sweep`, else all."""
 
     x: str | None = None
     """Where block inputs are kept: `device` or `host`; or `rebuild`, made again from o (sweep). One word, or a list
@@ -97,6 +105,7 @@ class Plan:
         for name in RECIPE_OPTIONS:
             self._check_known(name)
         self._check_words("checkpoint", CHECKPOINTS)
+        self._check_words("travel", TRAVELS)
         for name in ("lse", "gradient", "kv"):
             self._check_words(name, KEPT)
         self._words("x")
@@ -130,6 +139,11 @@ class Plan:
     def shares(self) -> bool:
         """Whether several ranks can share a sequence."""
         return self.recipe != "dense"
+
+    @property
+    def rings(self) -> bool:
+        """Whether they can be ring ranks, too, and not Ulysses ranks alone."""
+        return self.recipe in ("ring", "hybrid", "sweep")
 
     def heads_at_once(self, ranks: int) -> int | None:
         """Query heads that are attended with at a time, over so many Ulysses ranks; None: all."""

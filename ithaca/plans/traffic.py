@@ -19,6 +19,17 @@ has one round, kv goes with q: 2 R and 4 R. In bytes forward sends 2 q + kv; bac
 6 q + 3 kv, and the sweep 4 q + 2 kv. The last layer of a sweep still has K and V: it sends none of them by themselves,
 and one kv less. What the numbers below add to this is heads that do not divide. K and V that documents keep a chunk
 from asking for travel with its queries instead: fewer messages, the same bytes.
+
+Ring ranks, R of them, add to this, with L = C · n tokens and h query, k key/value heads of a rank, f bytes a sum:
+
+| recipe | forward | backward |
+|---|---|---|
+| `ring`, `hybrid`, K and V around | R − 1 messages, (R − 1) · L · 2 k D b | those again, and R of L · 2 k D f each |
+| gathered | 1, the same bytes | 1 again, and 1 of (R − 1) · L · 2 k D f |
+| `sweep`, N chunks | 3 N: q, o, lse; (R − 1) · L · h (2 D b + f) | 3 N: do q o, lse, dq; (R − 1) · L · h (4 D b + f) |
+
+With checkpoint full, and where the sweep recomputes o, backward sends what forward does once more. The sweep's bytes
+depend on the tokens alone, not on how many chunks there are. (`ring` alone, without Ulysses ranks, has no other line.)
 """
 
 from collections.abc import Iterable
@@ -44,10 +55,25 @@ class Traffic:
 class Sender:
     """One of the ranks that share a sequence, which is one document."""
 
-    rank: int
+    rank: int  # among the Ulysses ranks
     tokens: int  # local ones
     chunks: int
-    row: int  # bytes of one head of one token
+    head_size: int
+    itemsize: int  # of the computation
+    high: int  # of sums, and of the log-sum-exp
+    ring: int = 1  # ring ranks
+
+    @property
+    def row(self) -> int:
+        """Bytes of one head of one token."""
+        return self.head_size * self.itemsize
+
+    def to_ring(self, share: Share, queries: int, lses: int, keys: int, high: bool = False) -> int:
+        """Bytes of so many tensors of this rank's heads and its Ulysses ranks' tokens, to each other ring rank."""
+        q, kv = len(share.q[self.rank]), len(share.kv[self.rank])
+        numbers = self.head_size * (self.high if high else self.itemsize)
+        heads = (queries * q + keys * kv) * numbers + lses * q * self.high
+        return self.tokens * len(share.q) * heads * (self.ring - 1)
 
     def there(self, share: Share, queries: int, keys: int) -> Traffic:
         """So many query-like and key-like tensors of all local tokens, to the ranks that attend with their heads."""
@@ -65,12 +91,30 @@ def block_traffic(plan: Plan, layer: int, layers: int, rounds: Rounds, sender: S
     if plan.sweeps:
         recomputed = plan.placement(layers).o[layer] == RECOMPUTE
         return _sweep(rounds[0][0], sender, recomputed, keys_there=layer == layers - 1)
+    if sender.ring > 1:
+        return _with_travel(plan, rounds[0][0], sender)
+    return _whole(plan, rounds, sender)
+
+
+def _whole(plan: Plan, rounds: Rounds, sender: Sender) -> tuple[Traffic, Traffic]:
     forward = _sum(_group_forward(group, sender) for group in rounds)
     again = forward if plan.checkpoint in ("full", None) else Traffic(0, 0)
     if len(rounds) == len(rounds[0]) == 1 and plan.checkpoint != "selective":
         share = rounds[0][0]  # whose q, K, V and o are still where they are needed
         return forward, again + sender.there(share, 1, 0) + sender.back(share, 1, 2)
     return forward, again + _sum(_group_backward(group, sender) for group in rounds)
+
+
+def _with_travel(plan: Plan, share: Share, sender: Sender) -> tuple[Traffic, Traffic]:
+    """`ring` and `hybrid`: what Ulysses ranks exchange, if there are any, and K and V with their gradients."""
+    nothing = Traffic(0, 0), Traffic(0, 0)
+    forward, backward = _whole(plan, ((share,),), sender) if len(share.q) > 1 else nothing
+    steps, back = (sender.ring - 1, sender.ring) if plan.travel == "around" else (1, 1)
+    kv = Traffic(steps, sender.to_ring(share, 0, 0, 2))
+    sums = sender.to_ring(share, 0, 0, 2, high=True)
+    dkv = Traffic(back, sums * back // steps if plan.travel == "around" else sums)
+    again = kv if plan.checkpoint == "full" else Traffic(0, 0)
+    return forward + kv, backward + again + kv + dkv
 
 
 def _group_forward(group: tuple[Share, ...], sender: Sender) -> Traffic:
@@ -97,10 +141,17 @@ def _sweep(share: Share, sender: Sender, recomputed: bool, keys_there: bool) -> 
     # The first chunk to go backward sends its K and V with its queries; so does the second, which begins before the
     # first attends, unless that attends again before anything else
     alone = 0 if keys_there else max(sender.chunks - (1 if recomputed else 2), 0)
-    return (
+    exchanged = (
         Traffic(forward.messages * sender.chunks, forward.bytes),
         Traffic(backward.messages * sender.chunks + alone, backward.bytes),
     )
+    if len(share.q) == 1:
+        exchanged = Traffic(0, 0), Traffic(0, 0)
+    if sender.ring == 1:
+        return exchanged
+    attended = Traffic(3 * sender.chunks, sender.to_ring(share, 2, 1, 0))  # q; o and lse
+    gradients = Traffic(3 * sender.chunks, sender.to_ring(share, 4, 1, 0))  # do, q, o; lse; dq
+    return exchanged[0] + attended, exchanged[1] + gradients + (attended if recomputed else Traffic(0, 0))
 
 
 def _sum(parts: Iterable[Traffic]) -> Traffic:

@@ -40,6 +40,7 @@ from ithaca.model.rope import Turn, turn
 from ithaca.model.spec import Spec
 from ithaca.parallel.exchange import Coming, Exchange
 from ithaca.parallel.heads import Share
+from ithaca.parallel.ring import Ring
 from ithaca.schedule.halves import Projection, finish, finish_backward, summed
 from ithaca.schedule.keys import Keys, KeysBeside, KeySums
 from ithaca.schedule.rising import Step, Xs, open_xs
@@ -58,6 +59,7 @@ class SweepCall:
     positions: Tensor  # of the local tokens
     tile: int
     exchange: Exchange
+    ring: Ring
     share: Share
     weights_of: Callable[[int], AbstractContextManager[Weights]]  # of another layer, to be read
 
@@ -77,6 +79,20 @@ class SweepCall:
             return None
         positions = self.positions[self.tapes.gradient.tiles.rows(chunk)]
         return turn(self.spec.rope, self.spec.head_size, positions, dtype)
+
+    def attend(self, chunk: int, q: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+        """(o, lse) of a ring rank's queries on everybody's keys."""
+        (queries,) = self.ring.gather(q)
+        return self.ring.merge(*self.walk.forward(chunk, queries, keys))
+
+    def attend_backward(
+        self, chunk: int, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, keys: Keys, sums: KeySums
+    ) -> Tensor:
+        """dq of a ring rank's queries; the gradients of its keys, by everybody's queries, go to the sums."""
+        do, q, o = self.ring.gather(do, q, o)
+        if self.ring.ranks > 1:
+            lse = self.ring.gather(lse.T[..., None])[0][..., 0].T
+        return self.ring.reduce(self.walk.backward(chunk, do, q, o, lse, KeysBeside(keys, sums), sums.add))
 
     def project(self, w: Summed, chunk: int, x: Tensor) -> Projection:
         return Projection(self.spec, w, x, self.turn(chunk, x.dtype), Heads.all(self.spec))
@@ -123,7 +139,7 @@ def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: Keys) -> Stage
     yield
     (q,), kv = coming.arrived()
     keys.put(chunk, *kv)
-    o, lse = call.walk.forward(chunk, q, keys)
+    o, lse = call.attend(chunk, q, keys)
     going = call.exchange.to_tokens(call.share, (o,))
     del q, kv, o, coming
     yield
@@ -168,7 +184,7 @@ def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_Keys
     del o, do
     yield
     q, o, do = (*there, *coming.arrived()[0])
-    dq = call.walk.backward(chunk, do, q, o, lse, KeysBeside(keys, sums), sums.add)
+    dq = call.attend_backward(chunk, do, q, o, lse, keys, sums)
     del q, o, do, there, coming
     for tape, tile in zip(kept, tiles, strict=True):
         tape.release(tile)
@@ -190,7 +206,7 @@ def _attend_again(
     coming = keys.send(chunk, (projection.q,), projection.kv)
     projection.let_go()
     ((q,), _) = coming.arrived()
-    o, lse = call.walk.forward(chunk, q, keys)
+    o, lse = call.attend(chunk, q, keys)
     (mine,), _ = call.exchange.to_tokens(call.share, (o,)).arrived()
     return (q, o), mine, lse
 

@@ -1,5 +1,7 @@
 """Who holds what: pure arithmetic, every case covered once."""
 
+from collections.abc import Callable
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,14 +25,40 @@ def test_sequences_are_dealt_evenly_and_once() -> None:
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-layouts = st.builds(Layout, tokens=st.integers(1, 300), chunk=st.integers(1, 400), ranks=st.integers(1, 12))
+sizes = {"tokens": st.integers(1, 300), "chunk": st.integers(1, 400), "ulysses": st.integers(1, 12)}
+layouts, rings = st.builds(Layout, **sizes), st.builds(Layout, **sizes, ring=st.integers(2, 6))
 
 
-@given(layouts)
+@given(layouts | rings)
 def test_every_token_is_held_once(layout: Layout) -> None:
     held = [token for rank in range(layout.ranks) for place in layout.places(rank) for token in place]
     assert sorted(held) == list(range(layout.padded))
-    assert layout.tokens <= layout.padded < layout.tokens + layout.ranks
+    assert layout.tokens <= layout.padded < layout.tokens + layout.ranks * layout.runs
+    assert {sum(map(len, layout.places(rank))) for rank in range(layout.ranks)} == {layout.local}
+
+
+@given(rings)
+def test_ring_ranks_hold_runs_that_their_ulysses_ranks_share(layout: Layout) -> None:
+    places = [layout.places(rank) for rank in range(layout.ranks)]
+    for ring in range(layout.ring):
+        mine = places[ring * layout.ulysses : (ring + 1) * layout.ulysses]
+        spans = [span for tile in range(layout.tiles.count) for span in layout.spans(ring, tile)]
+        assert len(spans) == 2 * layout.tiles.count
+        for run, span in enumerate(spans):
+            assert [token for part in mine for token in part[run]] == list(span)
+
+
+def pairs(layout: Layout, ring: int, seen_by: Callable[[int], int]) -> int:
+    """Of a token that a ring rank holds and one that sees it, or is seen by it."""
+    spans = (span for tile in range(layout.tiles.count) for span in layout.spans(ring, tile))
+    return sum(seen_by(token) for span in spans for token in span)
+
+
+@given(rings)
+def test_ring_ranks_have_the_same_work(layout: Layout) -> None:
+    """Without documents: with their keys, of which later tokens see fewer, and with their queries."""
+    for seen_by in (lambda token: layout.padded - token, lambda token: token + 1):
+        assert len({pairs(layout, ring, seen_by) for ring in range(layout.ring)}) == 1
 
 
 @given(layouts)

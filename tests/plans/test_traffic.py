@@ -70,7 +70,7 @@ def sent(
         backward = True
         loss.backward()
     assert batch.layout.padded == tokens
-    sender = Sender(rank, batch.layout.local, batch.layout.chunks.count, model.spec.head_size * BYTES)
+    sender = Sender(rank, batch.layout.local, batch.layout.chunks.count, model.spec.head_size, BYTES, BYTES)
     blocks = [block_traffic(model.plan, layer, LAYERS, model.rounds, sender) for layer in range(LAYERS)]
     return found, [sum(way, Traffic(0, 0)) for way in zip(*blocks, strict=True)]
 

@@ -68,15 +68,17 @@ REFUSED = [
     ),
     (
         "8/2",
-        {"recipe": "sweep"},
+        {"recipe": "alst"},
         {"ring": 2},
-        "recipe 'sweep' shares a sequence by heads only, but the mesh has ring 2: set ring to 1 and ulysses to 2",
+        "recipe 'alst' shares a sequence by heads only, but the mesh has ring 2: "
+        "set ring to 1 and ulysses to 2, or use recipe 'sweep'",
     ),
     (
         "8/2",
         {"recipe": "ulysses"},
         {"ring": 2, "ulysses": 2},
-        "recipe 'ulysses' shares a sequence by heads only, but the mesh has ring 2: set ring to 1 and ulysses to 4",
+        "recipe 'ulysses' shares a sequence by heads only, but the mesh has ring 2: "
+        "set ring to 1 and ulysses to 4, or use recipe 'sweep'",
     ),
 ]
 

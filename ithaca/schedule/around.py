@@ -1,0 +1,94 @@
+"""Attention whose K and V travel around the ring, for blocks that run over all local tokens (`ring`, `hybrid`).
+
+A ring rank keeps its queries, two runs of the sequence; the K and V of each rank come by, one block after the other,
+and the next is on its way while the kernel runs on this one. Backward they come by again, and with each block, one step
+behind it, the sums of its dK and dV, in at least fp32, which are home after the last step. Only key/value heads travel.
+
+    around    R − 1 steps of K and V, point to point; backward R more of their gradients
+    gather    all K and V at once, in R times their memory; backward the gradients are scattered and summed at once
+
+To whoever attends it is a kernel like others, of this rank's queries on everybody's keys.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ithaca.attention.documents import Pieces
+from ithaca.attention.kernels.seam import Kernel
+from ithaca.attention.visits import Run, Visit, visit_runs
+from ithaca.attention.walk import merge
+from ithaca.model.precision import at_least_fp32
+from ithaca.parallel.ring import Ring
+
+Block = tuple[int, Tensor, Tensor]  # whose K and V, and they
+
+
+class Around:
+    """`runs`: of a ring rank's tokens; `bounds`: of the documents; `gathers`: all K and V at once."""
+
+    def __init__(
+        self, kernel: Kernel, ring: Ring, runs: Callable[[int], list[Run]], bounds: tuple[int, ...], gathers: bool
+    ):
+        self.name, self.grain = kernel.name, kernel.grain
+        self._kernel, self._ring, self._runs, self._bounds, self._gathers = kernel, ring, runs, bounds, gathers
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+        return self._kernel.refuses(device, dtype, head_size)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """(o, lse)"""
+        high = at_least_fp32(q.dtype)
+        o, lse = torch.zeros_like(q, dtype=high), q.new_full((q.shape[1], len(q)), -torch.inf, dtype=high)
+        for owner, key, value in self._blocks(k, v):
+            for visit in self._visits(owner):
+                rows, keys = visit.rows, visit.keys
+                part = self._kernel.forward(q[rows], key[keys], value[keys], visit.pieces, scale)
+                merge(o[rows], lse[:, rows], *part)
+        return o.to(q.dtype), lse
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        pieces: Pieces,  # noqa: ARG002
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv)"""
+        dq, home = torch.zeros_like(q, dtype=at_least_fp32(q.dtype)), self._ring.homeward(self._gathers)
+        for owner, key, value in self._blocks(k, v):
+            dk, dv = (torch.zeros_like(x, dtype=at_least_fp32(x.dtype)) for x in (key, value))
+            for visit in self._visits(owner):
+                rows, keys = visit.rows, visit.keys
+                dq_part, dk_part, dv_part = self._kernel.backward(
+                    do[rows], q[rows], key[keys], value[keys], o[rows], lse[:, rows], visit.pieces, scale
+                )
+                dq[rows] += dq_part
+                dk[keys] += dk_part
+                dv[keys] += dv_part
+            home.add(owner, dk, dv)
+        dk, dv = home.arrived()
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+    def _blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
+        """Everybody's K and V, one's own first."""
+        if self._gathers:
+            every = self._ring.everyones(k, v)
+            yield from ((owner, *every[owner]) for owner in self._owners())
+            return
+        for step, owner in enumerate(self._owners()):
+            coming = self._ring.pass_on(k, v) if step < self._ring.ranks - 1 else None
+            yield owner, k, v
+            if coming is not None:
+                k, v = coming()
+
+    def _owners(self) -> list[int]:
+        return [(self._ring.rank - step) % self._ring.ranks for step in range(self._ring.ranks)]
+
+    def _visits(self, owner: int) -> list[Visit]:
+        return visit_runs(self._runs(self._ring.rank), self._runs(owner), self._bounds, self._kernel.grain)
