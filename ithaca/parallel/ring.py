@@ -42,11 +42,11 @@ class Ring:
         """o [T, H, D], lse [H, T] of the chunk on this rank's keys -> of its own tokens on all keys."""
         if self._transport is None:
             return o, lse
-        parts, weights = self._scatter(o), self._scatter(lse.T)
+        parts, lses = self._scatter(o), self._scatter(lse.T).transpose(1, 2).contiguous()  # as the merge wants them
         # One's own first: it alone has seen something of every row, and what has not is -inf
-        total, lse = parts[self.rank].to(at_least_fp32(o.dtype)), weights[self.rank].T.contiguous()
+        total, lse = parts[self.rank].to(at_least_fp32(o.dtype)), lses[self.rank]
         for rank in (rank for rank in range(self.ranks) if rank != self.rank):
-            merge(total, lse, parts[rank], weights[rank].T)
+            merge(total, lse, parts[rank], lses[rank])
         return total.to(o.dtype), lse
 
     def reduce(self, dq: Tensor) -> Tensor:

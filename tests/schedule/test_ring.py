@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ithaca
+from ithaca.attention.walk import merge
 from ithaca.plans.traffic import Sender, Traffic, block_traffic
 from ithaca.schedule import naive
 from tests.models import make_model, relative, save
 from tests.schedule.contexts import LAYERS, MODELS, Options, context_step, open_model, packed, save_models, sized
-from tests.schedule.steps import EXACT, assert_same, naive_step, random_batch
+from tests.schedule.steps import EXACT, Rows, assert_same, naive_step, random_batch
 
 SHAPES = ((1, 2), (1, 4), (2, 2), (2, 3), (4, 2))  # Ulysses × ring ranks
 RECIPES: dict[str, Options] = {
@@ -110,6 +111,27 @@ def test_logits(ranks, folders, recipe: str) -> None:
     options = RECIPES[recipe] | ({"chunk": 7} if recipe == "sweep" else {})
     for found in ranks(4).run(logits_of, folders["8/2"], options, rows, ids):
         assert relative(found, wanted) <= EXACT
+
+
+def merging_step(folder: Path, plan: ithaca.Plan, batches: list[Rows]) -> int:
+    """How often partial results were merged, each as the fused kernel of GPUs wants it."""
+    merges = 0
+
+    def strict(*tensors: Tensor) -> None:
+        nonlocal merges
+        merges += 1
+        assert all(tensor.stride(-1) == 1 for tensor in tensors)
+        merge(*tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ithaca.parallel.ring.merge", strict)
+        context_step(folder, plan, {"ring": 2}, batches)
+    return merges
+
+
+def test_what_is_merged_is_dense(ranks, folders) -> None:
+    plan, batches = ithaca.Plan(recipe="sweep", chunk=12), [random_batch(1, 36, False, 0.0, seed=1)]
+    assert ranks(2).run(merging_step, folders["8/2"], plan, batches) == [3 * LAYERS] * 2
 
 
 def refusal(folder: Path, options: Options, mesh: dict[str, int]) -> str:
