@@ -182,7 +182,7 @@ class Model(nn.Module):
     def _needs(self, training: bool) -> list[Need]:
         rank, ranks = self.exchange.rank, self.exchange.ranks
         mine = Heads(self.share.q[rank], self.share.kv[rank])
-        asked = needs(self.plan, self.spec, self.dtype, mine, ranks)
+        asked = needs(self.plan, self.spec, self.dtype, mine, ranks, self.mesh.ring)
         return [need for need in asked if training or not need.training]
 
     def _tapes_for(self, cut: Callable[[], Tiles], training: bool) -> Tapes | None:

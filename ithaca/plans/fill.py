@@ -32,9 +32,11 @@ def place(
     device: int | str,
     host: int | str,
     ulysses: int = 1,
+    ring: int = 1,
     dtype: str = "bfloat16",
 ) -> Plan:
-    """The Plan with x and o of every layer placed, for passes over `tokens` tokens that `ulysses` ranks share.
+    """The Plan with x and o of every layer placed, for passes over `tokens` tokens that `ring` × `ulysses` ranks
+    share.
 
     `device` and `host` are the bytes that a rank's tapes may take there, as 20GB; 0 for none. The device's are also for
     slots, and for weights that are gathered beyond a layer's own to make an x in passing.
@@ -44,10 +46,10 @@ def place(
     if dtype not in DTYPES:
         raise PlanError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), DTYPES)}")
     tokens = parse_tokens(tokens)
-    layout_of(plan, tokens, ulysses)  # whose chunk fits
+    layout_of(plan, tokens, ulysses, ring)  # whose chunk fits
     share = split_heads(spec.heads, spec.kv_heads, ulysses)
     fullest = max(range(ulysses), key=lambda rank: (len(share.kv[rank]), len(share.q[rank])))
-    where = _Where(DTYPES[dtype], Heads(share.q[fullest], share.kv[fullest]), ulysses)
+    where = _Where(DTYPES[dtype], Heads(share.q[fullest], share.kv[fullest]), ulysses, ring)
     free = _Budget(*(parse_bytes(given) if given else 0 for given in (device, host)))
     choices = sorted(_choices(spec.layers), key=lambda kept: _work_again(spec, tokens, *kept))
     placed = _first_that_fits(plan, spec, where, tokens, free, choices)
@@ -69,7 +71,7 @@ def place(
 def _first_that_fits(
     plan: Plan, spec: Spec, where: "_Where", tokens: int, free: "_Budget", choices: list["_Kept"]
 ) -> Plan | None:
-    tiles = tiles_of(plan, layout_of(plan, tokens, where.ranks, shorten=True))
+    tiles = tiles_of(plan, layout_of(plan, tokens, where.ulysses, where.ring, shorten=True))
     filled = (_fill(plan, spec, where, tiles, free, *kept) for kept in choices)
     return next((placed for placed, used in filled if used.device <= free.device and used.host <= free.host), None)
 
@@ -97,7 +99,8 @@ class _Where:
 
     dtype: torch.dtype
     mine: Heads
-    ranks: int
+    ulysses: int
+    ring: int
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def _fill(
 
 
 def _needs(plan: Plan, spec: Spec, where: _Where) -> list[Need]:
-    return needs(plan.settled(), spec, where.dtype, where.mine, where.ranks)
+    return needs(plan.settled(), spec, where.dtype, where.mine, where.ulysses, where.ring)
 
 
 def _used(plan: Plan, spec: Spec, where: _Where, tiles: Tiles) -> _Budget:

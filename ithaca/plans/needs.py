@@ -12,7 +12,7 @@ from ithaca.errors import PlanError
 from ithaca.model.block import Heads
 from ithaca.model.precision import at_least_fp32
 from ithaca.model.spec import Spec
-from ithaca.parallel.layout import Layout, gathered
+from ithaca.parallel.layout import Layout, gathered, hops
 from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, spell
 from ithaca.plans.plan import Plan
 from ithaca.plans.rebuild import (
@@ -42,7 +42,7 @@ class Need:
     dtype: torch.dtype
     slots: int  # tiles on the device at a time, when they live on the host
     training: bool  # there is no use for them without a backward pass
-    ranks: int = 1  # whose tokens it holds: its own alone, or, of some heads, those of all context ranks
+    ranks: int = 1  # whose tokens it holds: its own alone, or, of some heads, those of all Ulysses ranks
 
     def tiles(self, local: Tiles) -> Tiles:
         """How it is cut, when a rank's tokens are cut so."""
@@ -58,7 +58,9 @@ class Need:
         return math.prod(self.features) * self.dtype.itemsize
 
 
-def needs(plan: Plan, spec: Spec, dtype: torch.dtype, mine: Heads | None = None, ranks: int = 1) -> list[Need]:
+def needs(
+    plan: Plan, spec: Spec, dtype: torch.dtype, mine: Heads | None = None, ulysses: int = 1, ring: int = 1
+) -> list[Need]:
     """Every tape that a Plan asks for, of a rank that attends with some heads; None: with all. The gradient's tape also
     takes what the last block puts out, and in the forward pass each x that is not kept."""
     placement, hidden, high = plan.placement(spec.layers), (spec.hidden,), at_least_fp32(dtype)
@@ -78,9 +80,9 @@ def needs(plan: Plan, spec: Spec, dtype: torch.dtype, mine: Heads | None = None,
     assert plan.gradient is not None
     assert plan.kv is not None
     # Slots: a tile in use, one ahead, one on its way out; x is read by two (its chunk and the K/V of later ones) and,
-    # in the forward pass, written for the next layer as well; an x that only comes by is read through several o. With
-    # several ranks, three chunks are under way at a time
-    more = 2 if ranks > 1 else 0
+    # in the forward pass, written for the next layer as well; an x that only comes by is read through several o.
+    # Where chunks are exchanged, another is under way for each time that one travels
+    more = 2 * hops(ulysses, ring)
     rebuilds = rebuilds_of(plan, spec)
     comes_by = any(layer not in rebuild.homes for layer, rebuild in rebuilds.items())
     xs = kept("x", placement.x, hidden, 4 + more)
@@ -94,10 +96,10 @@ def needs(plan: Plan, spec: Spec, dtype: torch.dtype, mine: Heads | None = None,
     return [
         *xs,
         *kept("o", placement.o, heads, (4 if comes_by else 2) + more),
-        *([Need("lse", "lse", plan.lse, with_o, (len(mine.q),), high, 2 + more, True, ranks)] if with_o else []),
+        *([Need("lse", "lse", plan.lse, with_o, (len(mine.q),), high, 2 + more, True, ulysses)] if with_o else []),
         Need("gradient", "gradient", plan.gradient, (0,), hidden, dtype, 4 + more, False),
-        Need("keys", "kv", plan.kv, (0, 1), keys, dtype, 8, False, ranks),
-        Need("key_sums", "kv", plan.kv, (0, 1), keys, high, 6, True, ranks),
+        Need("keys", "kv", plan.kv, (0, 1), keys, dtype, 8, False, ulysses),
+        Need("key_sums", "kv", plan.kv, (0, 1), keys, high, 6, True, ulysses),
     ]
 
 

@@ -29,13 +29,15 @@ Ring ranks, R of them, add to this, with L = C · n tokens and h query, k key/va
 | `sweep`, N chunks | 3 N: q, o, lse; (R − 1) · L · h (2 D b + f) | 3 N: do q o, lse, dq; (R − 1) · L · h (4 D b + f) |
 
 With checkpoint full, and where the sweep recomputes o, backward sends what forward does once more. The sweep's bytes
-depend on the tokens alone, not on how many chunks there are. (`ring` alone, without Ulysses ranks, has no other line.)
+depend on the tokens alone, not on how many chunks there are; its Ulysses ranks exchange kv before in one chunk less,
+3 N − 3 messages. (`ring` alone, without Ulysses ranks, has no other line.)
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ithaca.parallel.heads import Rounds, Share
+from ithaca.parallel.layout import hops
 from ithaca.plans.places import RECOMPUTE
 from ithaca.plans.plan import Plan
 
@@ -138,9 +140,10 @@ def _sweep(share: Share, sender: Sender, recomputed: bool, keys_there: bool) -> 
         backward = (
             sender.there(share, 1, kv) + sender.back(share, 1, 0) + sender.there(share, 1, 0) + sender.back(share, 1, 2)
         )
-    # The first chunk to go backward sends its K and V with its queries; so does the second, which begins before the
-    # first attends, unless that attends again before anything else
-    alone = 0 if keys_there else max(sender.chunks - (1 if recomputed else 2), 0)
+    # The first chunk to go backward sends its K and V with its queries; so do those that begin before it attends, one
+    # for each hop, unless it attends again before anything else
+    begun = 1 if recomputed else 1 + hops(len(share.q), sender.ring)
+    alone = 0 if keys_there else max(sender.chunks - begun, 0)
     exchanged = (
         Traffic(forward.messages * sender.chunks, forward.bytes),
         Traffic(backward.messages * sender.chunks + alone, backward.bytes),

@@ -17,7 +17,9 @@ states while a chunk's attention runs backward, and the slots that host tapes pa
 
 Over Ulysses ranks a tile of x, o or the gradient is this rank's part of a chunk, with all heads; K, V, their gradients
 and the log-sum-exp are of the whole chunk, with this rank's heads. In between is the exchange, and chunks are staggered
-so that it travels while their neighbours attend (stages.py). What is sent: plans/traffic.py.
+so that it travels while their neighbours attend (stages.py). Ring ranks keep their K and V: a chunk's queries are
+gathered from all of them before it attends, and what each found with its own keys is merged after it; backward, dq is
+summed, and dK and dV never move (parallel/ring.py). What is sent: plans/traffic.py.
 
 Blocks exchange tapes, not tensors. The graph between them is carried by a 0-dim tensor, the token: weights are inputs
 of each block's step, and the token's gradient is the upstream scale of the loss, by which theirs are multiplied.
@@ -40,6 +42,7 @@ from ithaca.model.rope import Turn, turn
 from ithaca.model.spec import Spec
 from ithaca.parallel.exchange import Coming, Exchange
 from ithaca.parallel.heads import Share
+from ithaca.parallel.layout import hops
 from ithaca.parallel.ring import Ring
 from ithaca.schedule.halves import Projection, finish, finish_backward, summed
 from ithaca.schedule.keys import Keys, KeysBeside, KeySums
@@ -70,9 +73,9 @@ class SweepCall:
             yield lambda x, o, y: finish(self.spec, w, x, o, y, self.tile)
 
     @property
-    def overlaps(self) -> bool:
-        """Whether there is something that could travel while a neighbouring chunk computes."""
-        return self.exchange.ranks > 1
+    def hops(self) -> int:
+        """Exchanges between a chunk's projections and its attention, each of which a neighbour can compute behind."""
+        return hops(self.exchange.ranks, self.ring.ranks)
 
     def turn(self, chunk: int, dtype: torch.dtype) -> Turn | None:
         if not self.spec.rope_layers[self.layer]:
@@ -80,22 +83,14 @@ class SweepCall:
         positions = self.positions[self.tapes.gradient.tiles.rows(chunk)]
         return turn(self.spec.rope, self.spec.head_size, positions, dtype)
 
-    def attend(self, chunk: int, q: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
-        """(o, lse) of a ring rank's queries on everybody's keys."""
-        (queries,) = self.ring.gather(q)
-        return self.ring.merge(*self.walk.forward(chunk, queries, keys))
-
-    def attend_backward(
-        self, chunk: int, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, keys: Keys, sums: KeySums
-    ) -> Tensor:
-        """dq of a ring rank's queries; the gradients of its keys, by everybody's queries, go to the sums."""
-        do, q, o = self.ring.gather(do, q, o)
-        if self.ring.ranks > 1:
-            lse = self.ring.gather(lse.T[..., None])[0][..., 0].T
-        return self.ring.reduce(self.walk.backward(chunk, do, q, o, lse, KeysBeside(keys, sums), sums.add))
-
     def project(self, w: Summed, chunk: int, x: Tensor) -> Projection:
         return Projection(self.spec, w, x, self.turn(chunk, x.dtype), Heads.all(self.spec))
+
+
+def _meanwhile(over: Exchange | Ring) -> Stages:
+    """Let neighbouring chunks go on, where what was sent has a way to go."""
+    if over.ranks > 1:
+        yield
 
 
 def run_sweep(w: dict[str, Tensor], token: Tensor, call: SweepCall) -> Tensor:
@@ -125,7 +120,7 @@ class _Sweep(torch.autograd.Function):
 
 def _forward(call: SweepCall, w: Weights) -> None:
     keys, chunks = Keys(call.tapes.keys), range(call.walk.tiles.count)
-    run_chunks((_chunk_forward(call, w, chunk, keys) for chunk in chunks), call.overlaps)
+    run_chunks((_chunk_forward(call, w, chunk, keys) for chunk in chunks), call.hops > 0)
     call.tapes.keys_of = call.layer
     call.tapes.x(call.layer + 1).prefetch(0)  # for whoever reads it next, while the last chunk is still computed
 
@@ -136,13 +131,20 @@ def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: Keys) -> Stage
     q, *kv = project(call.spec, w, x, call.turn(chunk, x.dtype), Heads.all(call.spec))
     coming = call.exchange.to_heads(call.share, (q,), kv)
     del q, kv
-    yield
+    yield from _meanwhile(call.exchange)
     (q,), kv = coming.arrived()
+    gathering = call.ring.gather(q)
+    del q, coming
+    yield from _meanwhile(call.ring)
     keys.put(chunk, *kv)
-    o, lse = call.attend(chunk, q, keys)
+    (queries,) = gathering()
+    merging = call.ring.merge(*call.walk.forward(chunk, queries, keys))
+    del kv, queries, gathering
+    yield from _meanwhile(call.ring)
+    o, lse = merging()
     going = call.exchange.to_tokens(call.share, (o,))
-    del q, kv, o, coming
-    yield
+    del o, merging
+    yield from _meanwhile(call.exchange)
     (o,), _ = going.arrived()
     for tape, tile in zip(kept, (o, lse.T), strict=False):
         tape.write(chunk, tape.blank(chunk).copy_(tile))
@@ -158,7 +160,7 @@ def _backward(call: SweepCall, w: Summed) -> None:
         sums = KeySums(tapes.key_sums)
         keys = _KeysAgain(call, w, xs)
         chunks = reversed(range(count))
-        run_chunks((_chunk_backward(call, w, chunk, xs, keys, sums) for chunk in chunks), call.overlaps)
+        run_chunks((_chunk_backward(call, w, chunk, xs, keys, sums) for chunk in chunks), call.hops > 0)
     if layer > 0 and not tapes.rebuild(layer - 1):
         for tape in (tapes.x(layer - 1), *tapes.attended(layer - 1), tapes.gradient):
             tape.prefetch(count - 1)
@@ -182,17 +184,24 @@ def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_Keys
     else:
         coming = call.exchange.to_heads(call.share, (do,))
     del o, do
-    yield
-    q, o, do = (*there, *coming.arrived()[0])
-    dq = call.attend_backward(chunk, do, q, o, lse, keys, sums)
-    del q, o, do, there, coming
+    yield from _meanwhile(call.exchange)
+    gathering = call.ring.gather(*there, *coming.arrived()[0])
+    gathering_lse = call.ring.gather(lse.T[..., None])
+    del there, coming
+    yield from _meanwhile(call.ring)
+    (q, o, do), (lse,) = gathering(), gathering_lse()
+    dq = call.walk.backward(chunk, do, q, o, lse[..., 0].T, KeysBeside(keys, sums), sums.add)
+    reducing = call.ring.reduce(dq)
+    del q, o, do, dq, lse, gathering, gathering_lse
     for tape, tile in zip(kept, tiles, strict=True):
         tape.release(tile)
     # The walk may have read x tiles for K and V, among them the one that comes next
-    xs.prefetch(chunk - (2 if call.overlaps else 1))
+    xs.prefetch(chunk - 1 - call.hops)
+    yield from _meanwhile(call.ring)
+    dq = reducing()
     going = call.exchange.to_tokens(call.share, (dq,), sums.take(chunk, dq.dtype))
-    del dq
-    yield
+    del dq, reducing
+    yield from _meanwhile(call.exchange)
     (dq,), dkv = going.arrived()
     gradient += projection.backward(dq, *dkv)
     gradients.write(chunk, gradient)
@@ -206,7 +215,8 @@ def _attend_again(
     coming = keys.send(chunk, (projection.q,), projection.kv)
     projection.let_go()
     ((q,), _) = coming.arrived()
-    o, lse = call.attend(chunk, q, keys)
+    (queries,) = call.ring.gather(q)()
+    o, lse = call.ring.merge(*call.walk.forward(chunk, queries, keys))()
     (mine,), _ = call.exchange.to_tokens(call.share, (o,)).arrived()
     return (q, o), mine, lse
 
@@ -231,7 +241,7 @@ class _KeysAgain(Keys):
     def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:
         tiles = super().read(index, following)
         if following is not None and not self.has(following) and following not in self._coming:
-            if self._call.overlaps:  # to be here when this tile's attention is done
+            if self._call.exchange.ranks > 1:  # to be here when this tile's attention is done
                 self._coming[following] = self._begin(following)
                 self._xs.prefetch(following - 1)
             else:

@@ -67,6 +67,17 @@ def test_equals_naive(ranks, folders, ulysses: int, ring: int, heads: str, recip
         assert_same(outcome, wanted)
 
 
+@pytest.mark.parametrize("kept", [{}, {"o": "recompute"}, {"x": "host, rebuild*2"}], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
+def test_many_chunks_under_way(ranks, folders, shape: tuple[int, int], kept: Options) -> None:
+    """Everything on the host, so that each chunk that is under way has its slots; also where documents end early."""
+    mesh, chance = {"ulysses": shape[0], "ring": shape[1]}, random.Random(str(kept))
+    batches = [packed(61, 1, chance), packed(61, 6, chance)]
+    plan = ithaca.Plan(**RECIPES["sweep-all-on-host"], **kept, chunk=5, tile=2)
+    for outcome in ranks(shape[0] * shape[1]).run(context_step, folders["8/2"], plan, mesh, batches, 3):
+        assert_same(outcome, naive_step(folders["8/2"], batches))
+
+
 @pytest.mark.parametrize("recipe", ["ring", "hybrid-gather", "sweep"])
 def test_more_ranks_than_query_heads(ranks, tmp_path: Path, recipe: str) -> None:
     two = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "hidden_size": 16}
@@ -189,7 +200,7 @@ def traffic_cases() -> Iterator[object]:
 def test_what_is_said_is_sent(ranks, folders, shape: tuple[int, int], recipe: str) -> None:
     ulysses, ring = shape
     options = RECIPES[recipe] | ({"chunk": 4 * ulysses * ring, "tile": 2} if recipe.startswith("sweep") else {})
-    mesh, tokens = {"ulysses": ulysses, "ring": ring}, 12 * ulysses * ring
+    mesh, tokens = {"ulysses": ulysses, "ring": ring}, 20 * ulysses * ring
     for found, said in ranks(ulysses * ring).run(sent, folders["14/2"], ithaca.Plan(**options), mesh, tokens):
         assert found == said
 
