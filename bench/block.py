@@ -36,9 +36,9 @@ from ithaca.attention.kernels import choose_kernel
 from ithaca.attention.walk import Walk
 from ithaca.model.block import Heads
 from ithaca.model.decoder import Unit
-from ithaca.model.rope import turn
 from ithaca.model.source import load_model
 from ithaca.model.spec import Spec
+from ithaca.model.turn import turn
 from ithaca.parallel.exchange import Alone, Ulysses
 from ithaca.parallel.heads import head_rounds, split_heads
 from ithaca.parallel.ring import Ring

@@ -13,7 +13,7 @@ import ithaca
 from ithaca.attention.walk import merge
 from ithaca.model.decoder import stored_name
 from ithaca.model.gate import gated
-from ithaca.model.rope import Turn, rotate
+from ithaca.model.turn import Turn, rotate
 from ithaca.train.snapshot import Snapshot, training_state
 from ithaca.train.streamed import StreamedAdamW
 from tests.models import SIZES, make_model, relative, save

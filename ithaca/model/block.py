@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ithaca.model.gate import gated
 from ithaca.model.linear import Part, linear
-from ithaca.model.rope import Turn, rotate
 from ithaca.model.spec import Spec
+from ithaca.model.turn import Turn, rotate
 
 Weights = Mapping[str, Tensor]
 

@@ -6,7 +6,6 @@ nothing else: each range goes straight from a mapping of its own, dropped at onc
 peaks at the shards plus one range. Nothing is unpickled.
 """
 
-import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ithaca.errors import ModelError, suggestion
-from ithaca.model.presets import PRESETS
+from ithaca.model.named import find_config, read_json
 from ithaca.model.spec import Spec, read_spec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -67,15 +66,10 @@ def load_model(model: str | Path, dtype: str = "auto", seed: int = 0) -> ModelSo
     """
     if dtype not in ("auto", *DTYPES):
         raise ModelError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), ['auto', *DTYPES])}")
-    if str(model) in PRESETS:
-        config = PRESETS[str(model)]
-        spec = read_spec(config)
-        return ModelSource(spec, config, RandomWeights(spec, seed), dtype, None)
-    folder = Path(model)
-    if not folder.is_dir():
-        raise ModelError(f"'{model}' is neither a folder nor a preset: {suggestion(str(model), PRESETS)}")
-    config = _read_json(folder / "config.json")
+    config, folder = find_config(model)
     spec = read_spec(config)
+    if folder is None:
+        return ModelSource(spec, config, RandomWeights(spec, seed), dtype, None)
     weights = FolderWeights(folder, spec)
     if dtype != "float64" and any(weights.stored_dtype(name) == torch.float64 for name, _ in spec.shapes()):
         raise ModelError(f"'{folder}' holds float64 weights, which would lose bits: give dtype='float64'")
@@ -84,7 +78,7 @@ def load_model(model: str | Path, dtype: str = "auto", seed: int = 0) -> ModelSo
 
 def describe_model(folder: Path, dtype: str = "auto") -> ModelSource:
     """A model whose weights come from elsewhere, a checkpoint, so that `folder` only describes it and their dtypes."""
-    config, dtypes = _read_json(folder / "config.json"), _read_json(folder / DTYPES_FILE)
+    config, dtypes = read_json(folder / "config.json"), read_json(folder / DTYPES_FILE)
     return ModelSource(read_spec(config), config, UnreadWeights(dtypes), dtype, folder)
 
 
@@ -187,7 +181,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if single.exists():
         return [single]
     if index.exists():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
         if not names or any(Path(name).name != name for name in names):
             raise ModelError(f"'{index}' has no weight_map that names files of its folder")
@@ -225,15 +219,3 @@ def _opened(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as problem:
         raise ModelError(f"'{file}' is truncated or not a safetensors file ({problem})") from None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"'{file.parent}' is not a Hugging Face folder: {file.name} is missing") from None
-    except (OSError, ValueError, RecursionError) as problem:
-        raise ModelError(f"'{file}' cannot be read as JSON ({problem})") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"'{file}' holds {type(content).__name__}, not a JSON object")
-    return content

@@ -17,7 +17,7 @@ from ithaca.attention.kernels.seam import Kernel
 from ithaca.attention.visits import Run, Runs
 from ithaca.attention.walk import Walk
 from ithaca.model.decoder import Decoder
-from ithaca.model.rope import turn
+from ithaca.model.turn import turn
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.exchange import Exchange
 from ithaca.parallel.heads import Rounds

@@ -13,8 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from ithaca.model.block import Heads, Weights, feed, mix, project
 from ithaca.model.linear import Summed
-from ithaca.model.rope import Turn
 from ithaca.model.spec import Spec
+from ithaca.model.turn import Turn
 from ithaca.tape.tiles import Tiles
 
 

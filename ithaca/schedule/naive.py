@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ithaca.model.rope import turn
 from ithaca.model.spec import Spec
+from ithaca.model.turn import turn
 
 
 def logits(spec: Spec, w: Mapping[str, Tensor], tokens_S: Tensor, documents_S: Tensor) -> Tensor:

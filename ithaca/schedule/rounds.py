@@ -26,8 +26,8 @@ from ithaca.attention.kernels.seam import Kernel
 from ithaca.model.block import Heads, Weights, project
 from ithaca.model.linear import Summed
 from ithaca.model.precision import at_least_fp32
-from ithaca.model.rope import Turn
 from ithaca.model.spec import Spec
+from ithaca.model.turn import Turn
 from ithaca.parallel.exchange import Exchange
 from ithaca.parallel.heads import Rounds, Share
 from ithaca.schedule.halves import Projection

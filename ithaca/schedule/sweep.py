@@ -38,8 +38,8 @@ from torch.autograd.function import once_differentiable
 from ithaca.attention.walk import Walk
 from ithaca.model.block import Heads, Weights, project
 from ithaca.model.linear import Summed
-from ithaca.model.rope import Turn, turn
 from ithaca.model.spec import Spec
+from ithaca.model.turn import Turn, turn
 from ithaca.parallel.exchange import Coming, Exchange
 from ithaca.parallel.heads import Share
 from ithaca.parallel.layout import hops

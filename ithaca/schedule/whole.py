@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ithaca.model.block import Heads, Weights, feed, mix
-from ithaca.model.rope import Turn
+from ithaca.model.turn import Turn
 from ithaca.schedule.halves import finish, finish_backward, summed
 from ithaca.schedule.rounds import Attention, AttentionAgain
 from ithaca.schedule.tapes import Pass

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ithaca.model.linear import Summed, add_product, linear
-from ithaca.model.rope import Rope, Turn, rotate, turn
+from ithaca.model.rope import Rope
+from ithaca.model.turn import Turn, rotate, turn
 from ithaca.tape.tiles import Tiles
 
 ROWS, HIDDEN, INNER = 23, 6, 9

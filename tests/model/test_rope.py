@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ithaca.errors import ModelError
-from ithaca.model.rope import Rope, inverse_frequencies, read_rope, turn
+from ithaca.model.rope import Rope, read_rope
+from ithaca.model.turn import inverse_frequencies, turn
 
 factors = st.floats(1.0, 40.0)
 lengths = st.sampled_from([64, 2048, 8192, 32768])

@@ -11,8 +11,8 @@ import transformers
 from ithaca.errors import ModelError
 from ithaca.model.block import Heads, mix, project
 from ithaca.model.presets import PRESETS
-from ithaca.model.rope import turn
 from ithaca.model.spec import FAMILIES, read_spec
+from ithaca.model.turn import turn
 
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 SIZES = {
