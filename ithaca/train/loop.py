@@ -16,6 +16,7 @@ from ithaca.data.sample import sequences
 from ithaca.data.tokenfile import TokenFile
 from ithaca.errors import ConfigError, RunError
 from ithaca.parallel.agree import from_first, together
+from ithaca.parallel.balance import Work, describe_work, ring_work
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.lost import answering, lost_touch
 from ithaca.parallel.mesh import Mesh, mesh
@@ -75,7 +76,7 @@ class Run:
         self.checkpoints = Checkpoints(folder.checkpoints, model, self.optimizer, config.run.keep, self._note, tapes)
         self.checkpoints.clean()
         manifest = self.checkpoints.load(self._note, repair=True)
-        self.done = self.saved = manifest["step"] if manifest else 0  # steps
+        self.begun = self.done = self.saved = manifest["step"] if manifest else 0  # steps
         if manifest:
             self._check_resumed(manifest)
         together(self.mesh.group, lambda: folder.begin(config, model.source, model.dtype) if self.first else None)
@@ -167,6 +168,9 @@ class Run:
     def _step(self) -> dict[str, Any]:
         options, began = self.config.train, time.perf_counter()
         batches = self._batches()
+        work = self._ring_work(batches)
+        if work and self.done == self.begun:
+            self.progress.say(f"in this step {describe_work(work)}")
         loss = self._backward(batches)
         norm = clip(self.model, options.clip)
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -178,7 +182,10 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.done += 1
-        return self._metrics(batches, loss, norm, rate, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return self._metrics(batches, loss, norm, rate, seconds) | {
+            "ring_waiting": round(work.waiting, 4) if work else None
+        }
 
     def _batches(self) -> list[Batch]:
         """The step's sequences, this rank's part of each pass."""
@@ -196,6 +203,12 @@ class Run:
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum().item()
+
+    def _ring_work(self, batches: list[Batch]) -> Work | None:
+        """What the ring ranks of this rank's sequences attend to; None where there is no ring."""
+        if self.mesh.ring == 1:
+            return None
+        return sum((ring_work(batch.layout, batch.bounds, self.model.plan.sweeps) for batch in batches), Work([]))
 
     def _metrics(self, batches: list[Batch], loss: float, norm: float, rate: float, seconds: float) -> dict[str, Any]:
         ranks, tokens = self.mesh.size, sum(batch.total_tokens for batch in batches)

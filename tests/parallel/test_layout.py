@@ -1,7 +1,5 @@
 """Who holds what: pure arithmetic, every case covered once."""
 
-from collections.abc import Callable
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,19 +44,6 @@ def test_ring_ranks_hold_runs_that_their_ulysses_ranks_share(layout: Layout) -> 
         assert len(spans) == 2 * layout.tiles.count
         for run, span in enumerate(spans):
             assert [token for part in mine for token in part[run]] == list(span)
-
-
-def pairs(layout: Layout, ring: int, seen_by: Callable[[int], int]) -> int:
-    """Of a token that a ring rank holds and one that sees it, or is seen by it."""
-    spans = (span for tile in range(layout.tiles.count) for span in layout.spans(ring, tile))
-    return sum(seen_by(token) for span in spans for token in span)
-
-
-@given(rings)
-def test_ring_ranks_have_the_same_work(layout: Layout) -> None:
-    """Without documents: with their keys, of which later tokens see fewer, and with their queries."""
-    for seen_by in (lambda token: layout.padded - token, lambda token: token + 1):
-        assert len({pairs(layout, ring, seen_by) for ring in range(layout.ring)}) == 1
 
 
 @given(layouts)

@@ -12,11 +12,15 @@ from ithaca.train.run import RunFolder
 from tests.nursery import Nursery
 
 STEPS = 50
+SHARED = MeshSection(ulysses=4)
 RECIPES = {
-    "ulysses": Plan(recipe="ulysses", checkpoint="selective"),
-    "alst": Plan(recipe="alst", tile=7),
-    "untied": Plan(recipe="untied"),
-    "sweep": Plan(recipe="sweep", chunk=50),
+    "ulysses": (Plan(recipe="ulysses", checkpoint="selective"), SHARED),
+    "alst": (Plan(recipe="alst", tile=7), MeshSection(ulysses=2)),  # beside it two data ranks
+    "untied": (Plan(recipe="untied"), SHARED),
+    "ring": (Plan(recipe="ring"), MeshSection(ring=4)),
+    "hybrid": (Plan(recipe="hybrid", travel="gather"), MeshSection(ulysses=2, ring=2)),
+    "sweep": (Plan(recipe="sweep", chunk=50), SHARED),
+    "sweep-ring": (Plan(recipe="sweep", chunk=50), MeshSection(ulysses=2, ring=2)),
 }
 
 
@@ -35,11 +39,19 @@ def dense(nursery: Nursery, small_config: Config, tmp_path_factory: pytest.TempP
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=() if name == "sweep" else pytest.mark.full) for name in RECIPES]
+    "recipe", [pytest.param(name, marks=() if name.startswith("sweep") else pytest.mark.full) for name in RECIPES]
 )
 def test_the_first_fifty_losses(nursery, small_config: Config, dense: list[float], tmp_path: Path, recipe: str) -> None:
-    mesh = MeshSection(ulysses=4) if recipe != "alst" else MeshSection(ulysses=2)  # beside it two data ranks
-    found = losses(nursery, small_config, tmp_path / "run", plan=RECIPES[recipe], mesh=mesh)
+    plan, mesh = RECIPES[recipe]
+    found = losses(nursery, small_config, tmp_path / "run", plan=plan, mesh=mesh)
     assert len(found) == STEPS
     assert found[-1] < found[0] - 1
     assert found == pytest.approx(dense, rel=1e-3)
+    waiting = [line["ring_waiting"] for line in RunFolder(tmp_path / "run").read_metrics()]
+    said = RunFolder(tmp_path / "run").log.read_text(encoding="utf-8")
+    if mesh.ring == 1:
+        assert waiting == [None] * STEPS
+        assert "ring ranks attend" not in said
+    else:  # documents end where they like
+        assert max(waiting) > 0
+        assert said.count("in this step ring ranks attend to") == 1
