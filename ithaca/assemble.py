@@ -251,7 +251,7 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None) -> Model:
             f"recipe '{plan.recipe}' has no context parallelism, but the mesh has ulysses {mesh.ulysses} × ring "
             f"{mesh.ring}: set both to 1 and shard to {mesh.shard * mesh.context_ranks}, or use recipe 'sweep'"
         )
-    if mesh.ulysses > 1 and plan.recipe == "ring":
+    if mesh.ulysses > 1 and not plan.shares_heads:
         raise PlanError(
             f"recipe 'ring' shares a sequence over ring ranks only, but the mesh has ulysses {mesh.ulysses}: "
             f"set ulysses to 1 and ring to {mesh.context_ranks}, or use recipe 'hybrid'"

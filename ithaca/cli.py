@@ -87,6 +87,27 @@ def data(
     run(paths, out, tokenizer, stats, picture, bin_dtype)
 
 
+@app.command()
+def mesh(
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b.")],
+    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
+    gpus: Annotated[int, typer.Option(help="GPUs on each.")] = 8,
+    tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M.")] = "1M",
+    recipe: Annotated[str, typer.Option(help="One that shares sequences, as sweep, hybrid or ulysses.")] = "sweep",
+    share: Annotated[int | None, typer.Option(help="GPUs that share a sequence; all when not given.")] = None,
+    inside: Annotated[str, typer.Option(help="Bytes a second from a GPU to others of its node.")] = "450GB",
+    across: Annotated[str, typer.Option(help="Bytes a second from a GPU to other nodes.")] = "50GB",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say which Ulysses × ring ranks can share a sequence, what each link carries, and which mesh should be best."""
+    from ithaca.planner.command import run
+    from ithaca.planner.machine import Machine
+    from ithaca.sizes import parse_bytes, parse_tokens
+
+    machine = Machine(nodes=nodes, gpus=gpus, inside=parse_bytes(inside), across=parse_bytes(across))
+    run(model, machine, parse_tokens(tokens), recipe, share, json)
+
+
 def main() -> None:
     """Run the command line; what a user did wrong is one sentence."""
     try:

@@ -54,8 +54,8 @@ def describe_work(work: Work) -> str:
     counts = ", ".join(f"{pairs:.4g}" for pairs in work.pairs)
     more, longer = (f"{100 * share:.1f} %" for share in (work.imbalance, work.waiting))
     return (
-        f"ring ranks attend to {counts} pairs of tokens: the fullest to {more} more than the mean; as they wait for each "
-        f"other, attention takes {longer} longer than if all were even"
+        f"ring ranks attend to {counts} pairs of tokens: the fullest to {more} more than the mean; as they wait for "
+        f"each other, attention takes {longer} longer than if all were even"
     )
 
 

@@ -141,8 +141,13 @@ class Plan:
         return self.recipe != "dense"
 
     @property
+    def shares_heads(self) -> bool:
+        """Whether they can be Ulysses ranks."""
+        return self.shares and self.recipe != "ring"
+
+    @property
     def rings(self) -> bool:
-        """Whether they can be ring ranks, too, and not Ulysses ranks alone."""
+        """Whether they can be ring ranks."""
         return self.recipe in ("ring", "hybrid", "sweep")
 
     def heads_at_once(self, ranks: int) -> int | None:

@@ -33,7 +33,7 @@ depend on the tokens alone, not on how many chunks there are; its Ulysses ranks 
 3 N − 3 messages. (`ring` alone, without Ulysses ranks, has no other line.)
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ithaca.parallel.heads import Rounds, Share
@@ -53,6 +53,10 @@ class Traffic:
         return Traffic(self.messages + other.messages, self.bytes + other.bytes)
 
 
+def everyone(ring: int, ulysses: int) -> bool:  # noqa: ARG001
+    return True
+
+
 @dataclass(frozen=True)
 class Sender:
     """One of the ranks that share a sequence, which is one document."""
@@ -64,28 +68,44 @@ class Sender:
     itemsize: int  # of the computation
     high: int  # of sums, and of the log-sum-exp
     ring: int = 1  # ring ranks
+    ring_rank: int = 0
+    counts: Callable[[int, int], bool] = everyone  # whether what goes to that (ring, ulysses) rank does
 
     @property
     def row(self) -> int:
         """Bytes of one head of one token."""
         return self.head_size * self.itemsize
 
-    def to_ring(self, share: Share, queries: int, lses: int, keys: int, high: bool = False) -> int:
-        """Bytes of so many tensors of this rank's heads and its Ulysses ranks' tokens, to each other ring rank."""
+    def ring_block(self, share: Share, queries: int, lses: int, keys: int, high: bool = False) -> int:
+        """Bytes of so many tensors of this rank's heads and its Ulysses ranks' tokens."""
         q, kv = len(share.q[self.rank]), len(share.kv[self.rank])
         numbers = self.head_size * (self.high if high else self.itemsize)
-        heads = (queries * q + keys * kv) * numbers + lses * q * self.high
-        return self.tokens * len(share.q) * heads * (self.ring - 1)
+        return self.tokens * len(share.q) * ((queries * q + keys * kv) * numbers + lses * q * self.high)
+
+    @property
+    def ring_peers(self) -> int:
+        """To how many other ring ranks something goes that goes to all."""
+        return sum(self.counts(ring, self.rank) for ring in range(self.ring) if ring != self.ring_rank)
+
+    @property
+    def next_in_ring(self) -> int:
+        """The same for what goes to the next alone."""
+        return int(self.ring > 1 and self.counts((self.ring_rank + 1) % self.ring, self.rank))
+
+    def ulysses_peers(self, share: Share) -> list[int]:
+        ranks = range(len(share.q))
+        return [rank for rank in ranks if rank != self.rank and self.counts(self.ring_rank, rank)]
 
     def there(self, share: Share, queries: int, keys: int) -> Traffic:
         """So many query-like and key-like tensors of all local tokens, to the ranks that attend with their heads."""
-        widths = [queries * len(q) + keys * len(kv) for q, kv in zip(share.q, share.kv, strict=True)]
-        return Traffic(1, self.tokens * self.row * (sum(widths) - widths[self.rank]))
+        peers = self.ulysses_peers(share)
+        width = sum(queries * len(share.q[rank]) + keys * len(share.kv[rank]) for rank in peers)
+        return Traffic(1, self.tokens * self.row * width)
 
     def back(self, share: Share, queries: int, keys: int) -> Traffic:
         """The same of this rank's heads, to the ranks that hold the tokens."""
         width = queries * len(share.q[self.rank]) + keys * len(share.kv[self.rank])
-        return Traffic(1, self.tokens * self.row * width * (len(share.q) - 1))
+        return Traffic(1, self.tokens * self.row * width * len(self.ulysses_peers(share)))
 
 
 def block_traffic(plan: Plan, layer: int, layers: int, rounds: Rounds, sender: Sender) -> tuple[Traffic, Traffic]:
@@ -111,10 +131,12 @@ def _with_travel(plan: Plan, share: Share, sender: Sender) -> tuple[Traffic, Tra
     """`ring` and `hybrid`: what Ulysses ranks exchange, if there are any, and K and V with their gradients."""
     nothing = Traffic(0, 0), Traffic(0, 0)
     forward, backward = _whole(plan, ((share,),), sender) if len(share.q) > 1 else nothing
-    steps, back = (sender.ring - 1, sender.ring) if plan.travel == "around" else (1, 1)
-    kv = Traffic(steps, sender.to_ring(share, 0, 0, 2))
-    sums = sender.to_ring(share, 0, 0, 2, high=True)
-    dkv = Traffic(back, sums * back // steps if plan.travel == "around" else sums)
+    block, sums = (sender.ring_block(share, 0, 0, 2, high) for high in (False, True))
+    if plan.travel == "around":
+        steps, onward = sender.ring - 1, sender.next_in_ring
+        kv, dkv = Traffic(steps, steps * onward * block), Traffic(sender.ring, sender.ring * onward * sums)
+    else:
+        kv, dkv = Traffic(1, sender.ring_peers * block), Traffic(1, sender.ring_peers * sums)
     again = kv if plan.checkpoint == "full" else Traffic(0, 0)
     return forward + kv, backward + again + kv + dkv
 
@@ -152,8 +174,9 @@ def _sweep(share: Share, sender: Sender, recomputed: bool, keys_there: bool) -> 
         exchanged = Traffic(0, 0), Traffic(0, 0)
     if sender.ring == 1:
         return exchanged
-    attended = Traffic(3 * sender.chunks, sender.to_ring(share, 2, 1, 0))  # q; o and lse
-    gradients = Traffic(3 * sender.chunks, sender.to_ring(share, 4, 1, 0))  # do, q, o; lse; dq
+    peers = sender.ring_peers
+    attended = Traffic(3 * sender.chunks, peers * sender.ring_block(share, 2, 1, 0))  # q; o and lse
+    gradients = Traffic(3 * sender.chunks, peers * sender.ring_block(share, 4, 1, 0))  # do, q, o; lse; dq
     return exchanged[0] + attended, exchanged[1] + gradients + (attended if recomputed else Traffic(0, 0))
 
 
