@@ -28,7 +28,8 @@ def prepare(nursery: Nursery, folder: Path, chats: bool) -> Path:
 def test_example(nursery: Nursery, example: Path, tmp_path: Path) -> None:
     family = next(value for key, value in FAMILIES.items() if example.name.startswith(key))
     config = read_config(example, [])
-    plan, ranks = config.plan, min(config.mesh.ulysses, 2)
+    plan, ulysses = config.plan, min(config.mesh.ulysses, 2)
+    ranks = ulysses * config.mesh.ring
     layers = 32 if plan.x else 2  # a list of layers is made for a model's own number of them
     ropes = {"no_rope_layers": [1, 0]} if family == "smollm3" else {}
     model = save(make_model(family, vocab_size=256, num_hidden_layers=layers, **ropes), tmp_path / "m")
@@ -36,7 +37,7 @@ def test_example(nursery: Nursery, example: Path, tmp_path: Path) -> None:
     sets = [f"model.source={model}", f"data.source={data}", "train.tokens=48", "train.steps=3", "train.warmup=1"]
     sets += ["plan.chunk=16"] if plan.chunk else []
     sets += ["train.batch=1"] if layers > 2 else []  # a deep model takes its time
-    sets += [f"mesh.ulysses={ranks}"] if ranks > 1 else []
+    sets += [f"mesh.ulysses={ulysses}"] if ulysses > 1 else []
     words = [word for item in (*sets, "train.device=cpu") for word in ("--set", item)]
     end = nursery.command("train", str(example), "--run", "run", "--ranks", str(ranks), *words, folder=tmp_path)
     assert end.code == 0, end.err
@@ -45,5 +46,5 @@ def test_example(nursery: Nursery, example: Path, tmp_path: Path) -> None:
 
 def test_the_matrix_of_examples() -> None:
     names = [example.stem for example in EXAMPLES]
-    for part in ("llama", "qwen3", "smollm", "continue", "finetune", "1gpu", "8gpu"):
+    for part in ("llama", "qwen3", "smollm", "continue", "finetune", "1gpu", "8gpu", "2x8gpu"):
         assert any(part in name for name in names), part

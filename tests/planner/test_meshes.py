@@ -1,9 +1,11 @@
 """Which meshes work, and what their links carry, against counting rank by rank."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -153,6 +155,12 @@ def test_the_command() -> None:
     assert lines[-1] == "ithaca train --set plan.recipe=sweep --set mesh.ulysses=8 --set mesh.ring=2"
     assert "not possible: 64 × 1: more Ulysses ranks than the 32 query heads" in said("llama3-8b", "--nodes", "8")
     assert "not possible: 8 × 1: recipe 'ring' has no Ulysses ranks" in said("llama3-8b", "--recipe", "ring")
+
+
+def test_what_the_docs_show() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "ranks.md").read_text(encoding="utf-8")
+    words, shown = re.search(r"^\$ ithaca mesh (.*?)\n(.*?)```", page, re.MULTILINE | re.DOTALL).groups()  # pyrefly: ignore
+    assert shown == said(*words.split())
 
 
 def test_the_command_as_json() -> None:
