@@ -41,10 +41,12 @@ from ithaca.model.spec import Spec
 from ithaca.model.turn import turn
 from ithaca.parallel.exchange import Alone, Ulysses
 from ithaca.parallel.heads import head_rounds, split_heads
-from ithaca.parallel.ring import Ring
+from ithaca.parallel.layout import Layout, hops
+from ithaca.parallel.ring import Ring, ring_runs
 from ithaca.parallel.transport import LoopedBack
 from ithaca.plans.needs import layout_of, needs, rebuilds_of, tiles_of
 from ithaca.plans.plan import Plan
+from ithaca.schedule.around import Around
 from ithaca.schedule.rounds import Attention
 from ithaca.schedule.sweep import SweepCall, run_sweep
 from ithaca.schedule.tapes import Tapes
@@ -64,17 +66,18 @@ ATTENTION = re.compile(
 class Blocks:
     """Some blocks with random weights, and one layout of documents to run them on: one rank of several."""
 
-    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int):
+    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int, ring: int):
         self.spec, self.plan = spec, plan
         self.kernel = choose_kernel(plan.kernel, DEVICE, BF16, spec.head_size)
         self.units = [Unit(spec.block_shapes(), BF16, DEVICE) for _ in range(spec.layers)]
         for parameter in (p for unit in self.units for p in unit.parameters()):
             parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
-        self.layout = layout_of(plan, bounds[-1], ranks)
+        self.layout = layout_of(plan, bounds[-1], ranks, ring)
         self.bounds = (*bounds[:-1], self.layout.padded)
         everywhere = positions(self.bounds)
         self.positions = torch.cat([everywhere[place.start : place.stop] for place in self.layout.places(0)]).to(DEVICE)
-        self.exchange = Alone() if ranks == 1 else Ulysses(LoopedBack(ranks, DEVICE))
+        self.exchange = Alone() if ranks == 1 else Ulysses(LoopedBack(ranks, DEVICE), self.layout.runs)
+        self.ring = Ring(None if ring == 1 else LoopedBack(ring, DEVICE))
         self.share = split_heads(spec.heads, spec.kv_heads, ranks)
         self.mine = Heads(self.share.q[0], self.share.kv[0])
 
@@ -84,12 +87,12 @@ class Blocks:
 
 
 class Swept(Blocks):
-    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int):
-        super().__init__(spec, bounds, plan, ranks)
+    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int, ring: int):
+        super().__init__(spec, bounds, plan, ranks, ring)
         self.tiles = tiles_of(plan, self.layout)
-        self.walk = Walk(self.kernel, self.layout.chunks, self.bounds)
+        self.walk = Walk(self.kernel, self.layout.chunks, self.bounds, ring_runs(self.layout, 0))
         began = time.perf_counter()
-        asked = needs(plan, spec, BF16, self.mine, ranks)
+        asked = needs(plan, spec, BF16, self.mine, ranks, ring)
         self.tapes = Tapes(asked, rebuilds_of(plan, spec), self.tiles, make_engine(DEVICE), lambda _: None)
         self.reserve_seconds = time.perf_counter() - began
 
@@ -122,7 +125,7 @@ class Swept(Blocks):
                 self.positions,
                 self.plan.tile or 0,
                 self.exchange,
-                Ring(None),
+                self.ring,
                 self.share,
                 lambda other: nullcontext(weights[other]),
             )
@@ -150,15 +153,18 @@ class Swept(Blocks):
 class Whole(Blocks):
     """The schedule `whole` on tensors; block inputs on the host where the Plan says so."""
 
-    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int):
-        super().__init__(spec, bounds, plan, ranks)
+    def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int, ring: int):
+        super().__init__(spec, bounds, plan, ranks, ring)
         began = time.perf_counter()
-        asked = needs(plan, spec, BF16, self.mine, ranks)
+        asked = needs(plan, spec, BF16, self.mine, ranks, ring)
         tiles = tiles_of(plan, self.layout)
         self.tapes = Tapes(asked, {}, tiles, make_engine(DEVICE), lambda _: None) if asked else None
         self.reserve_seconds = time.perf_counter() - began
         rounds = head_rounds(self.share, plan.heads_at_once(ranks))
-        self.attention = Attention(spec, self.kernel, Pieces.documents(self.bounds), self.exchange, rounds)
+        kernel = self.kernel
+        if ring > 1:
+            kernel = Around(kernel, self.ring, self.layout, self.bounds, plan.travel == "gather")
+        self.attention = Attention(spec, kernel, Pieces.documents(self.bounds), self.exchange, rounds)
 
     def forward(self) -> None:
         self.zero_grad()
@@ -204,7 +210,7 @@ class Bare:
         spec, size, mine = self.spec, blocks.layout.chunks.size, blocks.mine
         self.q, self.do = (torch.randn(size, len(mine.q), spec.head_size, device=DEVICE, dtype=BF16) for _ in range(2))
         self.k, self.v = (torch.randn(size, len(mine.kv), spec.head_size, device=DEVICE, dtype=BF16) for _ in range(2))
-        self.gemms = _gemms(spec, blocks.tiles, blocks.plan.tile or blocks.tiles.size, blocks.exchange.ranks)
+        self.gemms = _gemms(spec, blocks.tiles, blocks.plan.tile or blocks.tiles.size, blocks.layout)
         chunks = range(blocks.tiles.count)
         self.visits = [visit for chunk in chunks for tile in self.walk.visits(chunk) for visit in tile.visits]
         self._kept: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -233,7 +239,7 @@ class Bare:
                 a @ b
 
 
-def _gemms(spec: Spec, chunks: Tiles, tile: int, ranks: int) -> Counter[tuple[int, int, int, str]]:
+def _gemms(spec: Spec, chunks: Tiles, tile: int, layout: Layout) -> Counter[tuple[int, int, int, str]]:
     """(m, k, n, which of the three) -> how often, for one block's forward and backward."""
     heads, keys, hidden, wide = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.hidden, spec.mlp
     found: Counter[tuple[int, int, int, str]] = Counter()
@@ -247,8 +253,8 @@ def _gemms(spec: Spec, chunks: Tiles, tile: int, ranks: int) -> Counter[tuple[in
     for index in range(chunks.count):
         rows = chunks.rows_in(index)
         layer(rows, hidden, heads, 2)
-        # k and v, which later chunks ask for once more; of several ranks two chunks are under way at that time
-        asked = index < chunks.count - (1 if ranks == 1 else 2)
+        # k and v, which later chunks ask for once more, but for those that are under way by then
+        asked = index < chunks.count - 1 - hops(layout.ulysses, layout.ring)
         for _ in range(2):
             layer(rows, hidden, keys, 3 if asked else 2)
         for part in Tiles(rows, min(tile, rows)).slices():
@@ -271,11 +277,11 @@ def timed(work: Callable[[], None]) -> float:
 
 
 def measure(
-    spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int, repeats: int, with_bare: bool
+    spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int, repeats: int, with_bare: bool, ring: int = 1
 ) -> dict[str, Any]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    blocks = (Swept if plan.sweeps else Whole)(spec, bounds, plan, ranks)
+    blocks = (Swept if plan.sweeps else Whole)(spec, bounds, plan, ranks, ring)
     bare: Bare | None = None
     seconds: dict[str, list[float]] = {}
 
@@ -305,12 +311,13 @@ def measure(
     blocks.close()
     attended, tokens = attended_length(bounds), bounds[-1]
     block = sum(p.numel() for p in blocks.units[0].parameters())
-    flops = tokens / ranks * spec.layers * (6 * block + 6 * spec.heads * spec.head_size * attended)
+    flops = tokens / (ranks * ring) * spec.layers * (6 * block + 6 * spec.heads * spec.head_size * attended)
     step = median["forward"] + median["backward"]
     result = {
         "recipe": plan.recipe,
         "tokens": tokens,
         "ranks": ranks,
+        "ring": ring,
         "documents": len(bounds) - 1,
         "attended": attended,
         "layers": spec.layers,
@@ -348,6 +355,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="256K", help="several, parted by commas")
     parser.add_argument("--documents", help="layouts in place of --tokens, as 64x4K,192K+64x1K")
     parser.add_argument("--ranks", default=1, type=int, help="Ulysses ranks, of which this is one, looped back")
+    parser.add_argument("--ring", default=1, type=int, help="ring ranks of so many Ulysses ranks, looped back likewise")
     parser.add_argument("--recipe", default="sweep", help="several, parted by commas")
     parser.add_argument("--place", default="host", help="of x, o and the gradient under the sweep")
     parser.add_argument("--kv", default="device")
@@ -372,7 +380,7 @@ def main() -> None:
             options |= {"kv": args.kv, "chunk": args.chunk, "tile": args.tile}
         for bounds in layouts:
             plan = Plan(**options).settled()
-            row = measure(spec, bounds, plan, args.ranks, args.repeats, not args.no_bare)
+            row = measure(spec, bounds, plan, args.ranks, args.repeats, not args.no_bare, args.ring)
             results.append({**row, "matmul_tflops": bound})
             print(_line(row), flush=True)
     for first, second in pairwise(results):

@@ -18,8 +18,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ithaca.attention.visits import Run, Runs
 from ithaca.attention.walk import merge
 from ithaca.model.precision import at_least_fp32
+from ithaca.parallel.layout import Layout
 from ithaca.parallel.transport import Transport, Wait
 
 T = TypeVar("T")
@@ -120,6 +122,15 @@ def _arriving(here: Tensor, sent: Tensor, wait: Wait) -> Arrive[Tensor]:
         return here
 
     return arrive
+
+
+def ring_runs(layout: Layout, rank: int) -> Runs:
+    """The keys of each tile on a ring rank."""
+
+    def runs(tile: int) -> list[Run]:
+        return [Run(at * len(span), span) for at, span in enumerate(layout.spans(rank, tile))]
+
+    return runs
 
 
 class Homeward(Protocol):

@@ -10,29 +10,28 @@ behind it, the sums of its dK and dV, in at least fp32, which are home after the
 To whoever attends it is a kernel like others, of this rank's queries on everybody's keys.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
-from ithaca.attention.visits import Run, Visit, visit_runs
+from ithaca.attention.visits import Visit, visit_runs
 from ithaca.attention.walk import merge
 from ithaca.model.precision import at_least_fp32
-from ithaca.parallel.ring import Ring
+from ithaca.parallel.layout import Layout
+from ithaca.parallel.ring import Ring, ring_runs
 
 Block = tuple[int, Tensor, Tensor]  # whose K and V, and they
 
 
 class Around:
-    """`runs`: of a ring rank's tokens; `bounds`: of the documents; `gathers`: all K and V at once."""
+    """`bounds`: of the documents; `gathers`: all K and V at once."""
 
-    def __init__(
-        self, kernel: Kernel, ring: Ring, runs: Callable[[int], list[Run]], bounds: tuple[int, ...], gathers: bool
-    ):
+    def __init__(self, kernel: Kernel, ring: Ring, layout: Layout, bounds: tuple[int, ...], gathers: bool):
         self.name, self.grain = kernel.name, kernel.grain
-        self._kernel, self._ring, self._runs, self._bounds, self._gathers = kernel, ring, runs, bounds, gathers
+        self._kernel, self._ring, self._layout, self._bounds, self._gathers = kernel, ring, layout, bounds, gathers
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return self._kernel.refuses(device, dtype, head_size)
@@ -91,4 +90,5 @@ class Around:
         return [(self._ring.rank - step) % self._ring.ranks for step in range(self._ring.ranks)]
 
     def _visits(self, owner: int) -> list[Visit]:
-        return visit_runs(self._runs(self._ring.rank), self._runs(owner), self._bounds, self._kernel.grain)
+        queries, keys = (ring_runs(self._layout, rank)(0) for rank in (self._ring.rank, owner))
+        return visit_runs(queries, keys, self._bounds, self._kernel.grain)

@@ -4,7 +4,6 @@
 schedule `whole` a tensor of hidden states goes from block to block, under `sweep` a token, and the states go by tape.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
-from ithaca.attention.visits import Run, Runs
 from ithaca.attention.walk import Walk
 from ithaca.model.decoder import Decoder
 from ithaca.model.turn import turn
@@ -22,7 +20,7 @@ from ithaca.parallel.batch import Batch
 from ithaca.parallel.exchange import Exchange
 from ithaca.parallel.heads import Rounds
 from ithaca.parallel.layout import Layout
-from ithaca.parallel.ring import Ring
+from ithaca.parallel.ring import Ring, ring_runs
 from ithaca.parallel.sharding import opened
 from ithaca.plans.plan import Plan
 from ithaca.schedule.around import Around
@@ -82,7 +80,7 @@ def _whole(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
     rope = turn(spec.rope, spec.head_size, batch.positions, x.dtype)
     kernel = job.kernel
     if job.ring.ranks > 1:
-        kernel = Around(kernel, job.ring, _whole_runs(job.layout), batch.bounds, plan.travel == "gather")
+        kernel = Around(kernel, job.ring, job.layout, batch.bounds, plan.travel == "gather")
     attention = Attention(spec, kernel, Pieces.documents(batch.bounds), job.exchange, job.rounds)
     places, checkpoint = plan.placement(spec.layers).x, plan.checkpoint or "full"
     for layer, (block, turns) in enumerate(zip(decoder.blocks, spec.rope_layers, strict=True)):
@@ -95,7 +93,7 @@ def _swept(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
     spec, tapes, tile = decoder.spec, job.tapes, job.plan.tile
     assert tapes is not None
     assert tile is not None
-    walk = Walk(job.kernel, job.layout.chunks, batch.bounds, _runs(job.layout, job.ring.rank))
+    walk = Walk(job.kernel, job.layout.chunks, batch.bounds, ring_runs(job.layout, job.ring.rank))
     ((share,),) = job.rounds
     token = decoder.look_up(lambda table: embed(table, batch.tokens, tapes, tile))
 
@@ -106,21 +104,6 @@ def _swept(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
         call = SweepCall(spec, layer, tapes, walk, batch.positions, tile, job.exchange, job.ring, share, weights_of)
         token = block(run_sweep, token, call)
     return token
-
-
-def _whole_runs(layout: Layout) -> Callable[[int], list[Run]]:
-    """The tokens of each ring rank, of one chunk."""
-    return lambda rank: _runs(layout, rank)(0)
-
-
-def _runs(layout: Layout, rank: int) -> Runs:
-    """The keys of each tile on a ring rank."""
-
-    def runs(tile: int) -> list[Run]:
-        spans = layout.spans(rank, tile)
-        return [Run(at * len(span), span) for at, span in enumerate(spans)]
-
-    return runs
 
 
 def _read_all(job: Job) -> Tensor:
