@@ -257,9 +257,10 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None) -> Model:
             f"set ulysses to 1 and ring to {mesh.context_ranks}, or use recipe 'hybrid'"
         )
     if mesh.ring > 1 and not plan.rings:
+        by_heads = f"set ring to 1 and ulysses to {mesh.context_ranks}, or " * (mesh.context_ranks <= source.spec.heads)
         raise PlanError(
             f"recipe '{plan.recipe}' shares a sequence by heads only, but the mesh has ring {mesh.ring}: "
-            f"set ring to 1 and ulysses to {mesh.context_ranks}, or use recipe 'sweep'"
+            f"{by_heads}use recipe 'sweep'"
         )
 
     def assemble() -> Model:

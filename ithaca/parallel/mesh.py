@@ -5,6 +5,7 @@ data ranks, which take different sequences. Parameters are cut over shard × rin
 """
 
 import atexit
+import math
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -109,24 +110,9 @@ def mesh(
     same_everywhere(dist.group.WORLD, "mesh", (replicate, shard, ring, ulysses, place.type))
     sizes = {"parameters": world} if replicate == 1 else {"replicate": replicate, "parameters": world // replicate}
     parameters = _grid(dist.group.WORLD, place.type, **sizes)
-    rows, data = (
-        _grid(dist.group.WORLD, place.type, data=replicate * shard, ring=ring, ulysses=ulysses),
-        replicate * shard,
-    )
-    context = _grid(dist.group.WORLD, place.type, data=data, context=ring * ulysses)
-    return Mesh(
-        replicate,
-        shard,
-        ring,
-        ulysses,
-        dist.get_rank(),
-        place,
-        parameters,
-        dist.group.WORLD,
-        rows.get_group("ulysses") if ulysses > 1 else None,
-        rows.get_group("ring") if ring > 1 else None,
-        context.get_group("context") if ring * ulysses > 1 else None,
-    )
+    axes = {name: size for name, size in (("ring", ring), ("ulysses", ulysses)) if size > 1}
+    groups = _context_groups(dist.group.WORLD, place.type, **axes)
+    return Mesh(replicate, shard, ring, ulysses, dist.get_rank(), place, parameters, dist.group.WORLD, **groups)
 
 
 def alone(device: str | None = None) -> Mesh:
@@ -145,6 +131,19 @@ def alone(device: str | None = None) -> Mesh:
 @lru_cache
 def _grid(job: dist.ProcessGroup, device: str, **sizes: int) -> DeviceMesh:  # noqa: ARG001
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _context_groups(job: dist.ProcessGroup, device: str, **axes: int) -> dict[str, dist.ProcessGroup]:
+    """One for each axis along which a sequence is shared, and one for all that share it."""
+    context = math.prod(axes.values())
+    others = dist.get_world_size(job) // context
+    grid = _grid(job, device, others=others, **axes) if axes else None
+    groups = {f"{name}_group": grid.get_group(name) for name in axes} if grid else {}
+    if len(axes) == 1:
+        (groups["context_group"],) = groups.values()
+    elif axes:
+        groups["context_group"] = _grid(job, device, others=others, context=context).get_group("context")
+    return groups
 
 
 @lru_cache

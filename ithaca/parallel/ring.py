@@ -43,8 +43,12 @@ class Ring:
         everyone = self._everyones(torch.cat(tensors, 1) if len(tensors) > 1 else tensors[0].contiguous())
 
         def arrive() -> Sequence[Tensor]:
-            runs = everyone().unflatten(1, (2, -1))  # of each rank: one from the front of the chunk, one from the back
-            return torch.cat((runs[:, 0], runs[:, 1].flip(0))).flatten(0, 1).split(widths, 1)
+            # Of each rank one run from the front of the chunk, one from the back; put in order without a third copy
+            runs = everyone().unflatten(1, (2, -1))
+            chunk = torch.empty_like(runs).view(-1, *runs.shape[2:])
+            for rank in range(self.ranks):
+                chunk[rank], chunk[-1 - rank] = runs[rank]
+            return chunk.flatten(0, 1).split(widths, 1)
 
         return arrive
 
@@ -57,7 +61,7 @@ class Ring:
         def arrive() -> tuple[Tensor, Tensor]:
             parts, lses = outputs(), sums().transpose(1, 2).contiguous()  # as the merge wants them
             # One's own first: it alone has seen something of every row, and what has not is -inf
-            total, whole = parts[self.rank].to(at_least_fp32(parts.dtype)), lses[self.rank]
+            total, whole = parts[self.rank].to(at_least_fp32(parts.dtype)), lses[self.rank].clone()
             for rank in (rank for rank in range(self.ranks) if rank != self.rank):
                 merge(total, whole, parts[rank], lses[rank])
             return total.to(parts.dtype), whole
@@ -70,36 +74,35 @@ class Ring:
         parts, dtype = self._scatter(dq), dq.dtype
         return lambda: parts().sum(0, dtype=at_least_fp32(dtype)).to(dtype)
 
-    def pass_on(self, k: Tensor, v: Tensor) -> Arrive[tuple[Tensor, Tensor]]:
-        """Send K and V, or their gradients, to the next rank; from the one before come its."""
-        sent = torch.stack((k, v))
+    def pass_on(self, kv: Tensor) -> Arrive[Tensor]:
+        """Send K and V, or their gradients, [2, …] to the next rank; from the one before come its."""
         after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
-        sizes = [[sent.numel() * (rank == peer) for rank in range(self.ranks)] for peer in (before, after)]
-        coming = self._swap(sent, *sizes)
+        sizes = [[kv.numel() * (rank == peer) for rank in range(self.ranks)] for peer in (before, after)]
+        return self._swap(kv, *sizes)
 
-        def arrive() -> tuple[Tensor, Tensor]:
-            k, v = coming()
-            return k, v
-
-        return arrive
-
-    def everyones(self, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """K and V of all ranks."""
-        return [(part[0], part[1]) for part in self._everyones(torch.stack((k, v)))()]
+    def everyones(self, kv: Tensor) -> Tensor:
+        """[R, 2, …]: K and V of all ranks."""
+        return self._everyones(kv)()
 
     def homeward(self, at_once: bool) -> "Homeward":
         """For the gradients of everybody's K and V, a block after the other."""
         return _AllAtOnce(self) if at_once else _Travelling(self)
 
-    def swap(self, parts: Tensor) -> Arrive[Tensor]:
-        """[R, …]: a part for each rank -> a part from each."""
-        sizes = [parts[0].numel()] * self.ranks
-        return self._swap(parts, sizes, sizes)
+    def add_up(self, parts: Tensor) -> Tensor:
+        """[R, …]: a part for each rank -> the sum of those for this one."""
+        assert self._transport is not None
+        total = torch.empty_like(parts[0])
+        self._transport.add_up(total.view(-1), parts.view(-1))()
+        return total
 
     def _scatter(self, chunk: Tensor) -> Arrive[Tensor]:
         """[R, L, …]: what each rank has for this rank's tokens."""
         runs = chunk.unflatten(0, (2 * self.ranks, -1))
-        coming = self.swap(torch.stack((runs[: self.ranks], runs[self.ranks :].flip(0)), 1).contiguous())
+        parts = chunk.new_empty(self.ranks, 2, *runs.shape[1:])
+        for rank in range(self.ranks):
+            parts[rank, 0], parts[rank, 1] = runs[rank], runs[-1 - rank]
+        sizes = [parts[0].numel()] * self.ranks
+        coming = self._swap(parts, sizes, sizes)
         return lambda: coming().flatten(1, 2)
 
     def _swap(self, sent: Tensor, here_sizes: list[int], sent_sizes: list[int]) -> Arrive[Tensor]:
@@ -134,11 +137,17 @@ def ring_runs(layout: Layout, rank: int) -> Runs:
 
 
 class Homeward(Protocol):
-    def add(self, owner: int, dk: Tensor, dv: Tensor) -> None:
-        """What this rank's queries give to the gradients of a rank's K and V; owners come in the order of the ring."""
+    """Sums of the gradients of K and V, [2, …] in at least fp32; owners come in the order of the ring."""
+
+    def begin(self, owner: int, kv: Tensor) -> Tensor:
+        """Zeros, to which this rank adds what its queries give to the gradients of a rank's K and V."""
         ...
 
-    def arrived(self) -> tuple[Tensor, Tensor]:
+    def end(self) -> None:
+        """That has been done."""
+        ...
+
+    def arrived(self) -> Tensor:
         """The sums over all ranks for one's own."""
         ...
 
@@ -148,15 +157,20 @@ class _Travelling:
 
     def __init__(self, ring: Ring):
         self._ring = ring
-        self._coming: Arrive[tuple[Tensor, Tensor]] | None = None
+        self._mine: Tensor | None = None
+        self._coming: Arrive[Tensor] | None = None
 
-    def add(self, owner: int, dk: Tensor, dv: Tensor) -> None:  # noqa: ARG002
+    def begin(self, owner: int, kv: Tensor) -> Tensor:  # noqa: ARG002
+        self._mine = torch.zeros_like(kv, dtype=at_least_fp32(kv.dtype))
+        return self._mine
+
+    def end(self) -> None:
+        assert self._mine is not None
         if self._coming is not None:
-            for total, part in zip((dk, dv), self._coming(), strict=True):
-                total += part
-        self._coming = self._ring.pass_on(dk, dv)
+            self._mine += self._coming()
+        self._coming, self._mine = self._ring.pass_on(self._mine), None
 
-    def arrived(self) -> tuple[Tensor, Tensor]:
+    def arrived(self) -> Tensor:
         assert self._coming is not None
         return self._coming()
 
@@ -166,11 +180,15 @@ class _AllAtOnce:
 
     def __init__(self, ring: Ring):
         self._ring = ring
-        self._parts: dict[int, Tensor] = {}
+        self._parts: Tensor | None = None
 
-    def add(self, owner: int, dk: Tensor, dv: Tensor) -> None:
-        self._parts[owner] = torch.stack((dk, dv))
+    def begin(self, owner: int, kv: Tensor) -> Tensor:
+        if self._parts is None:
+            self._parts = kv.new_zeros(self._ring.ranks, *kv.shape, dtype=at_least_fp32(kv.dtype))
+        return self._parts[owner]
 
-    def arrived(self) -> tuple[Tensor, Tensor]:
-        total = self._ring.swap(torch.stack([self._parts[rank] for rank in range(self._ring.ranks)]))().sum(0)
-        return total[0], total[1]
+    def end(self) -> None: ...
+
+    def arrived(self) -> Tensor:
+        assert self._parts is not None
+        return self._ring.add_up(self._parts)

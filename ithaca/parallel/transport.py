@@ -22,6 +22,15 @@ class Transport(Protocol):
         """Begin to fill a flat target with the flat sources of all ranks, in order."""
         ...
 
+    def add_up(self, target: Tensor, source: Tensor) -> Wait:
+        """Begin to fill a flat target with the sum of this rank's parts of all flat sources."""
+        ...
+
+
+# torch 2.13 has given two of its collectives other names
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Group:
     """The ranks of a process group. NCCL has a stream of its own for it, gloo threads."""
@@ -35,7 +44,12 @@ class Group:
         return work.wait
 
     def gather(self, target: Tensor, source: Tensor) -> Wait:
-        work = dist.all_gather(list(target.chunk(self.ranks)), source, self._group, async_op=True)
+        work = _gather(target, source, group=self._group, async_op=True)
+        assert work is not None
+        return work.wait
+
+    def add_up(self, target: Tensor, source: Tensor) -> Wait:
+        work = _reduce_scatter(target, source, group=self._group, async_op=True)
         assert work is not None
         return work.wait
 
@@ -51,6 +65,9 @@ class LoopedBack:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def swap(self, target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int]) -> Wait:  # noqa: ARG002
+        return self.gather(target, source)
+
+    def add_up(self, target: Tensor, source: Tensor) -> Wait:
         return self.gather(target, source)
 
     def gather(self, target: Tensor, source: Tensor) -> Wait:

@@ -66,7 +66,7 @@ class Choice:
 
 def choose(spec: Spec, plan: Plan, machine: Machine, tokens: int, sharing: int | None = None) -> list[Choice]:
     """Every mesh that works when `sharing` GPUs share a sequence, all of them when it is not given; the best first."""
-    plan, sharing = plan.settled(), sharing or machine.ranks
+    plan, sharing = plan.settled(), machine.ranks if sharing is None else sharing
     _check(plan, machine, sharing)
     shapes = [
         (ulysses, sharing // ulysses)
@@ -209,7 +209,7 @@ def _sent(spec: Spec, plan: Plan, layout: Layout, share: Share, seat: _Seat, in_
 
 def impossible(spec: Spec, plan: Plan, machine: Machine, sharing: int | None = None) -> Iterator[str]:
     """Why other divisions of the GPUs do not work, each in a few words."""
-    sharing = sharing or machine.ranks
+    sharing = machine.ranks if sharing is None else sharing
     for ulysses in (count for count in range(1, sharing + 1) if sharing % count == 0):
         ring = sharing // ulysses
         if ulysses > spec.heads:

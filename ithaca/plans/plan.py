@@ -55,7 +55,7 @@ class Plan:
 
     travel: str | None = None
     """How K and V come to the other ring ranks. `around`: from each to the next, in steps. `gather`: all at once, in as
-    many times their memory as there are ring ranks. (ring, hybrid)"""
+    many times their memory as there are ring ranks; backward takes three times that. (ring, hybrid)"""
 
     chunk: int | None = field(default=None, metadata={"read": parse_tokens})
     """Tokens of a sequence, over all ranks that share it, that go through a block together; not given: 64K, or all

@@ -110,6 +110,7 @@ class Sender:
 
 def block_traffic(plan: Plan, layer: int, layers: int, rounds: Rounds, sender: Sender) -> tuple[Traffic, Traffic]:
     """What a block sends in its forward and in its backward pass."""
+    plan = plan.settled()
     if plan.sweeps:
         recomputed = plan.placement(layers).o[layer] == RECOMPUTE
         return _sweep(rounds[0][0], sender, recomputed, keys_there=layer == layers - 1)
@@ -120,7 +121,7 @@ def block_traffic(plan: Plan, layer: int, layers: int, rounds: Rounds, sender: S
 
 def _whole(plan: Plan, rounds: Rounds, sender: Sender) -> tuple[Traffic, Traffic]:
     forward = _sum(_group_forward(group, sender) for group in rounds)
-    again = forward if plan.checkpoint in ("full", None) else Traffic(0, 0)
+    again = Traffic(0, 0) if plan.checkpoint in ("none", "selective") else forward
     if len(rounds) == len(rounds[0]) == 1 and plan.checkpoint != "selective":
         share = rounds[0][0]  # whose q, K, V and o are still where they are needed
         return forward, again + sender.there(share, 1, 0) + sender.back(share, 1, 2)

@@ -5,7 +5,8 @@ and the next is on its way while the kernel runs on this one. Backward they come
 behind it, the sums of its dK and dV, in at least fp32, which are home after the last step. Only key/value heads travel.
 
     around    R − 1 steps of K and V, point to point; backward R more of their gradients
-    gather    all K and V at once, in R times their memory; backward the gradients are scattered and summed at once
+    gather    all K and V at once, in R times their memory; backward so are the sums of all gradients, in fp32, and are
+              scattered and added up at once
 
 To whoever attends it is a kernel like others, of this rank's queries on everybody's keys.
 """
@@ -23,7 +24,7 @@ from ithaca.model.precision import at_least_fp32
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.ring import Ring, ring_runs
 
-Block = tuple[int, Tensor, Tensor]  # whose K and V, and they
+Block = tuple[int, Tensor]  # whose K and V, and they, [2, tokens, heads, D]
 
 
 class Around:
@@ -40,7 +41,7 @@ class Around:
         """(o, lse)"""
         high = at_least_fp32(q.dtype)
         o, lse = torch.zeros_like(q, dtype=high), q.new_full((q.shape[1], len(q)), -torch.inf, dtype=high)
-        for owner, key, value in self._blocks(k, v):
+        for owner, (key, value) in self._blocks(k, v):
             for visit in self._visits(owner):
                 rows, keys = visit.rows, visit.keys
                 part = self._kernel.forward(q[rows], key[keys], value[keys], visit.pieces, scale)
@@ -60,8 +61,8 @@ class Around:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)"""
         dq, home = torch.zeros_like(q, dtype=at_least_fp32(q.dtype)), self._ring.homeward(self._gathers)
-        for owner, key, value in self._blocks(k, v):
-            dk, dv = (torch.zeros_like(x, dtype=at_least_fp32(x.dtype)) for x in (key, value))
+        for owner, kv in self._blocks(k, v):
+            (key, value), (dk, dv) = kv, home.begin(owner, kv)
             for visit in self._visits(owner):
                 rows, keys = visit.rows, visit.keys
                 dq_part, dk_part, dv_part = self._kernel.backward(
@@ -70,21 +71,23 @@ class Around:
                 dq[rows] += dq_part
                 dk[keys] += dk_part
                 dv[keys] += dv_part
-            home.add(owner, dk, dv)
+            home.end()
+        del kv, key, value
         dk, dv = home.arrived()
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
     def _blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
         """Everybody's K and V, one's own first."""
+        mine = torch.stack((k, v))
         if self._gathers:
-            every = self._ring.everyones(k, v)
-            yield from ((owner, *every[owner]) for owner in self._owners())
+            every = self._ring.everyones(mine)
+            yield from ((owner, every[owner]) for owner in self._owners())
             return
         for step, owner in enumerate(self._owners()):
-            coming = self._ring.pass_on(k, v) if step < self._ring.ranks - 1 else None
-            yield owner, k, v
+            coming = self._ring.pass_on(mine) if step < self._ring.ranks - 1 else None
+            yield owner, mine
             if coming is not None:
-                k, v = coming()
+                mine = coming()
 
     def _owners(self) -> list[int]:
         return [(self._ring.rank - step) % self._ring.ranks for step in range(self._ring.ranks)]

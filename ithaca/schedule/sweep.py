@@ -13,7 +13,8 @@ chunk first visits it, so that reading x hides behind attention; the last layer 
 
 Of the tokens' length the device holds K, V (in the dtype of the computation) and their gradients (fp32):
 6 · Hkv · D / hidden d, 1.5 d for Llama3-8B; the rest where the Plan puts it. Beside that, about 20 chunk-sized hidden
-states while a chunk's attention runs backward, and the slots that host tapes pass through.
+states while a chunk's attention runs backward (over a ring, those within attention are of all its ranks' tokens), and
+the slots that host tapes pass through.
 
 Over Ulysses ranks a tile of x, o or the gradient is this rank's part of a chunk, with all heads; K, V, their gradients
 and the log-sum-exp are of the whole chunk, with this rank's heads. In between is the exchange, and chunks are staggered

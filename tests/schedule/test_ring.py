@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import ithaca
 from ithaca.attention.walk import merge
+from ithaca.parallel.transport import Group, Wait
 from ithaca.plans.traffic import Sender, Traffic, block_traffic
 from ithaca.schedule import naive
 from tests.models import make_model, relative, save
@@ -151,7 +151,11 @@ def refusal(folder: Path, options: Options, mesh: dict[str, int]) -> str:
     return str(refused.value)
 
 
-def test_refused(ranks, folders) -> None:
+def test_refused(ranks, folders, tmp_path: Path) -> None:
+    two = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "hidden_size": 16}
+    folder = save(make_model("qwen3", torch.float64, num_hidden_layers=1, **two), tmp_path / "two")
+    (text, *_) = ranks(4).run(refusal, folder, {"recipe": "ulysses"}, {"ring": 4})
+    assert text == "recipe 'ulysses' shares a sequence by heads only, but the mesh has ring 4: use recipe 'sweep'"
     (text, _) = ranks(2).run(refusal, folders["8/2"], {"recipe": "ring"}, {"ulysses": 2})
     assert text == (
         "recipe 'ring' shares a sequence over ring ranks only, but the mesh has ulysses 2: "
@@ -162,22 +166,25 @@ def test_refused(ranks, folders) -> None:
 def sent(folder: Path, plan: ithaca.Plan, mesh: dict[str, int], tokens: int) -> tuple[list[Traffic], list[Traffic]]:
     """Forward and backward: collectives, and the bytes that leave this rank; and what is said of them."""
     model, found = open_model(folder, plan, mesh), [Traffic(0, 0), Traffic(0, 0)]
-    swap, gather, backward = dist.all_to_all_single, dist.all_gather, False
+    backward = False
 
-    def swapping(target: Tensor, source: Tensor, target_sizes: list[int], sizes: list[int], group, **kwargs):
-        leaving = sum(sizes) - sizes[dist.get_rank(group)]
-        found[backward] += Traffic(1, leaving * source.element_size())
-        return swap(target, source, target_sizes, sizes, group, **kwargs)
+    def count(name: str) -> None:
+        whole = getattr(Group, name)
 
-    def gathering(targets: list[Tensor], source: Tensor, group, **kwargs):
-        found[backward] += Traffic(1, (len(targets) - 1) * source.numel() * source.element_size())
-        return gather(targets, source, group, **kwargs)
+        def counted(over: Group, target: Tensor, source: Tensor, *sizes: list[int]) -> Wait:
+            leaving = (over.ranks - 1) * min(source.numel(), target.numel())
+            if name == "swap":
+                leaving = sum(sizes[1]) - sizes[1][over.rank]
+            found[backward] += Traffic(1, leaving * source.element_size())
+            return whole(over, target, source, *sizes)
+
+        patch.setattr(Group, name, counted)
 
     row = torch.arange(tokens) % 97
     batch = model.shard(row, row)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", swapping)
-        patch.setattr("ithaca.parallel.transport.dist.all_gather", gathering)
+        for name in ("swap", "gather", "add_up"):
+            count(name)
         loss = model(batch)
         backward = True
         loss.backward()
