@@ -74,6 +74,7 @@ class _Visit(StreamRequestHandler):
                     name = None
                 self.wfile.write(json.dumps(self.server.pin(topic, *notes)).encode() + b"\n")
         if name is not None:
+            self.server.pin(LEFT, name)
             self.server.pin(OFF, {"code": 1, "text": f"the launcher on {name} does not answer any more: {AGAIN}"})
 
 

@@ -44,7 +44,7 @@ def launch(
         _join(config, options, path, fresh, "srun")
         return
     if step:
-        nodes, meeting_place = len(step.hosts), meeting_place or f"{step.hosts[0]}:{step.port}"
+        nodes, meeting_place = len(step.tasks), meeting_place or f"{step.hosts[0]}:{step.port}"
     place = _place(nodes, meeting_place, path, fresh)
     if place is ALONE:
         _launch_alone(config, ranks, path, fresh)
@@ -130,7 +130,12 @@ def _new_folder(config: Config) -> Path:
 def _start(config: Config, ranks: int | None, path: Path, place: Place, nodes: int) -> None:
     """Train on processes of this node and of those that are met; start all again when one of them dies."""
     with Watch() as watch, meet(place, nodes, lambda: watch.asked) as meeting:
-        meeting.number_ranks(_count(config, ranks))
+        count = _count(config, ranks)
+        if nodes > 1:
+            print(f"{meeting.name} waits for {nodes} nodes at {place}", flush=True)
+        meeting.number_ranks(count)
+        if nodes > 1:
+            print(f"{meeting.name} has {count} of {meeting.world} ranks, from {meeting.ranks[0]} on", flush=True)
         for attempt in range(RESTARTS + 1):
             how = _attempt(config, path, attempt, meeting, watch)
             if how is None:
