@@ -51,6 +51,11 @@ class Mesh:
         return self.node_ranks is not None and self.node_ranks < self.size
 
     @property
+    def first_on_node(self) -> bool:
+        """Whether this rank may speak for its node; nodes are taken to have the same number of ranks."""
+        return self.rank % (self.node_ranks or self.size) == 0
+
+    @property
     def context_ranks(self) -> int:
         return self.ring * self.ulysses
 

@@ -201,8 +201,8 @@ def _reach(place: Place, nodes: int, asked: Callable[[], int]) -> Line:
 
 def _missing(count: int, nodes: int, came: str, place: Place) -> NoReturn:
     raise RunError(
-        f"{count} of {nodes} nodes {came} to {place} within {format_seconds(COME_SECONDS)}: start the same line, "
-        "with a host of --meet that all can reach, on every node"
+        f"{count} of {nodes} nodes {came} to {place} within {format_seconds(COME_SECONDS)}: start the same line on "
+        "all of them, that of --meet included"
     )
 
 

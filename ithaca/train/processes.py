@@ -4,6 +4,7 @@ What a user did wrong is told through a file: the rank leaves its sentence there
 so that none is lost or kills a rank that cannot handle it yet. No rank outlives its launcher.
 """
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -61,8 +62,9 @@ class Watch:
     def pass_on(self) -> None:
         """Tell the ranks that are there what was asked, if anything was."""
         for child in psutil.Process().children() if self.asked else []:
-            if "spawn_main" in " ".join(child.cmdline()):
-                child.send_signal(self._number if self.asked == 1 else signal.SIGKILL)
+            with contextlib.suppress(psutil.Error):  # it may end just now
+                if "spawn_main" in " ".join(child.cmdline()):
+                    child.send_signal(self._number if self.asked == 1 else signal.SIGKILL)
 
 
 def run_ranks(

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
+from ithaca.errors import ConfigError
+
 # Below the ports that systems give away for outgoing connections
 FIRST_PORT, PORTS = 20000, 10000
 
@@ -48,6 +50,16 @@ def read_step(environ: Mapping[str, str]) -> Step | None:
     """The step of several tasks that this process is one of, None where it is of none."""
     if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) < 2 or "SLURM_PTY_PORT" in environ:
         return None
+    try:
+        return _read_step(environ)
+    except (KeyError, ValueError) as problem:
+        raise ConfigError(
+            f"SLURM says that this is one of {environ['SLURM_STEP_NUM_TASKS']} tasks, but its other variables cannot "
+            f"be read ({type(problem).__name__}: {problem}): --nodes 1 trains on this node alone"
+        ) from None
+
+
+def _read_step(environ: Mapping[str, str]) -> Step:
     job, step = int(environ.get("SLURM_JOB_ID", 0)), int(environ.get("SLURM_STEP_ID", 0))
     return Step(
         hosts=tuple(read_hosts(environ["SLURM_STEP_NODELIST"])),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ithaca.errors import ConfigError
 from ithaca.train.slurm import read_counts, read_hosts, read_step
 
 # What a batch script of two nodes with 8 tasks each finds, and an `salloc` shell as well
@@ -60,6 +61,13 @@ def test_task_counts(text: str, counts: list[int]) -> None:
 )
 def test_no_step_of_several_tasks(environ: dict[str, str]) -> None:
     assert read_step(environ) is None
+
+
+def test_a_step_that_cannot_be_read() -> None:
+    for name, value in (("SLURM_NODEID", None), ("SLURM_STEP_TASKS_PER_NODE", None), ("SLURM_LOCALID", "x")):
+        environ = {**STEP, name: value} if value else {key: text for key, text in STEP.items() if key != name}
+        with pytest.raises(ConfigError, match=r"one of 16 tasks, but its other variables .*: --nodes 1 trains"):
+            read_step(environ)
 
 
 def test_a_task_for_each_gpu() -> None:
