@@ -94,7 +94,7 @@ class RunFolder:
 
     def _lock(self) -> IO[str]:
         """The system lets go of it with the process."""
-        file = self.lock.open("w")
+        file = self.lock.open("a")  # what its holder has written there stays
         until = time.monotonic() + LOCK_SECONDS
         while True:
             try:

@@ -33,6 +33,7 @@ def check_shared(run: RunFolder, lock: IO[str] | None, grid: Mesh) -> None:
 
 def leave_word(lock: IO[str]) -> str:
     word = secrets.token_hex(8)
+    lock.truncate(0)
     lock.write(word)
     lock.flush()
     os.fsync(lock.fileno())

@@ -5,21 +5,24 @@ import random
 import signal
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from ithaca.config import Config, read_config
 from ithaca.train.loop import train
+from ithaca.train.processes import Watch, run_ranks
 from ithaca.train.run import RunFolder
 from ithaca.train.slurm import FIRST_PORT, PORTS
 from tests.nursery import Ended, Nursery
 from tests.train.conftest import SMALL
 from tests.train.test_mistakes import assert_one_sentence
 
-SWEEP = ["plan.recipe=sweep", "mesh.ulysses=2", "mesh.ring=2", "plan.chunk=32"]
+SWEEP = ["plan.recipe=sweep", "mesh.ulysses=2", "mesh.ring=2", "plan.chunk=32", "train.steps=14"]
 
 
 def free_port() -> int:
@@ -124,7 +127,7 @@ def check_killed(nursery: Nursery, model: Path, folder: Path, ends: list[Ended])
     for end in nursery.job(train_with_threads, config, folder / "one", 2, ranks=4):
         assert end.code == 0, end.err
     assert losses(folder / "killed") == losses(folder / "one")
-    assert len(losses(folder / "one")) == 30
+    assert len(losses(folder / "one")) == 14
 
 
 def check_stopped_once(folder: Path, ends: list[Ended]) -> None:
@@ -142,6 +145,26 @@ def check_stopped_twice(folder: Path, ends: list[Ended]) -> None:
     assert f"error: the run was stopped on {socket.gethostname()}" in ends[1].err
     assert not any("Traceback" in end.err for end in ends)
     assert not RunFolder(folder / "twice").has_checkpoints()
+
+
+def ask_too_early(config: Config, path: Path) -> None:
+    """To stop, before there is a rank that could be told."""
+    with Watch() as watch:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not watch.asked:
+            time.sleep(0.01)
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        assert run_ranks(config, path, [{**alone, **where}], watch, lambda: False) is None
+
+
+@pytest.mark.full
+def test_a_request_to_stop_that_comes_before_the_ranks(nursery, small_config: Config, tmp_path: Path) -> None:
+    endless = replace(small_config, train=replace(small_config.train, steps=1000000))
+    (end,) = nursery.job(ask_too_early, endless, tmp_path / "run")
+    assert end.code == 0, end.err
+    assert "stopped after step 1;" in end.out
 
 
 def nobody(_: list[int]) -> None: ...
