@@ -64,7 +64,8 @@ class _Visit(StreamRequestHandler):
 
     def handle(self) -> None:
         name = None  # of a node that takes part and has not said goodbye
-        with contextlib.suppress(OSError, ValueError):
+        # A line that breaks or is silent too long, or a stranger who says something else
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
             self.wfile.write(GREETING)
             for line in self.rfile:
                 topic, *notes = json.loads(line)

@@ -117,6 +117,9 @@ def _raise_sentence(notes: Path) -> None:
 def worker(config: Config, path: Path, environment: dict[str, str], notes: Path) -> None:
     """One rank of the job; what it has to say of a user's mistake goes into a file of `notes`."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its launcher
+    launcher = multiprocessing.parent_process()
+    if launcher and launcher.pid != os.getppid():
+        _exit(1)  # which has died before
     os.environ.update(environment)
     if not torch.cuda.is_available():
         torch.set_num_threads(max((os.cpu_count() or 1) // int(environment["LOCAL_WORLD_SIZE"]), 1))

@@ -209,6 +209,20 @@ def test_a_port_that_something_else_uses(monkeypatch: pytest.MonkeyPatch, says: 
         connections[0].close()
 
 
+def test_strangers_at_the_board_do_no_harm(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(meeting: Meeting) -> str | None:
+        for words in (b"GET / HTTP/1.1\r\n\r\n", b"5\n", b"[[]]\n", b'["came", 3]\n', b"\xff\n", b""):
+            with socket.create_connection((place.host, place.port)) as stranger:
+                stranger.sendall(words)
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(4096):
+                    pass
+        return meeting.settle(0, None)
+
+    assert attend(place, 1, 1, work) is None
+    assert capfd.readouterr().err == ""
+
+
 def test_a_host_that_is_not_known() -> None:
     with pytest.raises(ConfigError, match=r"the host 'node0\.invalid' of --meet is not known here"):
         attend(Place("node0.invalid", 29500), 2, 1, lambda _: None)

@@ -1,5 +1,6 @@
 """`ithaca train` on two nodes, which are two launchers on this machine that meet over its loopback."""
 
+import multiprocessing
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from ithaca.config import Config, read_config
 from ithaca.train.loop import train
-from ithaca.train.processes import Watch, run_ranks
+from ithaca.train.processes import Watch, run_ranks, worker
 from ithaca.train.run import RunFolder
 from ithaca.train.slurm import FIRST_PORT, PORTS
 from tests.nursery import Ended, Nursery
@@ -147,16 +148,20 @@ def check_stopped_twice(folder: Path, ends: list[Ended]) -> None:
     assert not RunFolder(folder / "twice").has_checkpoints()
 
 
+def lonely(port: int) -> dict[str, str]:
+    """The environment of a launcher's only rank."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return {**alone, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
 def ask_too_early(config: Config, path: Path) -> None:
     """To stop, before there is a rank that could be told."""
     with Watch() as watch:
         os.kill(os.getpid(), signal.SIGTERM)
         while not watch.asked:
             time.sleep(0.01)
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        assert run_ranks(config, path, [{**alone, **where}], watch, lambda: False) is None
+        assert run_ranks(config, path, [lonely(store.port)], watch, lambda: False) is None
 
 
 @pytest.mark.full
@@ -165,6 +170,23 @@ def test_a_request_to_stop_that_comes_before_the_ranks(nursery, small_config: Co
     (end,) = nursery.job(ask_too_early, endless, tmp_path / "run")
     assert end.code == 0, end.err
     assert "stopped after step 1;" in end.out
+
+
+def die_early(config: Config, path: Path) -> None:
+    """As a launcher, whose store goes with it, while its rank is still on its way."""
+    rank = multiprocessing.get_context("spawn").Process(target=worker, args=(config, path, lonely(free_port()), path))
+    rank.start()
+    print(rank.pid, flush=True)
+    os._exit(0)
+
+
+@pytest.mark.full
+def test_no_rank_outlives_a_launcher_that_dies_early(nursery, small_config: Config, tmp_path: Path) -> None:
+    (end,) = nursery.job(die_early, small_config, tmp_path)
+    _, alive = psutil.wait_procs([psutil.Process(int(end.out))], timeout=60)
+    for rank in alive:
+        rank.kill()
+    assert not alive
 
 
 def nobody(_: list[int]) -> None: ...
