@@ -6,7 +6,7 @@ import random
 import signal
 import socket
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -23,7 +23,7 @@ from tests.nursery import Ended, Nursery
 from tests.train.conftest import SMALL
 from tests.train.test_mistakes import assert_one_sentence
 
-SWEEP = ["plan.recipe=sweep", "mesh.ulysses=2", "mesh.ring=2", "plan.chunk=32", "train.steps=14"]
+SWEEP = ["plan.recipe=sweep", "mesh.ulysses=2", "mesh.ring=2", "plan.chunk=32", "train.steps=9"]
 
 
 def free_port() -> int:
@@ -77,23 +77,31 @@ def wait_for_steps(path: Path, steps: int) -> None:
         time.sleep(0.02)
 
 
-class Disturb:
-    """Once the runs have begun: a rank of one node is killed, and launchers of single nodes are told to stop."""
+@dataclass(frozen=True)
+class StopOneAndKillOne:
+    """Ask one node of a job to stop, and kill a rank of another job's."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    folder: Path
 
     def __call__(self, launchers: list[int]) -> None:
-        _, killed, _, once, twice, *_ = launchers
-        wait_for_steps(self.folder / "once", 1)
-        os.kill(once, signal.SIGINT)
-        wait_for_steps(self.folder / "twice", 1)
-        ranks_of(twice)[0].suspend()  # else one request would do
+        wait_for_steps(self.folder / "stopped", 1)
+        os.kill(launchers[3], signal.SIGINT)
+        wait_for_steps(self.folder / "killed", 5)
+        ranks_of(launchers[1])[1].kill()
+
+
+@dataclass(frozen=True)
+class StopAtOnce:
+    """Ask one node twice."""
+
+    folder: Path
+
+    def __call__(self, launchers: list[int]) -> None:
+        wait_for_steps(self.folder / "run", 1)
+        ranks_of(launchers[0])[0].suspend()  # else one request would do
         for _ in range(2):
-            os.kill(twice, signal.SIGTERM)
+            os.kill(launchers[0], signal.SIGTERM)
             time.sleep(1)
-        wait_for_steps(self.folder / "killed", 6)
-        ranks_of(killed)[1].kill()
 
 
 def train_with_threads(config: Config, path: Path, ranks: int) -> None:
@@ -103,17 +111,14 @@ def train_with_threads(config: Config, path: Path, ranks: int) -> None:
 
 
 def test_two_nodes(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
-    """A job whose rank is killed, and two that are stopped, at the same time: processes take long to start."""
-    endless = "train.steps=1000000"
+    """A job whose rank is killed, and one that is stopped, at the same time: processes take long to start."""
     commands = [
         *two_nodes("killed", 2, small_model, *SWEEP),
-        *two_nodes("once", 1, small_model, endless),
-        *two_nodes("twice", 1, small_model, endless),
+        *two_nodes("stopped", 1, small_model, "train.steps=1000000"),
     ]
-    ends = nursery.commands(*commands, folder=tmp_path, disturb=Disturb(tmp_path))
+    ends = nursery.commands(*commands, folder=tmp_path, disturb=StopOneAndKillOne(tmp_path))
     check_killed(nursery, small_model, tmp_path, ends[:2])
-    check_stopped_once(tmp_path, ends[2:4])
-    check_stopped_twice(tmp_path, ends[4:])
+    check_stopped(tmp_path, ends[2:])
 
 
 def check_killed(nursery: Nursery, model: Path, folder: Path, ends: list[Ended]) -> None:
@@ -128,24 +133,27 @@ def check_killed(nursery: Nursery, model: Path, folder: Path, ends: list[Ended])
     for end in nursery.job(train_with_threads, config, folder / "one", 2, ranks=4):
         assert end.code == 0, end.err
     assert losses(folder / "killed") == losses(folder / "one")
-    assert len(losses(folder / "one")) == 14
+    assert len(losses(folder / "one")) == 9
 
 
-def check_stopped_once(folder: Path, ends: list[Ended]) -> None:
+def check_stopped(folder: Path, ends: list[Ended]) -> None:
     """One launcher was asked; the run has saved, and ended well on both nodes."""
     assert [end.code for end in ends] == [0, 0], ends
     assert "stopped after step" in ends[0].out + ends[1].out
     assert not any("Traceback" in end.err for end in ends)
-    assert RunFolder(folder / "once").has_checkpoints()
+    assert RunFolder(folder / "stopped").has_checkpoints()
 
 
-def check_stopped_twice(folder: Path, ends: list[Ended]) -> None:
-    """At once, on the node that was told so and on the other, which is told why."""
-    assert ends[0].code == 130, ends
-    assert ends[1].code == 1, ends
-    assert f"error: the run was stopped on {socket.gethostname()}" in ends[1].err
-    assert not any("Traceback" in end.err for end in ends)
-    assert not RunFolder(folder / "twice").has_checkpoints()
+@pytest.mark.full
+def test_two_nodes_stopped_at_once(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    """The node that was not asked is told why."""
+    commands = two_nodes("run", 1, small_model, "train.steps=1000000", "run.checkpoint_every=0")
+    asked, other = nursery.commands(*commands, folder=tmp_path, disturb=StopAtOnce(tmp_path))
+    assert asked.code == 130, asked
+    assert other.code == 1, other
+    assert f"error: the run was stopped on {socket.gethostname()}" in other.err
+    assert "Traceback" not in asked.err + other.err
+    assert not RunFolder(tmp_path / "run").has_checkpoints()
 
 
 def lonely(port: int) -> dict[str, str]:
