@@ -119,7 +119,7 @@ def _run_commands(
         left = set(children)
         try:
             disturb(children)
-            until = time.monotonic() + 200
+            until = time.monotonic() + 300
             while left and time.monotonic() < until:
                 left -= {child for child in left if os.waitpid(child, os.WNOHANG)[0]}
                 time.sleep(0.02)

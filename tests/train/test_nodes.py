@@ -71,7 +71,7 @@ def ranks_of(launcher: int) -> list[psutil.Process]:
 
 
 def wait_for_steps(path: Path, steps: int) -> None:
-    until = time.monotonic() + 150
+    until = time.monotonic() + 300
     while len(losses(path)) < steps:
         assert time.monotonic() < until, f"{path} has {len(losses(path))} steps"
         time.sleep(0.02)
