@@ -25,7 +25,7 @@ from ithaca.parallel.batch import Batch, gather_tokens, split_batch, whole_batch
 from ithaca.parallel.exchange import Alone, Ulysses
 from ithaca.parallel.heads import describe_share, head_rounds, split_heads
 from ithaca.parallel.layout import Layout, batch_range
-from ithaca.parallel.mesh import Mesh, alone
+from ithaca.parallel.mesh import Mesh, alone, describe_crossing
 from ithaca.parallel.ring import Ring
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
 from ithaca.parallel.transport import Group
@@ -111,7 +111,9 @@ class Model(nn.Module):
 
     def describe_ranks(self) -> list[str]:
         """Which ranks share a sequence, and how; nothing where each has its own."""
-        return [describe_share(self.share, self.mesh.ring)] if self.mesh.context_ranks > 1 else []
+        if self.mesh.context_ranks == 1:
+            return []
+        return [describe_share(self.share, self.mesh.ring), *describe_crossing(self.mesh, self.plan.rings)]
 
     def describe_tapes(self) -> list[str]:
         """What the Plan keeps outside of tensors, and where; nothing where it keeps nothing so."""

@@ -43,6 +43,12 @@ def train(
     ranks: Annotated[
         int | None, typer.Option(help="Processes on this machine: one per GPU, or 2 on a CPU, when not given.")
     ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes to train on: the same line is started on each. Under srun it is known.")
+    ] = None,
+    meet: Annotated[
+        str | None, typer.Option(metavar="HOST[:PORT]", help="The one of them where they meet; port 29500 by default.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Set the old run aside and begin anew.")] = False,
 ) -> None:
     """Train a model; without a configuration a small one, on the Python standard library's sources, byte by byte."""
@@ -52,7 +58,7 @@ def train(
     resolved = read_config(config or (saved if saved and saved.exists() else None), set_ or [])
     from ithaca.train.launch import launch
 
-    launch(resolved, ranks, run, fresh)
+    launch(resolved, ranks, run, fresh, nodes, meet)
 
 
 @app.command()

@@ -45,15 +45,24 @@ class Nursery:
     ) -> list[Ended]:
         """Call a function in every rank of a gloo job; signals, as (seconds, which), go to all of them."""
         timed = (*signals, (kill_after, signal.SIGKILL)) if kill_after is not None else signals
-        self._pipe.send((function, args, ranks, tuple(sorted(timed))))
-        answer = self._pipe.recv()
-        if isinstance(answer, str):
-            raise AssertionError(answer)
-        return answer
+        return self._ask(_run, function, args, ranks, tuple(sorted(timed)))
 
     def command(self, *words: str, folder: Path, **more: Any) -> Ended:
         """`ithaca …` as a user types it, in a folder."""
         return self.job(_command, words, folder, **more)[0]
+
+    def commands(
+        self, *commands: tuple[list[str], dict[str, str]], folder: Path, disturb: Callable[[list[int]], None]
+    ) -> list[Ended]:
+        """Several commands at the same time, each with variables of its environment; `disturb` is given their ids."""
+        return self._ask(_run_commands, commands, folder, disturb)
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        self._pipe.send((function, args))
+        answer = self._pipe.recv()
+        if isinstance(answer, str):
+            raise AssertionError(answer)
+        return answer
 
     def stop(self) -> None:
         self._process.kill()
@@ -68,7 +77,8 @@ def _serve(pipe: Any) -> None:
     matplotlib.use("Agg")
     while True:
         try:
-            pipe.send(_run(*pipe.recv()))
+            function, args = pipe.recv()
+            pipe.send(function(*args))
         except EOFError:
             return
         except Exception:
@@ -96,6 +106,28 @@ def _run(
                     codes[rank] = 0
             time.sleep(0.005)
         return [_ended(Path(folder), rank) for rank in range(ranks)]
+
+
+def _run_commands(
+    commands: list[tuple[list[str], dict[str, str]]], folder: Path, disturb: Callable[[list[int]], None]
+) -> list[Ended]:
+    with tempfile.TemporaryDirectory() as notes:
+        children = [
+            _fork(_command, (words, folder, environ), number, 1, Path(notes))
+            for number, (words, environ) in enumerate(commands)
+        ]
+        left = set(children)
+        try:
+            disturb(children)
+            until = time.monotonic() + 300
+            while left and time.monotonic() < until:
+                left -= {child for child in left if os.waitpid(child, os.WNOHANG)[0]}
+                time.sleep(0.02)
+        finally:
+            for child in left:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        return [_ended(Path(notes), number) for number in range(len(commands))]
 
 
 def _fork(function: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, folder: Path) -> int:
@@ -131,9 +163,10 @@ def _ended(folder: Path, rank: int) -> Ended:
     return Ended(int(code.read_text()) if code.exists() else -signal.SIGKILL, *said)
 
 
-def _command(words: tuple[str, ...], folder: Path) -> None:
+def _command(words: tuple[str, ...], folder: Path, environ: dict[str, str] | None = None) -> None:
     from ithaca.cli import main
 
     os.chdir(folder)
+    os.environ.update(environ or {})
     sys.argv = ["ithaca", *words]
     main()

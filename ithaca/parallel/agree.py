@@ -55,6 +55,11 @@ def same_batch(group: dist.ProcessGroup, fingerprint: int, *signs: bool) -> list
     return [bool(number) for number in numbers[2:]]
 
 
+def without(group: dist.ProcessGroup, has: bool) -> list[int]:
+    """The ranks that do not have something, known to all."""
+    return [rank for rank, theirs in enumerate(_gather(group, has)) if not theirs]
+
+
 def on_this_node(group: dist.ProcessGroup, amount: int) -> tuple[int, int]:
     """The sum of an amount over the ranks that share this node, and how many they are."""
     here = socket.gethostname()

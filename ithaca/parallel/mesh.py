@@ -33,6 +33,7 @@ class Mesh:
     ulysses_group: dist.ProcessGroup | None = None  # None: of one rank; so for the others
     ring_group: dist.ProcessGroup | None = None
     context_group: dist.ProcessGroup | None = None  # all that share this rank's sequence
+    node_ranks: int | None = None  # how many of the job's ranks this node has; None: all
 
     @property
     def size(self) -> int:
@@ -44,6 +45,15 @@ class Mesh:
         context = (self.ulysses_group, self.ring_group, self.context_group)
         used = (self.group, *self.parameters.get_all_groups(), *(group for group in context if group is not None))
         return list(dict.fromkeys(used))
+
+    @property
+    def several_nodes(self) -> bool:
+        return self.node_ranks is not None and self.node_ranks < self.size
+
+    @property
+    def first_on_node(self) -> bool:
+        """Whether this rank may speak for its node; nodes are taken to have the same number of ranks."""
+        return self.rank % (self.node_ranks or self.size) == 0
 
     @property
     def context_ranks(self) -> int:
@@ -112,7 +122,32 @@ def mesh(
     parameters = _grid(dist.group.WORLD, place.type, **sizes)
     axes = {name: size for name, size in (("ring", ring), ("ulysses", ulysses)) if size > 1}
     groups = _context_groups(dist.group.WORLD, place.type, **axes)
-    return Mesh(replicate, shard, ring, ulysses, dist.get_rank(), place, parameters, dist.group.WORLD, **groups)
+    return Mesh(
+        replicate,
+        shard,
+        ring,
+        ulysses,
+        dist.get_rank(),
+        place,
+        parameters,
+        dist.group.WORLD,
+        **groups,
+        node_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+    )
+
+
+def describe_crossing(mesh: Mesh, rings: bool) -> list[str]:
+    """What all-to-alls pay where the Ulysses ranks of a sequence lie on several nodes, and how they need not."""
+    here, ulysses = mesh.node_ranks, mesh.ulysses
+    if here is None or not mesh.several_nodes or here % ulysses == 0:
+        return []
+    nodes = max((first + ulysses - 1) // here - first // here + 1 for first in range(0, mesh.size, ulysses))
+    inside = math.gcd(ulysses, here)
+    recipe = "" if rings else "plan.recipe=sweep, "
+    return [
+        f"the {ulysses} Ulysses ranks of a sequence lie on {nodes} nodes of {here} ranks: their all-to-alls cross "
+        f"nodes; {recipe}mesh.ulysses={inside} and mesh.ring={mesh.ring * ulysses // inside} would keep them inside"
+    ]
 
 
 def alone(device: str | None = None) -> Mesh:

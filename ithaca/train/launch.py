@@ -1,47 +1,59 @@
-"""Processes for a run: one per GPU, or a few on a CPU, by torch's elastic launcher; under torchrun this one joins.
+"""A run's processes: one per GPU, or a few on a CPU, on this node or on several; under torchrun or srun this one joins.
 
-A rank that dies takes the job down, and all of it is started again from the last checkpoint, a few times. What a user
-did wrong is no reason to start again: the rank leaves its sentence in a file. A rank that hangs is killed by those that
-wait for it in vain, and all start again likewise. Ctrl-C reaches the ranks, which finish their step and save; a second
-one kills them, also where they hang. Signals are blocked while ranks start, so that none is lost or kills a rank that
-cannot handle it yet.
+A rank that dies takes the job down, and all of it is started again from the last checkpoint, a few times, on all nodes.
+What a user did wrong is no reason to start again. A rank that hangs is given up by those that wait for it in vain, and
+all start again likewise. Ctrl-C reaches the ranks, which agree over all nodes, finish their step and save; a second one
+kills them, also where they hang.
 """
 
-import contextlib
-import ctypes
-import logging
 import os
-import signal
 import sys
-import tempfile
-import threading
-import time
-import traceback
-from multiprocessing import resource_tracker
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
-import psutil
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ithaca.config import Config
-from ithaca.errors import ConfigError, IthacaError, LostRankError, RunError
+from ithaca.errors import ConfigError, LostRankError, RunError
 from ithaca.model.source import load_model
 from ithaca.train.loop import train
+from ithaca.train.nodes import ALONE, Meeting, Place, meet, read_place
+from ithaca.train.processes import Watch, leave, run_ranks
 from ithaca.train.run import RunFolder
-from ithaca.train.stop import SAME_SECONDS, SIGNALS
+from ithaca.train.slurm import Step, read_step
 
 RESTARTS = 3
 
 
-def launch(config: Config, ranks: int | None, path: Path | None, fresh: bool) -> None:
-    """Train on this machine's GPUs, or on `ranks` processes; raises what ended the job."""
+def launch(
+    config: Config,
+    ranks: int | None,
+    path: Path | None,
+    fresh: bool,
+    nodes: int | None = None,
+    meeting_place: str | None = None,
+) -> None:
+    """Train on this machine's GPUs, or on `ranks` processes, and on other nodes too; raises what ended the job."""
+    options = {"--ranks": ranks, "--nodes": nodes, "--meet": meeting_place}
     if "RANK" in os.environ:
-        _join(config, ranks, path, fresh)
+        _join(config, options, path, fresh, "torchrun")
         return
+    step = read_step(os.environ) if nodes is None else None  # a number that is given is what is wanted
+    if step and not step.one_per_node:
+        os.environ.update(_task_environment(step))
+        _join(config, options, path, fresh, "srun")
+        return
+    if step:
+        nodes, meeting_place = len(step.tasks), meeting_place or f"{step.hosts[0]}:{step.port}"
+    place = _place(nodes, meeting_place, path, fresh)
+    if place is ALONE:
+        _launch_alone(config, ranks, path, fresh)
+    else:
+        assert path is not None
+        _start(config, ranks, path, place, nodes or 1)
+
+
+def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: bool) -> None:
     count = _count(config, ranks)
     folder = RunFolder(path or _new_folder(config))
     if fresh and (aside := folder.set_aside()):
@@ -51,21 +63,48 @@ def launch(config: Config, ranks: int | None, path: Path | None, fresh: bool) ->
     if count == 1:
         train(config, folder.path)
     else:
-        _start(config, folder.path, count)
+        _start(config, count, folder.path, ALONE, 1)
 
 
-def _join(config: Config, ranks: int | None, path: Path | None, fresh: bool) -> None:
-    """Be one rank of a job that torchrun started."""
-    if ranks is not None:
-        raise ConfigError(f"--ranks {ranks} cannot be given under torchrun, which started {os.environ['WORLD_SIZE']}")
+def _join(config: Config, options: Mapping[str, object], path: Path | None, fresh: bool, starter: str) -> None:
+    """Be one rank of a job that torchrun or srun started."""
+    for option, value in options.items():
+        if value is not None:
+            raise ConfigError(
+                f"{option} {value} cannot be given under {starter}, which started {os.environ['WORLD_SIZE']} ranks"
+            )
     if path is None:
-        raise ConfigError("--run is missing: under torchrun name the run folder, on a disk that all nodes share")
+        raise ConfigError(f"--run is missing: under {starter} name the run folder, on a disk that all nodes share")
     if fresh:
-        raise ConfigError("--fresh cannot be given under torchrun, which may start ranks again: name a new --run")
+        raise ConfigError(f"--fresh cannot be given under {starter}, which may start ranks again: name a new --run")
     try:
         train(config, path)
     except LostRankError as lost:
-        _leave(f"error: {lost}; the run goes on from its last checkpoint with ithaca train --run {path}")
+        leave(f"error: {lost}; the run goes on from its last checkpoint with ithaca train --run {path}")
+
+
+def _task_environment(step: Step) -> dict[str, str]:
+    """A task as a rank; where the user has said where ranks meet, or SLURM shows each task one GPU, so it is."""
+    given = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+    shown = {"LOCAL_RANK": "0"} if torch.cuda.device_count() == 1 else {}
+    return {**step.environment(), **given, **shown}
+
+
+def _place(nodes: int | None, meeting_place: str | None, path: Path | None, fresh: bool) -> Place:
+    """Where the launchers of several nodes meet."""
+    if nodes is None and meeting_place is not None:
+        raise ConfigError(f"--meet {meeting_place} is for several nodes: give their number too, as --nodes 2")
+    if nodes is not None and nodes < 1:
+        raise ConfigError(f"--nodes {nodes} cannot train: 1 or more can")
+    if nodes is None or nodes == 1:
+        return ALONE
+    if meeting_place is None:
+        raise ConfigError(f"--meet is missing: name the one of the {nodes} nodes where they meet, as --meet node0")
+    if path is None:
+        raise ConfigError(f"--run is missing: name the run folder, on a disk that all {nodes} nodes share")
+    if fresh:
+        raise ConfigError(f"--fresh cannot be given with --nodes {nodes}, each of which would do it: name a new --run")
+    return read_place(meeting_place)
 
 
 def _count(config: Config, ranks: int | None) -> int:
@@ -88,131 +127,27 @@ def _new_folder(config: Config) -> Path:
     return path
 
 
-def _start(config: Config, path: Path, ranks: int) -> None:
-    # The launcher's own reports of a failure repeat, at length, what the failing rank has said
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    with _Watch() as watch:
+def _start(config: Config, ranks: int | None, path: Path, place: Place, nodes: int) -> None:
+    """Train on processes of this node and of those that are met; start all again when one of them dies."""
+    with Watch() as watch, meet(place, nodes, lambda: watch.asked) as meeting:
+        count = _count(config, ranks)
+        if nodes > 1:
+            print(f"{meeting.name} waits for {nodes} nodes at {place}", flush=True)
+        meeting.number_ranks(count)
+        if nodes > 1:
+            print(f"{meeting.name} has {count} of {meeting.world} ranks, from {meeting.ranks[0]} on", flush=True)
         for attempt in range(RESTARTS + 1):
-            if _attempt(config, path, ranks, attempt, watch):
+            how = _attempt(config, path, attempt, meeting, watch)
+            if how is None:
                 return
+            if attempt == RESTARTS:
+                raise RunError(f"{how}, the {RESTARTS + 1}th time over: mend the cause, then ithaca train --run {path}")
+            again = f"starting again from the last checkpoint ({attempt + 1} of {RESTARTS})"
+            print(f"{how}: {again}", file=sys.stderr)
 
 
-def _attempt(config: Config, path: Path, ranks: int, attempt: int, watch: "_Watch") -> bool:
-    """Run the job once. True when it has ended, False when it died and may be started again."""
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id="ithaca",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.2,
-        signals_to_handle="SIGQUIT",  # the others are handled here
-    )
-    with tempfile.TemporaryDirectory(prefix="ithaca-") as notes:
-        try:
-            elastic_launch(settings, worker)(config, path, ranks, Path(notes))
-            return True
-        except ChildFailedError as failed:
-            rank, failure = failed.get_first_failure()
-            if watch.asked:
-                raise KeyboardInterrupt from None
-            _raise_sentence(Path(notes))
-    how = f"was killed by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with code {failure.exitcode}"
-    if attempt == RESTARTS:
-        raise RunError(
-            f"rank {rank} {how}, the {RESTARTS + 1}th time over: mend the cause, then ithaca train --run {path}"
-        )
-    print(f"rank {rank} {how}: starting again from the last checkpoint ({attempt + 1} of {RESTARTS})", file=sys.stderr)
-    return False
-
-
-def _raise_sentence(notes: Path) -> None:
-    """What the first rank that met a user's mistake said of it, as that error."""
-    for file in sorted(notes.glob("*.sentence"), key=lambda file: file.stat().st_mtime_ns):
-        code, _, text = file.read_text(encoding="utf-8").partition(" ")
-        error = RunError(text) if code == "1" else IthacaError(text)
-        raise error from None
-
-
-class _Watch:
-    """Ctrl-C and SIGTERM at the launcher: the first is passed on to the ranks, the second kills them.
-
-    While it watches, the main thread blocks the signals, so that processes it starts begin with them blocked; a thread
-    that does not block them is there to receive them, and Python runs the handler in the main thread all the same.
-    """
-
-    def __init__(self) -> None:
-        self.asked, self._last = 0, -SAME_SECONDS
-
-    def __enter__(self) -> "_Watch":
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-        resource_tracker.ensure_running()  # it unblocks signals when it starts, so it must have started before
-        self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        if time.monotonic() - self._last > SAME_SECONDS:
-            self.asked += 1
-        self._last = time.monotonic()
-        for child in psutil.Process().children():
-            if "spawn_main" in " ".join(child.cmdline()):
-                child.send_signal(number if self.asked == 1 else signal.SIGKILL)
-
-
-def worker(config: Config, path: Path, ranks: int, notes: Path) -> None:
-    """One rank of the job; what it has to say of a user's mistake goes into a file of `notes`, and so does its id."""
-    rank = os.environ["RANK"]
-    (notes / f"{rank}.process").write_text(str(os.getpid()))
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its launcher
-    if not torch.cuda.is_available():
-        torch.set_num_threads(max((os.cpu_count() or 1) // ranks, 1))
-    try:
-        train(config, path)
-        return
-    except LostRankError as lost:
-        _kill(notes, lost.ranks)
-        _leave(str(lost))
-    except IthacaError as error:
-        code, text = error.code, str(error)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        code, text = 1, out_of_memory(error)
-    except Exception:
-        traceback.print_exc()  # the launcher would keep it to itself
-        sys.exit(1)
-    (notes / f"{rank}.sentence").write_text(f"{code} {text}", encoding="utf-8")
-    _exit(code)
-
-
-def _kill(notes: Path, ranks: list[int]) -> None:
-    """End ranks that hang: the launcher would first ask them to end, and wait half a minute for it."""
-    theirs = {int(file.read_text()) for rank in ranks if (file := notes / f"{rank}.process").exists()}
-    for sibling in psutil.Process(os.getppid()).children():
-        if sibling.pid in theirs:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                sibling.kill()
-
-
-def _leave(text: str) -> NoReturn:
-    print(text, file=sys.stderr)
-    _exit(1)
-
-
-def _exit(code: int) -> NoReturn:
-    """At once: while Python takes itself apart, a thread of gloo that comes back to it now and then aborts it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def out_of_memory(error: Exception) -> str:
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"out of memory ({first}): a smaller train.micro or train.tokens, or plan.checkpoint=full, takes less"
+def _attempt(config: Config, path: Path, attempt: int, meeting: Meeting, watch: Watch) -> str | None:
+    """Run the job once, to its end on all nodes; how the first rank that died did so, None where none has."""
+    environments = meeting.environments(attempt)
+    how = run_ranks(config, path, environments, watch, lambda: meeting.troubled(attempt))
+    return meeting.settle(attempt, f"{how} on {meeting.name}" if how and meeting.nodes > 1 else how)

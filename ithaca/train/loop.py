@@ -27,6 +27,7 @@ from ithaca.train.metrics import Sink, draw_loss, open_sinks
 from ithaca.train.optimizer import clip, learning_rate, make_optimizer
 from ithaca.train.progress import Progress
 from ithaca.train.run import RunFolder
+from ithaca.train.shared import check_shared
 from ithaca.train.start import identity, join_free_memory, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
 
@@ -44,6 +45,7 @@ def train(config: Config, path: Path) -> None:
 def _train(config: Config, run: RunFolder, grid: Mesh) -> None:
     lock = together(grid.group, lambda: run.hold() if grid.rank == 0 else None)
     try:
+        check_shared(run, lock, grid)
         config = from_first(grid.group, lambda: settle(config, run, grid))
         resumed = from_first(grid.group, run.has_checkpoints)
         data = together(grid.group, lambda: open_data(config))

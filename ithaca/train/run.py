@@ -32,7 +32,7 @@ class RunFolder:
         self.path = path
         self.config, self.metrics = path / "config.toml", path / "metrics.jsonl"
         self.model, self.checkpoints = path / "model", path / "checkpoints"
-        self.picture, self.log = path / "loss.png", path / "log.txt"
+        self.picture, self.log, self.lock = path / "loss.png", path / "log.txt", path / "lock"
 
     def begun(self) -> bool:
         return self.config.exists()
@@ -94,7 +94,7 @@ class RunFolder:
 
     def _lock(self) -> IO[str]:
         """The system lets go of it with the process."""
-        file = (self.path / "lock").open("w")
+        file = self.lock.open("a")  # what its holder has written there stays
         until = time.monotonic() + LOCK_SECONDS
         while True:
             try:

@@ -37,7 +37,7 @@ class StopRequest:
             if sys.stdout.isatty():
                 print("\x1b[?25h", end="", flush=True)  # the live line hides the cursor
             os._exit(130)
-        if self._mesh.rank == 0:
+        if self._mesh.first_on_node:
             print("\nfinishing this step, then saving; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import ithaca
 from ithaca.parallel.agree import same_everywhere, together
+from ithaca.parallel.mesh import Mesh, describe_crossing
 from tests.models import make_model, save
 
 
@@ -156,3 +157,40 @@ def alone_in_a_job() -> float:
 def test_a_process_alone_within_a_job(ranks) -> None:
     first, second = ranks(2).run(alone_in_a_job)
     assert first != second
+
+
+def crossing(world: int, node_ranks: int | None, ulysses: int, ring: int = 1, rings: bool = True) -> list[str]:
+    data = world // (ulysses * ring)
+    mesh = Mesh(1, data, ring, ulysses, 0, torch.device("cpu"), None, None, node_ranks=node_ranks)  # pyrefly: ignore
+    return describe_crossing(mesh, rings)
+
+
+def test_ulysses_ranks_that_lie_on_several_nodes() -> None:
+    assert crossing(8, 4, ulysses=8) == [
+        "the 8 Ulysses ranks of a sequence lie on 2 nodes of 4 ranks: their all-to-alls cross nodes; "
+        "mesh.ulysses=4 and mesh.ring=2 would keep them inside"
+    ]
+    (found,) = crossing(24, 8, ulysses=6, ring=2)
+    assert "the 6 Ulysses ranks of a sequence lie on 2 nodes of 8 ranks" in found  # 6 to 11 lie on both sides of 8
+    assert "mesh.ulysses=2 and mesh.ring=6 would" in found
+    (found,) = crossing(12, 3, ulysses=4, rings=False)
+    assert "; plan.recipe=sweep, mesh.ulysses=1 and mesh.ring=4 would" in found
+    (found,) = crossing(16, 4, ulysses=16)
+    assert "lie on 4 nodes of 4 ranks" in found
+
+
+def test_ulysses_ranks_inside_a_node() -> None:
+    for world, node_ranks, ulysses, ring in ((8, 4, 4, 2), (8, 4, 2, 4), (16, 8, 1, 16), (8, 8, 8, 1), (6, None, 6, 1)):
+        assert crossing(world, node_ranks, ulysses, ring) == []
+
+
+def test_who_speaks_for_a_node() -> None:
+    def spokesmen(world: int, node_ranks: int | None) -> list[int]:
+        grids = [
+            Mesh(1, world, 1, 1, rank, torch.device("cpu"), None, None, node_ranks=node_ranks)  # pyrefly: ignore
+            for rank in range(world)
+        ]
+        return [grid.rank for grid in grids if grid.first_on_node]
+
+    assert spokesmen(8, 4) == [0, 4]
+    assert spokesmen(8, None) == spokesmen(8, 8) == [0]

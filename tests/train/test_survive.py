@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -230,12 +231,19 @@ def test_ctrl_c_at_a_terminal(small_model: Path, tmp_path: Path) -> None:
 
 
 def test_under_torchrun(small_model: Path, tmp_path: Path) -> None:
+    """Two of them, as on two nodes, of a rank each."""
     words = [
         word for item in (f"model.source={small_model}", "train.tokens=64", "train.steps=2") for word in ("--set", item)
     ]
-    job = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", "ithaca", "train"]
-    done = subprocess.run(
-        [*job, "--run", str(tmp_path / "run"), *words], capture_output=True, text=True, timeout=400, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as trial:
+        place = f"127.0.0.1:{trial.getsockname()[1]}"
+    meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", place]
+    job = [sys.executable, "-m", "torch.distributed.run", *meet, "-m", "--", "ithaca", "train"]
+    nodes = [
+        subprocess.Popen([*job, "--run", str(tmp_path / "run"), *words], stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for node in nodes:
+        _, said = node.communicate(timeout=400)
+        assert node.returncode == 0, said
     assert len(losses(tmp_path / "run")) == 2

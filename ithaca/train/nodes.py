@@ -1,0 +1,214 @@
+"""Launchers on several nodes that go through a run together: who takes part, how each attempt ended, when all leave.
+
+They meet at a notice board, which the launcher on the node that `--meet` names has; a launcher alone is a meeting of
+one. A node's ranks are numbered after those of the nodes before it: first the node that was named, which says what the
+run does, then the others by name, so that ranks lie the same whoever comes first.
+
+An attempt ends for all: who has lost a rank says so, the others end theirs, and all go on to the next attempt when each
+has said that its ranks are gone. An attempt's ranks have a store of their own, in the launcher that has the board, so
+that whoever dies, the others can still ask there. What ends the run on one node is called off for all, in its words.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from ithaca.errors import ConfigError, IthacaError, RunError
+from ithaca.sizes import format_seconds
+from ithaca.train.board import CAME, LEFT, OFF, Board, Line, host_board
+
+COME_SECONDS = 600.0  # that nodes have to come, and to come back after an attempt
+LEAVE_SECONDS = 10.0  # that the others have to read their last notes
+POLL_SECONDS = 0.2
+PORT = 29500
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where launchers meet, as `--meet` has it."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+ALONE = Place("localhost", 0)
+
+
+def read_place(text: str) -> Place:
+    """HOST or HOST:PORT, an IPv6 address in brackets."""
+    found = re.fullmatch(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:\[\]]+))(?P<colon>:(?P<port>.*))?", text)
+    if not found:
+        raise ConfigError(f"--meet '{text}' names no host: one of the nodes is needed, as --meet node0:{PORT}")
+    host, port = found["six"] or found["host"], found["port"]
+    if found["colon"] and not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ConfigError(f"--meet '{text}' names port '{port}': 1 to 65535 can be, as --meet {host}:{PORT}")
+    return Place(host, int(port) if port else PORT)
+
+
+@contextmanager
+def meet(place: Place, nodes: int, asked: Callable[[], int]) -> Iterator["Meeting"]:
+    """Come to where the launchers of all nodes meet; who waits for whom is said by the meeting's methods.
+
+    `asked` counts requests to stop: one that comes while this waits for others ends it. An error from the body is one
+    on all nodes, and they have read it when this leaves.
+    """
+    board = host_board(place.host, place.port)
+    try:
+        place = Place(place.host, board.port) if board else place
+        line = _reach(place, nodes, asked)
+        meeting = Meeting(line, board, place, nodes, asked)
+        try:
+            meeting.come()
+            yield meeting
+        except BaseException as error:
+            meeting.call_off(error)
+            raise
+        finally:
+            meeting.leave()
+            line.close()
+    finally:
+        if board:
+            board.close()
+
+
+class Meeting:
+    """What a launcher knows of the others."""
+
+    def __init__(self, line: Line, board: Board | None, place: Place, nodes: int, asked: Callable[[], int]):
+        self.nodes, self.name = nodes, socket.gethostname()
+        self.ranks, self.world = range(0), 0  # this node's, and how many all have; known when all have come
+        self._line, self._board, self._place, self._asked = line, board, place, asked
+        self._counts = False  # whether the run needs this node
+        self._store: dist.TCPStore | None = None
+
+    def come(self) -> None:
+        """Be one of those who take part."""
+        there = self._line.pin(CAME, {"name": self.name, "nodes": self.nodes})
+        first = there[0]
+        if len(there) > first["nodes"]:
+            raise ConfigError(
+                f"the {first['nodes']} nodes of a run have met at {self._place} already: end that run, or name another "
+                "port with --meet"
+            )
+        self._counts = True
+        if first["nodes"] != self.nodes:
+            raise ConfigError(
+                f"--nodes is {self.nodes} on {self.name}, but {first['nodes']} on {first['name']}: "
+                "give the same number on all nodes"
+            )
+
+    def number_ranks(self, ranks: int) -> None:
+        """Tell how many this node has, and wait until all nodes have come and told."""
+        me = [self._board is None, self.name, os.getpid(), ranks]
+        told = sorted(self._gather("ranks", me, "came"))
+        first = sum(node[-1] for node in told[: told.index(me)])
+        self.ranks, self.world = range(first, first + ranks), sum(node[-1] for node in told)
+
+    def environments(self, attempt: int) -> list[dict[str, str]]:
+        """What each of this node's ranks must find in its environment to join the others in this attempt."""
+        common = {
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(len(self.ranks)),
+            "MASTER_ADDR": self._place.host,
+            "MASTER_PORT": str(self._open_store(attempt)),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: rank 0 must not open one
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        }
+        return [{**common, "RANK": str(rank), "LOCAL_RANK": str(local)} for local, rank in enumerate(self.ranks)]
+
+    def _open_store(self, attempt: int) -> int:
+        """The port, on the node with the board, where the ranks of this attempt have their store."""
+        port = None
+        if self._board:
+            self._store = dist.TCPStore(self._place.host, 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
+        return next(port for port in self._gather(f"store {attempt}", port, "came back") if port)
+
+    def troubled(self, attempt: int) -> bool:
+        """Whether another node has lost a rank; an error where the run is called off."""
+        self._look()
+        return any(self._line.read(_end(attempt)))
+
+    def settle(self, attempt: int, how: str | None) -> str | None:
+        """Tell how a rank of this node ended, if wrongly; who was the first of any node, once all have told."""
+        told = self._gather(_end(attempt), how, "came back", asked=self._asked())
+        return next((how for how in told if how), None)
+
+    def call_off(self, error: BaseException) -> None:
+        """End the run on the other nodes, for the reason that it ends here."""
+        if not self._counts:
+            return
+        if isinstance(error, IthacaError):
+            code, text = error.code, str(error)
+        elif isinstance(error, KeyboardInterrupt):
+            code, text = 1, f"the run was stopped on {self.name}"
+        else:
+            code, text = 1, f"the launcher on {self.name} failed ({type(error).__name__}: {error})"
+        with contextlib.suppress(RunError):
+            self._line.pin(OFF, {"code": code, "text": text})
+
+    def leave(self) -> None:
+        """Say goodbye; who has the board stays until all have."""
+        with contextlib.suppress(RunError):
+            self._line.pin(LEFT, self.name)
+        if self._board:
+            until = time.monotonic() + LEAVE_SECONDS
+            while len(self._board.pin(LEFT)) < len(self._board.pin(CAME)) and time.monotonic() < until:
+                time.sleep(POLL_SECONDS / 4)
+
+    def _look(self) -> None:
+        if off := self._line.read(OFF):
+            _end_with(**off[0])
+
+    def _gather(self, topic: str, note: Any, came: str, asked: int = 0) -> list[Any]:
+        """Pin a note, and wait until every node has pinned its own, or one is asked to stop more often than `asked`."""
+        notes, until = self._line.pin(topic, note), time.monotonic() + COME_SECONDS
+        while len(notes) < self.nodes:
+            self._look()
+            if self._asked() > asked:
+                raise KeyboardInterrupt
+            if time.monotonic() > until:
+                _missing(len(notes), self.nodes, came, self._place)
+            time.sleep(POLL_SECONDS)
+            notes = self._line.read(topic)
+        return notes
+
+
+def _reach(place: Place, nodes: int, asked: Callable[[], int]) -> Line:
+    """The board's line, as soon as the node that has it is there."""
+    until = time.monotonic() + COME_SECONDS
+    while True:
+        try:
+            return Line(place.host, place.port)
+        except OSError:
+            if asked():
+                raise KeyboardInterrupt from None
+            if time.monotonic() > until:
+                _missing(1, nodes, "came", place)
+            time.sleep(POLL_SECONDS)
+
+
+def _missing(count: int, nodes: int, came: str, place: Place) -> NoReturn:
+    raise RunError(
+        f"{count} of {nodes} nodes {came} to {place} within {format_seconds(COME_SECONDS)}: start the same line on "
+        "all of them, that of --meet included"
+    )
+
+
+def _end_with(code: int, text: str) -> NoReturn:
+    raise RunError(text) if code == RunError.code else IthacaError(text)
+
+
+def _end(attempt: int) -> str:
+    return f"end {attempt}"

@@ -1,0 +1,246 @@
+"""`ithaca train` on two nodes, which are two launchers on this machine that meet over its loopback."""
+
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from ithaca.config import Config, read_config
+from ithaca.train.loop import train
+from ithaca.train.processes import Watch, run_ranks, worker
+from ithaca.train.run import RunFolder
+from ithaca.train.slurm import FIRST_PORT, PORTS
+from tests.nursery import Ended, Nursery
+from tests.train.conftest import SMALL
+from tests.train.test_mistakes import assert_one_sentence
+
+SWEEP = ["plan.recipe=sweep", "mesh.ulysses=2", "mesh.ring=2", "plan.chunk=32", "train.steps=9"]
+
+
+def free_port() -> int:
+    """One of those that SLURM steps are given, so that a job can be named that has it."""
+    while True:
+        port = FIRST_PORT + random.randrange(PORTS)
+        with socket.socket() as trial:
+            try:
+                trial.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+def words(run: str, model: Path, *sets: str) -> list[str]:
+    options = [*SMALL, f"model.source={model}", "model.dtype=float32", *sets]
+    return ["train", "--run", run, *(word for item in options for word in ("--set", item))]
+
+
+def two_nodes(run: str, ranks: int, model: Path, *sets: str) -> list[tuple[list[str], dict[str, str]]]:
+    nodes = ["--nodes", "2", "--meet", f"127.0.0.1:{free_port()}", "--ranks", str(ranks)]
+    return [(words(run, model, *sets) + nodes, {})] * 2
+
+
+def slurm(tasks: str, node: int, local: int, port: int) -> dict[str, str]:
+    """What srun tells a task of a step on two nodes."""
+    counts = [int(count) for count in tasks.split(",")]
+    return {
+        "SLURM_JOB_ID": str(port - FIRST_PORT),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(sum(counts)),
+        "SLURM_STEP_NODELIST": "localhost,node[07]",
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(local),
+    }
+
+
+def losses(path: Path) -> list[tuple[int, float, float]]:
+    return [(line["step"], line["loss"], line["gradient_norm"]) for line in RunFolder(path).read_metrics()]
+
+
+def ranks_of(launcher: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(launcher).children() if "spawn_main" in " ".join(child.cmdline())]
+
+
+def wait_for_steps(path: Path, steps: int) -> None:
+    until = time.monotonic() + 300
+    while len(losses(path)) < steps:
+        assert time.monotonic() < until, f"{path} has {len(losses(path))} steps"
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class StopOneAndKillOne:
+    """Ask one node of a job to stop, and kill a rank of another job's."""
+
+    folder: Path
+
+    def __call__(self, launchers: list[int]) -> None:
+        wait_for_steps(self.folder / "stopped", 1)
+        os.kill(launchers[3], signal.SIGINT)
+        wait_for_steps(self.folder / "killed", 5)
+        ranks_of(launchers[1])[1].kill()
+
+
+@dataclass(frozen=True)
+class StopAtOnce:
+    """Ask one node twice."""
+
+    folder: Path
+
+    def __call__(self, launchers: list[int]) -> None:
+        wait_for_steps(self.folder / "run", 1)
+        ranks_of(launchers[0])[0].suspend()  # else one request would do
+        for _ in range(2):
+            os.kill(launchers[0], signal.SIGTERM)
+            time.sleep(1)
+
+
+def train_with_threads(config: Config, path: Path, ranks: int) -> None:
+    """As the launcher lets each of so many ranks of a node have its share of the cores."""
+    torch.set_num_threads(max((os.cpu_count() or 1) // ranks, 1))
+    train(config, path)
+
+
+def test_two_nodes(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    """A job whose rank is killed, and one that is stopped, at the same time: processes take long to start."""
+    commands = [
+        *two_nodes("killed", 2, small_model, *SWEEP),
+        *two_nodes("stopped", 1, small_model, "train.steps=1000000"),
+    ]
+    ends = nursery.commands(*commands, folder=tmp_path, disturb=StopOneAndKillOne(tmp_path))
+    check_killed(nursery, small_model, tmp_path, ends[:2])
+    check_stopped(tmp_path, ends[2:])
+
+
+def check_killed(nursery: Nursery, model: Path, folder: Path, ends: list[Ended]) -> None:
+    """Both launchers have gone round once, and the losses are those of four undisturbed ranks on one node."""
+    for end in ends:
+        assert end.code == 0, end.err
+        assert "Traceback" not in end.err
+        assert f"was killed by signal 9 on {socket.gethostname()}: starting again" in end.err
+        assert "(1 of 3)" in end.err
+        assert "(2 of 3)" not in end.err
+    config = read_config(None, [*SMALL, f"model.source={model}", "model.dtype=float32", *SWEEP])
+    for end in nursery.job(train_with_threads, config, folder / "one", 2, ranks=4):
+        assert end.code == 0, end.err
+    assert losses(folder / "killed") == losses(folder / "one")
+    assert len(losses(folder / "one")) == 9
+
+
+def check_stopped(folder: Path, ends: list[Ended]) -> None:
+    """One launcher was asked; the run has saved, and ended well on both nodes."""
+    assert [end.code for end in ends] == [0, 0], ends
+    assert "stopped after step" in ends[0].out + ends[1].out
+    assert not any("Traceback" in end.err for end in ends)
+    assert RunFolder(folder / "stopped").has_checkpoints()
+
+
+@pytest.mark.full
+def test_two_nodes_stopped_at_once(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    """The node that was not asked is told why."""
+    commands = two_nodes("run", 1, small_model, "train.steps=1000000", "run.checkpoint_every=0")
+    asked, other = nursery.commands(*commands, folder=tmp_path, disturb=StopAtOnce(tmp_path))
+    assert asked.code == 130, asked
+    assert other.code == 1, other
+    assert f"error: the run was stopped on {socket.gethostname()}" in other.err
+    assert "Traceback" not in asked.err + other.err
+    assert not RunFolder(tmp_path / "run").has_checkpoints()
+
+
+def lonely(port: int) -> dict[str, str]:
+    """The environment of a launcher's only rank."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return {**alone, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def ask_too_early(config: Config, path: Path) -> None:
+    """To stop, before there is a rank that could be told."""
+    with Watch() as watch:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not watch.asked:
+            time.sleep(0.01)
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        assert run_ranks(config, path, [lonely(store.port)], watch, lambda: False) is None
+
+
+@pytest.mark.full
+def test_a_request_to_stop_that_comes_before_the_ranks(nursery, small_config: Config, tmp_path: Path) -> None:
+    endless = replace(small_config, train=replace(small_config.train, steps=1000000))
+    (end,) = nursery.job(ask_too_early, endless, tmp_path / "run")
+    assert end.code == 0, end.err
+    assert "stopped after step 1;" in end.out
+
+
+def die_early(config: Config, path: Path) -> None:
+    """As a launcher, whose store goes with it, while its rank is still on its way."""
+    rank = multiprocessing.get_context("spawn").Process(target=worker, args=(config, path, lonely(free_port()), path))
+    rank.start()
+    print(rank.pid, flush=True)
+    os._exit(0)
+
+
+@pytest.mark.full
+def test_no_rank_outlives_a_launcher_that_dies_early(nursery, small_config: Config, tmp_path: Path) -> None:
+    (end,) = nursery.job(die_early, small_config, tmp_path)
+    _, alive = psutil.wait_procs([psutil.Process(int(end.out))], timeout=60)
+    for rank in alive:
+        rank.kill()
+    assert not alive
+
+
+def nobody(_: list[int]) -> None: ...
+
+
+def test_under_srun(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    """A task for each rank, which trains; and a task for each node, which starts ranks that meet a mistake."""
+    tasks, nodes = free_port(), free_port()
+    wrong = [*words("wrong", small_model, "mesh.ulysses=2"), "--ranks", "1"]
+    commands = [
+        *((words("run", small_model), slurm("2,1", node, local, tasks)) for node, local in ((0, 0), (0, 1), (1, 0))),
+        *((wrong, slurm("1,1", node, 0, nodes)) for node in (0, 1)),
+    ]
+    *right, first, second = nursery.commands(*commands, folder=tmp_path, disturb=nobody)
+    for end in right:
+        assert end.code == 0, end.err
+    config = read_config(None, [*SMALL, f"model.source={small_model}", "model.dtype=float32"])
+    nursery.job(train, config, tmp_path / "one", ranks=3)
+    assert losses(tmp_path / "run") == losses(tmp_path / "one")
+    for end in (first, second):
+        assert end.code == 2
+        assert_one_sentence(end)
+        assert "recipe 'dense' has no context parallelism" in end.err
+    assert not RunFolder(tmp_path / "wrong").begun()
+
+
+REFUSED: dict[str, tuple[list[str], dict[str, str]]] = {
+    "--meet is missing": (["--nodes", "2", "--run", "run"], {}),
+    "--run is missing": (["--nodes", "2", "--meet", "localhost"], {}),
+    "--fresh cannot be given with --nodes 2": (["--nodes", "2", "--meet", "localhost", "--run", "run", "--fresh"], {}),
+    "--nodes 0 cannot train": (["--nodes", "0"], {}),
+    "is for several nodes": (["--meet", "localhost"], {}),
+    "names port 'x'": (["--nodes", "2", "--meet", "localhost:x", "--run", "run"], {}),
+    "is not known here": (["--nodes", "2", "--meet", "node.invalid", "--run", "run"], {}),
+    "--nodes 2 cannot be given under torchrun": (["--nodes", "2"], {"RANK": "0", "WORLD_SIZE": "2"}),
+    "--ranks 2 cannot be given under srun, which started 3": (["--ranks", "2"], slurm("2,1", 0, 0, 20001)),
+    "--run is missing: under srun": ([], slurm("2,1", 0, 0, 20001)),
+    "--run is missing: name the run folder, on a disk that all 2": ([], slurm("1,1", 0, 0, 20001)),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_options_that_cannot_be(nursery: Nursery, tmp_path: Path, sentence: str) -> None:
+    more, environ = REFUSED[sentence]
+    (end,) = nursery.commands((["train", *more], environ), folder=tmp_path, disturb=nobody)
+    assert end.code == 2, end
+    assert_one_sentence(end)
+    assert sentence in end.err
+    assert not list(tmp_path.iterdir())
