@@ -1,0 +1,66 @@
+"""What a rank would hold of layers that a rehearsal leaves out, as memory that nobody uses.
+
+Their states (fp32 weights, gradients and, where they are on the device, AdamW's moments, cut over the ranks), what their
+tapes take of the device, and the block inputs that `whole` keeps there.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ithaca.assemble import Model
+from ithaca.errors import PlanError
+from ithaca.model.spec import Spec
+from ithaca.parallel.layout import row_range
+from ithaca.plans.needs import Need, tiles_of
+from ithaca.tape.tiles import Tiles
+
+
+def with_layers(spec: Spec, layers: int) -> Spec:
+    """The same model with its first layers alone."""
+    return replace(spec, layers=layers, rope_layers=spec.rope_layers[:layers])
+
+
+def absent_bytes(model: Model, spec: Spec, tokens: int) -> dict[str, int]:
+    """What a model of all layers holds on the device that this one, of some of them, does not."""
+    absent, plan = spec.layers - model.spec.layers, model.plan
+    if absent == 0:
+        return {}
+    if plan.checkpoint == "none":
+        raise PlanError(
+            f"checkpoint='none' keeps everything of {absent} layers that --layers {model.spec.layers} leaves out: "
+            f"rehearse all {spec.layers}"
+        )
+    tiles = tiles_of(plan, model.lay(tokens))
+    return {
+        "states": absent * _block_states(model, spec),
+        "tapes": device_tapes(model.needs(spec), tiles) - device_tapes(model.needs(model.spec), tiles),
+        "block inputs": 0 if plan.sweeps else _kept_by_whole(model, spec, tiles),
+    }
+
+
+def hold(sizes: dict[str, int], device: torch.device) -> list[Tensor]:
+    return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes.values() if size]
+
+
+def device_tapes(asked: list[Need], tiles: Tiles) -> int:
+    return sum(need.bytes_of(tiles.length) for need in asked if need.place == "device")
+
+
+def _block_states(model: Model, spec: Spec) -> int:
+    mesh = model.mesh
+    numbers = 0
+    for rows, *columns in spec.block_shapes().values():
+        width = columns[0] if columns else 1
+        numbers += len(row_range(rows, mesh.parameter_rank, mesh.parameter_ranks)) * width
+    return numbers * 4 * (4 if model.plan.optimizer == "device" else 2)
+
+
+def _kept_by_whole(model: Model, spec: Spec, tiles: Tiles) -> int:
+    """x of every layer that has it on the device, and o beside it with checkpoint selective."""
+    places = model.plan.placement(spec.layers).x[model.spec.layers :]
+    width = spec.hidden * places.count("device")
+    if model.plan.checkpoint == "selective":
+        width += spec.heads * spec.head_size * len(places)
+    return tiles.length * width * model.dtype.itemsize

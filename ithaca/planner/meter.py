@@ -1,0 +1,123 @@
+"""Who holds the memory: every tensor that is made while the meter runs is counted for whoever made it.
+
+The owner is read off the call stack, so that nothing needs to say who it is, FSDP2 included: the innermost frame whose
+file (and function, where it matters) stands in the table below. What a kernel takes and gives back within one
+operation is not seen; on a GPU the allocator knows it, and `rehearse.py` shows the difference.
+"""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+STATES, GATHERED, GRADIENTS, KEYS, TAPES = "states", "gathered weights", "gradients", "K and V", "tapes"
+ATTENTION, EXCHANGE, LOSS, BLOCKS, BATCH, OTHER = "attention", "exchange", "loss", "blocks", "batch", "other"
+
+# The end of a file's path, or a part of it for a folder, and a function in it where that matters -> the owner
+_FILES: dict[tuple[str, str], str] = {
+    ("ithaca/attention/", ""): ATTENTION,
+    ("ithaca/parallel/exchange.py", ""): EXCHANGE,
+    ("ithaca/parallel/ring.py", ""): EXCHANGE,
+    ("ithaca/parallel/batch.py", ""): BATCH,
+    ("ithaca/schedule/loss.py", ""): LOSS,
+    ("ithaca/schedule/tapes.py", ""): TAPES,
+    ("ithaca/tape/", ""): TAPES,
+    ("ithaca/schedule/", ""): BLOCKS,
+    ("ithaca/train/optimizer.py", ""): STATES,
+    ("ithaca/train/streamed.py", ""): STATES,
+    ("ithaca/parallel/sharding.py", "load"): STATES,
+    ("ithaca/planner/ballast.py", ""): STATES,
+    ("_fsdp_collectives.py", "foreach_reduce"): GRADIENTS,
+    ("_fsdp_collectives.py", ""): GATHERED,
+    ("_fsdp_param.py", ""): GATHERED,
+}
+
+
+class Meter(TorchDispatchMode):
+    """Bytes on one kind of device, by owner: now, and at the moment when they were most in all."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.now: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._device, self._total, self._most = device.type, 0, 0
+        self._live: dict[int, tuple[str, int]] = {}  # storage -> owner and bytes
+
+    def restart(self) -> None:
+        """Look for a new peak from here on."""
+        self._most, self.peak = self._total, Counter(self.now)
+
+    @contextmanager
+    def running(self) -> Iterator["Meter"]:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            """FSDP2 frees gathered weights by giving their storage no size."""
+            result = resize(storage, size)
+            if storage._cdata in self._live:
+                owner, before = self._live[storage._cdata]
+                self._live[storage._cdata] = owner, size
+                self._add(owner, size - before)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # pyrefly: ignore
+        try:
+            with self:
+                yield self
+        finally:
+            torch.UntypedStorage.resize_ = resize
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, DTensor):
+                tensor = tensor._local_tensor  # noqa: PLW2901  of the whole there is no memory
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device:
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._live:
+            return
+        owner, size = _owner(sys._getframe(2)), storage.nbytes()
+        self._live[key] = owner, size
+        self._add(owner, size)
+        weakref.finalize(storage, self._forget, key).atexit = False  # pyrefly: ignore
+
+    def _forget(self, key: int) -> None:
+        owner, size = self._live.pop(key)
+        self._add(owner, -size)
+
+    def _add(self, owner: str, size: int) -> None:
+        self.now[owner] += size
+        self._total += size
+        if self._total > self._most:
+            self._most, self.peak = self._total, Counter(self.now)
+
+
+def _owner(frame: FrameType | None) -> str:
+    names: set[str] = set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        file = frame.f_code.co_filename
+        for (part, function), owner in _FILES.items():
+            if part in file and (not function or function in names):
+                return KEYS if owner == TAPES and _is_keys(frame) else owner
+        frame = frame.f_back
+    return OTHER
+
+
+def _is_keys(frame: FrameType | None) -> bool:
+    """Whether tapes are being made of K, V or their gradients (schedule/tapes.py)."""
+    while frame is not None and "need" not in frame.f_locals:
+        frame = frame.f_back
+    return frame is not None and getattr(frame.f_locals["need"], "option", None) == "kv"
