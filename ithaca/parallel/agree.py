@@ -1,6 +1,7 @@
 """Ranks that agree before they go on: a mistake on one rank is an error on all, never a hang."""
 
 import hashlib
+import os
 import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -61,10 +62,13 @@ def without(group: dist.ProcessGroup, has: bool) -> list[int]:
 
 
 def on_this_node(group: dist.ProcessGroup, amount: int) -> tuple[int, int]:
-    """The sum of an amount over the ranks that share this node, and how many they are."""
-    here = socket.gethostname()
-    amounts = [theirs for node, theirs in _gather(group, (here, amount)) if node == here]
-    return sum(amounts), len(amounts)
+    """The sum of an amount over the ranks that share this node, and how many they are.
+
+    Processes are counted: in a rehearsal (looped.py) this one stands for all ranks, and its memory is taken once.
+    """
+    here, me = socket.gethostname(), os.getpid()
+    amounts = {process: theirs for node, process, theirs in _gather(group, (here, me, amount)) if node == here}
+    return sum(amounts.values()), len(amounts)
 
 
 def _portable(problem: Exception | None) -> tuple[type[IthacaError], str] | None:

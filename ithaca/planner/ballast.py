@@ -1,7 +1,7 @@
 """What a rank would hold of layers that a rehearsal leaves out, as memory that nobody uses.
 
-Their states (fp32 weights, gradients and, where they are on the device, AdamW's moments, cut over the ranks), what their
-tapes take of the device, and the block inputs that `whole` keeps there.
+Their states (fp32 weights, gradients and, where they are on the device, AdamW's moments, cut over the ranks), what
+their tapes take of the device, and the block inputs that `whole` keeps there.
 """
 
 from dataclasses import replace
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ithaca.assemble import Model
 from ithaca.errors import PlanError
+from ithaca.model.block import Heads
 from ithaca.model.spec import Spec
 from ithaca.parallel.layout import row_range
-from ithaca.plans.needs import Need, tiles_of
+from ithaca.plans.needs import Need, layout_of, needs, tiles_of
 from ithaca.tape.tiles import Tiles
 
 
@@ -32,16 +33,24 @@ def absent_bytes(model: Model, spec: Spec, tokens: int) -> dict[str, int]:
             f"checkpoint='none' keeps everything of {absent} layers that --layers {model.spec.layers} leaves out: "
             f"rehearse all {spec.layers}"
         )
-    tiles = tiles_of(plan, model.lay(tokens))
+    tiles = tiles_of(plan, layout_of(plan, tokens, model.mesh.ulysses, model.mesh.ring, shorten=True))
+    asked, there = (tapes_of(model, which) for which in (spec, model.spec))
     return {
         "states": absent * _block_states(model, spec),
-        "tapes": device_tapes(model.needs(spec), tiles) - device_tapes(model.needs(model.spec), tiles),
+        "tapes": device_tapes(asked, tiles) - device_tapes(there, tiles),
         "block inputs": 0 if plan.sweeps else _kept_by_whole(model, spec, tiles),
     }
 
 
 def hold(sizes: dict[str, int], device: torch.device) -> list[Tensor]:
     return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes.values() if size]
+
+
+def tapes_of(model: Model, spec: Spec) -> list[Need]:
+    """The tapes of a rank of such a job, for a model of these layers."""
+    rank, mesh = model.exchange.rank, model.mesh
+    mine = Heads(model.share.q[rank], model.share.kv[rank])
+    return needs(model.plan, spec, model.dtype, mine, mesh.ulysses, mesh.ring)
 
 
 def device_tapes(asked: list[Need], tiles: Tiles) -> int:

@@ -75,11 +75,11 @@ class Meter(TorchDispatchMode):
         finally:
             torch.UntypedStorage.resize_ = resize
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, DTensor):
-                tensor = tensor._local_tensor  # noqa: PLW2901  of the whole there is no memory
+                tensor = tensor._local_tensor
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device:
                 self._note(tensor.untyped_storage())
         return result
