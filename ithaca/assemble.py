@@ -58,6 +58,7 @@ class Model(nn.Module):
         self.ring = Ring(Group(mesh.ring_group) if mesh.ring_group else None)
         self.share = split_heads(source.spec.heads, source.spec.kv_heads, mesh.ulysses)
         self.rounds = head_rounds(self.share, plan.heads_at_once(mesh.ulysses))
+        self.tiles_held: int | None = None  # of each host tape, in a rehearsal of memory; None: all
         self._tapes: dict[bool, Tapes] = {}  # for passes that are kept for backward, and for those that are not
         self._begins_step = True
         cut(self.decoder, mesh, plan.zero, self.dtype)
@@ -213,13 +214,15 @@ class Model(nn.Module):
             self._check_room(asked, tiles)
             rebuilds = rebuilds_of(self.plan, self.spec) if training else {}
             with _outside_inference_mode():
-                made = together(self.mesh.group, lambda: Tapes(asked, rebuilds, tiles, self.engine, say))
+                made = together(
+                    self.mesh.group, lambda: Tapes(asked, rebuilds, tiles, self.engine, say, self.tiles_held)
+                )
             self._tapes[training] = made
 
     def _check_room(self, asked: list[Need], tiles: Tiles) -> None:
         """Refuse, on all ranks, tapes that one of them has no room for. Collective."""
         group, device, sharing = self.mesh.group, self.mesh.device, self.mesh.context_ranks
-        node_bytes, node_ranks = on_this_node(group, host_bytes(asked, tiles, device))
+        node_bytes, node_ranks = on_this_node(group, 0 if self.tiles_held else host_bytes(asked, tiles, device))
         node = Node(node_bytes, node_ranks)
         together(group, lambda: check_room(asked, tiles, sharing, self.plan, self.spec, device, node))
 

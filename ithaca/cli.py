@@ -106,12 +106,50 @@ def mesh(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say which Ulysses × ring ranks can share a sequence, what each link carries, and which mesh should be best."""
-    from ithaca.planner.command import run
     from ithaca.planner.machine import Machine
+    from ithaca.planner.show_mesh import run
     from ithaca.sizes import parse_bytes, parse_tokens
 
     machine = Machine(nodes=nodes, gpus=gpus, inside=parse_bytes(inside), across=parse_bytes(across))
     run(model, machine, parse_tokens(tokens), recipe, share, json)
+
+
+@app.command()
+def rehearse(
+    model: Annotated[
+        str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b; its sizes alone count.")
+    ],
+    ranks: Annotated[int, typer.Option(help="GPUs of the job, of which this process plays one.")] = 8,
+    tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M.")] = "1M",
+    layers: Annotated[
+        int | None, typer.Option(help="Layers that are run; the others are held as memory. All when not given.")
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="The Plan's.")] = "sweep",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of plan or mesh, as plan.chunk=128K."),
+    ] = None,
+    cap: Annotated[str | None, typer.Option(help="Memory of the GPU that may be used, as 80GB.")] = None,
+    memory_only: Annotated[
+        bool, typer.Option("--memory-only", help="Leave attention's arithmetic out: any length in little time.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Run one rank of a job of many on the device that is here: its memory by owner, its time by part."""
+    from ithaca.planner.show_rehearsal import run
+    from ithaca.sizes import parse_bytes, parse_tokens
+
+    run(
+        model,
+        ranks,
+        parse_tokens(tokens),
+        layers,
+        recipe,
+        set_ or [],
+        parse_bytes(cap) if cap else None,
+        memory_only,
+        json,
+    )
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ class Looped(dist.ProcessGroup):
     """What torch.distributed calls of a process group; torch 2.13 has other names for some of it."""
 
     def __init__(self, rank: int, ranks: int):
-        super().__init__(rank, ranks)
+        super().__init__(rank, ranks)  # pyrefly: ignore
         self._ranks = ranks
         self._stream: torch.cuda.Stream | None = None
 
@@ -93,13 +93,13 @@ class Looped(dist.ProcessGroup):
 
 
 class _Arrived(dist._Work):
-    def __init__(self, result: Any, event: torch.cuda.Event | None = None):
+    def __init__(self, result: Any, event: torch.Event | torch.cuda.Event | None = None):
         super().__init__()
         self._result, self._event = result, event
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream().wait_event(self._event)  # pyrefly: ignore
         return True
 
     def is_completed(self) -> bool:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 STATES, GATHERED, GRADIENTS, KEYS, TAPES = "states", "gathered weights", "gradients", "K and V", "tapes"
 ATTENTION, EXCHANGE, LOSS, BLOCKS, BATCH, OTHER = "attention", "exchange", "loss", "blocks", "batch", "other"
+HOST = "host"  # seen where the device is a CPU
 
 # The end of a file's path, or a part of it for a folder, and a function in it where that matters -> the owner
 _FILES: dict[tuple[str, str], str] = {
@@ -29,6 +30,7 @@ _FILES: dict[tuple[str, str], str] = {
     ("ithaca/parallel/batch.py", ""): BATCH,
     ("ithaca/schedule/loss.py", ""): LOSS,
     ("ithaca/schedule/tapes.py", ""): TAPES,
+    ("ithaca/tape/slab.py", ""): HOST,
     ("ithaca/tape/", ""): TAPES,
     ("ithaca/schedule/", ""): BLOCKS,
     ("ithaca/train/optimizer.py", ""): STATES,

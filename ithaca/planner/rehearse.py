@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from ithaca.assemble import Model, apply
-from ithaca.attention.documents import Pieces
-from ithaca.attention.kernels.seam import Kernel
 from ithaca.errors import PlanError
 from ithaca.model.named import find_config
 from ithaca.model.source import ModelSource, RandomWeights
@@ -25,12 +23,14 @@ from ithaca.parallel.batch import Batch
 from ithaca.parallel.looped import start_looped
 from ithaca.parallel.mesh import mesh
 from ithaca.planner.ballast import absent_bytes, hold, tapes_of, with_layers
-from ithaca.planner.meter import Meter
+from ithaca.planner.kernels import Timed, Weightless
+from ithaca.planner.meter import HOST, Meter
 from ithaca.plans.needs import host_bytes, layout_of, tiles_of
 from ithaca.plans.plan import Plan
 from ithaca.train.optimizer import make_optimizer
 
 PEAK_FLOPS = 989e12  # Hopper's dense bf16, the base of causal MFU
+TILES_HELD = 2  # of a host tape, where they stand for all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class Scene:
     shard: int = 1
     layers: int | None = None  # of the model's, the first ones; None: all
     cap: int | None = None  # bytes of the device that may be used
+    memory_only: bool = False  # everything but the arithmetic of attention, and two tiles of each host tape
 
     @property
     def ranks(self) -> int:
@@ -62,24 +63,25 @@ def rehearse(scene: Scene, device: str | None = None, say: Callable[[str], None]
     meter = Meter(grid.device)
     with meter.running():
         model = apply(source, scene.plan, grid)
-        model.kernel = timed = Timed(model.kernel, grid.device)
+        clock = Timed(model.kernel, grid.device)
+        model.kernel = Weightless(model.kernel) if scene.memory_only else clock
+        model.tiles_held = TILES_HELD if scene.memory_only else None
         optimizer = make_optimizer(model, learning_rate=0.0)
-        absent = absent_bytes(model, spec, scene.tokens)
-        ballast = hold(absent, grid.device)
+        ballast = hold(absent_bytes(model, spec, scene.tokens), grid.device)
         model.reserve(scene.shard, scene.tokens, say)
         batch = model.shard(*_tokens(scene, spec))
-    # A first step is the warm-up, and the one whose memory is looked at: both take longer
+    # The first step warms up and is watched, which takes longer; the second is timed
     _synchronize(grid.device)
     if grid.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     meter.restart()
     with meter.running():
-        _step(model, optimizer, batch, {})
-    peak = _peaks(meter, grid.device)
-    timed.clear()
-    seconds: dict[str, float] = {}
-    _step(model, optimizer, batch, seconds)
-    seconds["attention"] = timed.seconds()
+        _step(model, optimizer, batch)
+    peak, seconds = _peaks(meter, grid.device), {}
+    if not scene.memory_only:
+        clock.restart()
+        seconds = _step(model, optimizer, batch)
+        seconds["attention"] = clock.seconds()
     del ballast
     return _report(scene, spec, model, peak, seconds)
 
@@ -99,12 +101,13 @@ def _tokens(scene: Scene, spec: Spec) -> tuple[Tensor, Tensor]:
     return tokens, tokens
 
 
-def _step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch, seconds: dict[str, float]) -> None:
-    device, began = model.mesh.device, time.perf_counter()
+def _step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[str, float]:
+    """Seconds of its parts."""
+    seconds, began = {}, time.perf_counter()
 
     def lap(name: str) -> None:
         nonlocal began
-        _synchronize(device)
+        _synchronize(model.mesh.device)
         now = time.perf_counter()
         seconds[name], began = now - began, now
 
@@ -115,50 +118,12 @@ def _step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch, seconds:
     optimizer.step()
     optimizer.zero_grad()
     lap("optimizer")
-
-
-class Timed:
-    """A kernel with a clock."""
-
-    def __init__(self, kernel: Kernel, device: torch.device):
-        self.name, self.grain = kernel.name, kernel.grain
-        self._kernel, self._cuda, self._laps = kernel, device.type == "cuda", []
-
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-        return self._kernel.refuses(device, dtype, head_size)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
-        return self._lap(lambda: self._kernel.forward(q, k, v, pieces, scale))
-
-    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return self._lap(lambda: self._kernel.backward(*args))
-
-    def clear(self) -> None:
-        self._laps.clear()
-
-    def seconds(self) -> float:
-        if not self._cuda:
-            return sum(after - before for before, after in self._laps)
-        torch.cuda.synchronize()
-        return sum(before.elapsed_time(after) for before, after in self._laps) / 1e3
-
-    def _lap(self, work: Callable[[], Any]) -> Any:
-        before = self._now()
-        result = work()
-        self._laps.append((before, self._now()))
-        return result
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    return seconds
 
 
 def _peaks(meter: Meter, device: torch.device) -> dict[str, int]:
     """Bytes by owner when they were most; what kernels take for themselves, and what the allocator keeps beside."""
-    found = {owner: size for owner, size in meter.peak.most_common() if size > 0}
+    found = {owner: size for owner, size in meter.peak.most_common() if size > 0 and owner != HOST}
     if device.type != "cuda":
         return found
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -169,15 +134,13 @@ def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], second
     plan, grid = model.plan, model.mesh
     layout = layout_of(plan, scene.tokens, scene.ulysses, scene.ring, shorten=True)
     host = host_bytes(tapes_of(model, spec), tiles_of(plan, layout), torch.device("cuda"))
-    step = seconds["forward"] + seconds["backward"] + seconds["optimizer"]
-    per_token = with_layers(spec, model.spec.layers).flops_per_token(scene.tokens)
-    rate = scene.tokens / step / (scene.ring * scene.ulysses)
     return {
         "model": scene.model,
         "tokens": scene.tokens,
         "ranks": scene.ranks,
         "mesh": {"shard": scene.shard, "ring": scene.ring, "ulysses": scene.ulysses},
         "layers": model.spec.layers,
+        "model_layers": spec.layers,
         "recipe": plan.recipe,
         "plan": {name: value for name, value in vars(plan).items() if value is not None},
         "device": grid.device.type,
@@ -185,11 +148,18 @@ def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], second
         "peak_bytes_allocated": sum(peak.values()) - peak.get("allocator", 0),
         "memory": peak,
         "host_bytes": host,
+    } | (_speed(scene, model, seconds) if seconds else {})
+
+
+def _speed(scene: Scene, model: Model, seconds: dict[str, float]) -> dict[str, float]:
+    """Of the layers that were rehearsed, with embedding, loss and optimizer."""
+    step = seconds["forward"] + seconds["backward"] + seconds["optimizer"]
+    rate = scene.tokens / step / (scene.ring * scene.ulysses)
+    return {
         "seconds": step,
-        "attention_seconds": seconds["attention"],
-        **{f"{name}_seconds": seconds[name] for name in ("forward", "backward", "optimizer")},
+        **{f"{part}_seconds": taken for part, taken in seconds.items()},
         "tokens_per_second_per_gpu": rate,
-        "mfu_causal": rate * per_token / PEAK_FLOPS,
+        "mfu_causal": rate * model.spec.flops_per_token(scene.tokens) / PEAK_FLOPS,
     }
 
 

@@ -16,7 +16,7 @@ from ithaca.plans.rebuild import Home, Rebuild
 from ithaca.tape.engine import Engine
 from ithaca.tape.slab import Slab
 from ithaca.tape.slots import Slots
-from ithaca.tape.tape import DeviceTape, HostTape, Tape
+from ithaca.tape.tape import DeviceTape, HostTape, StandIn, Tape
 from ithaca.tape.tiles import Tiles
 
 
@@ -30,10 +30,13 @@ class Tapes:
         tiles: Tiles,
         engine: Engine,
         say: Callable[[str], None],
+        held: int | None = None,
     ):
+        """`held`: tiles of each host tape that stand for all of them; None: all are there."""
         self.tiles, self._engine, self._rebuilds = tiles, engine, rebuilds
+        self._host_tape = StandIn if held else HostTape
         hosted = [need for need in asked if need.place == "host"]
-        sizes = [need.tiles(tiles).length * need.row for need in hosted for _ in need.layers]
+        sizes = [_host_rows(need.tiles(tiles), held) * need.row for need in hosted for _ in need.layers]
         slab = Slab(sizes, engine.device, say)
         self._let_go = slab.belong_to(self, engine)
         parts = iter(slab.parts)
@@ -41,15 +44,15 @@ class Tapes:
         self._tapes: dict[str, dict[int, Tape]] = {}
         for need in asked:
             cut, tapes = need.tiles(tiles), self._tapes.setdefault(need.name, {})
-            shape = cut.length, *need.features
             if need.place == "device":
                 for layer in need.layers:
-                    memory = torch.empty(shape, dtype=need.dtype, device=engine.device)
+                    memory = torch.empty(cut.length, *need.features, dtype=need.dtype, device=engine.device)
                     tapes[layer] = DeviceTape(memory, cut)
             else:
                 slots = Slots(engine, min(cut.size, cut.length), need.features, need.dtype, need.slots)
+                shape = _host_rows(cut, held), *need.features
                 for layer in need.layers:
-                    tapes[layer] = HostTape(next(parts).view(need.dtype).view(shape), cut, slots)
+                    tapes[layer] = self._host_tape(next(parts).view(need.dtype).view(shape), cut, slots)
                 self._slots[need.name] = slots
         features = next((need.features for need in asked if need.name == "x"), ())
         self._homes = {
@@ -65,7 +68,7 @@ class Tapes:
             return tape
         if isinstance(tape, DeviceTape):
             return DeviceTape(tape.memory, self.tiles, features)
-        return HostTape(tape.memory, self.tiles, self._slots["x"], features)
+        return self._host_tape(tape.memory, self.tiles, self._slots["x"], features)
 
     def begin(self, kept: bool) -> "Pass":
         """Begin a forward pass; `kept` when a backward one follows."""
@@ -100,6 +103,10 @@ class Tapes:
         self._tapes.clear()
         self._homes.clear()
         self._slots.clear()
+
+
+def _host_rows(tiles: Tiles, held: int | None) -> int:
+    return tiles.length if held is None else held * tiles.size
 
 
 class Pass:

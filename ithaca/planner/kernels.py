@@ -1,0 +1,88 @@
+"""Attention kernels for rehearsals: one with a clock, and one that takes memory and computes nothing."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ithaca.attention.documents import Pieces
+from ithaca.attention.kernels.seam import Kernel
+from ithaca.model.precision import at_least_fp32
+
+
+class Timed:
+    """Another kernel, and how long its calls took: by events on a GPU, which wait for nothing."""
+
+    def __init__(self, kernel: Kernel, device: torch.device):
+        self.name, self.grain = kernel.name, kernel.grain
+        self._kernel, self._cuda = kernel, device.type == "cuda"
+        self._laps: list[tuple[Any, Any]] = []
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+        return self._kernel.refuses(device, dtype, head_size)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
+        return self._lap(lambda: self._kernel.forward(q, k, v, pieces, scale))
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, pieces: Pieces, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._lap(lambda: self._kernel.backward(do, q, k, v, o, lse, pieces, scale))
+
+    def restart(self) -> None:
+        self._laps.clear()
+
+    def seconds(self) -> float:
+        """Of all calls since then."""
+        if not self._cuda:
+            return sum(after - before for before, after in self._laps)
+        torch.cuda.synchronize()
+        return sum(before.elapsed_time(after) for before, after in self._laps) / 1e3
+
+    def _lap(self, work: Callable[[], Any]) -> Any:
+        before = self._now()
+        result = work()
+        self._laps.append((before, self._now()))
+        return result
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Weightless:
+    """The memory of another kernel's calls, outputs and workspace, filled with zeros."""
+
+    def __init__(self, kernel: Kernel):
+        self.name, self.grain = kernel.name, kernel.grain
+        self._kernel = kernel
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+        return self._kernel.refuses(device, dtype, head_size)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return torch.zeros_like(q), q.new_zeros(q.shape[1], len(q), dtype=at_least_fp32(q.dtype))
+
+    def backward(
+        self,
+        do: Tensor,  # noqa: ARG002
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,  # noqa: ARG002
+        lse: Tensor,  # noqa: ARG002
+        pieces: Pieces,  # noqa: ARG002
+        scale: float,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        workspace = [torch.empty_like(q) for _ in range(WORKSPACE)]
+        gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        del workspace
+        return gradients
+
+
+WORKSPACE = 2  # tensors like q that cuDNN's backward takes for itself

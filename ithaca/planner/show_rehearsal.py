@@ -1,0 +1,81 @@
+"""What `ithaca rehearse` does: a scene from its options, and what was seen as lines or as JSON."""
+
+import json
+from typing import Any
+
+from ithaca.config import read_config
+from ithaca.errors import ConfigError, PlanError
+from ithaca.model.named import find_config
+from ithaca.model.spec import read_spec
+from ithaca.planner.machine import Machine
+from ithaca.planner.meshes import choose
+from ithaca.plans.plan import Plan
+from ithaca.sizes import format_bytes, format_seconds, format_tokens
+
+NODE_GPUS = 8  # of the nodes that a mesh is chosen for
+
+
+def run(
+    model: str,
+    ranks: int,
+    tokens: int,
+    layers: int | None,
+    recipe: str,
+    sets: list[str],
+    cap: int | None,
+    memory_only: bool,
+    as_json: bool,
+) -> None:
+    """`ithaca rehearse MODEL --ranks P --tokens S`."""
+    config = read_config(None, [f"plan.recipe={recipe}", *sets])
+    wrong = [word for word in sets if not word.startswith(("plan.", "mesh."))]
+    if wrong:
+        raise ConfigError(f"--set {wrong[0]} has no part in a rehearsal: options of plan and mesh have")
+    axes = _axes(model, ranks, tokens, config.plan, dict(vars(config.mesh)), any(w.startswith("mesh.") for w in sets))
+    from ithaca.planner.rehearse import Scene, rehearse  # only now: torch takes its time
+
+    scene = Scene(model=model, plan=config.plan, tokens=tokens, layers=layers, cap=cap, memory_only=memory_only, **axes)
+    found = rehearse(scene)
+    print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+
+
+def _axes(model: str, ranks: int, tokens: int, plan: Plan, given: dict[str, Any], chosen: bool) -> dict[str, int]:
+    """shard × ring × ulysses of so many ranks: as given, or all of them on one sequence, on the best mesh."""
+    if ranks < 1:
+        raise PlanError(f"--ranks {ranks} cannot be rehearsed: 1 or more can")
+    if not plan.shares:
+        return {"shard": ranks, "ring": 1, "ulysses": 1}
+    if not chosen:
+        spec = read_spec(find_config(model)[0])
+        gpus = next(count for count in range(min(ranks, NODE_GPUS), 0, -1) if ranks % count == 0)
+        best = choose(spec, plan, Machine(nodes=ranks // gpus, gpus=gpus), tokens)[0]
+        return {"shard": 1, "ring": best.ring, "ulysses": best.ulysses}
+    sharing = given["ring"] * given["ulysses"]
+    shard = given["shard"] or max(ranks // sharing, 1)
+    if given["replicate"] != 1 or shard * sharing != ranks:
+        raise PlanError(
+            f"replicate {given['replicate']} × shard {shard} × ring {given['ring']} × ulysses {given['ulysses']} is "
+            f"{given['replicate'] * shard * sharing}, but --ranks is {ranks}: shard, ring and ulysses must make it"
+        )
+    return {"shard": shard, "ring": given["ring"], "ulysses": given["ulysses"]}
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    mesh = " × ".join(f"{name} {size}" for name, size in found["mesh"].items() if size > 1) or "alone"
+    lines = [
+        f"{found['model']}, {format_tokens(found['tokens'])} tokens, recipe '{found['recipe']}', rank 0 of "
+        f"{found['ranks']} ({mesh}), {found['layers']} of {found['model_layers']} layers, on this {found['device']}",
+        f"memory at its peak: {format_bytes(found['peak_bytes'])}",
+    ]
+    width = max(map(len, found["memory"]))
+    lines += [f"  {owner:{width}}  {format_bytes(size)}" for owner, size in found["memory"].items()]
+    lines.append(f"on the host: {format_bytes(found['host_bytes'])} of tapes for this rank, all layers")
+    if "seconds" in found:
+        parts = ", ".join(
+            f"{part} {format_seconds(found[f'{part}_seconds'])}" for part in ("forward", "backward", "optimizer")
+        )
+        lines.append(
+            f"a step of these layers: {format_seconds(found['seconds'])} ({parts}; attention "
+            f"{format_seconds(found['attention_seconds'])}), messages looped back"
+        )
+    return lines
