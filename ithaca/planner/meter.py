@@ -30,7 +30,6 @@ _FILES: dict[tuple[str, str], str] = {
     ("ithaca/parallel/batch.py", ""): BATCH,
     ("ithaca/schedule/loss.py", ""): LOSS,
     ("ithaca/schedule/tapes.py", ""): TAPES,
-    ("ithaca/tape/slab.py", ""): HOST,
     ("ithaca/tape/", ""): TAPES,
     ("ithaca/schedule/", ""): BLOCKS,
     ("ithaca/train/optimizer.py", ""): STATES,
@@ -113,13 +112,17 @@ def _owner(frame: FrameType | None) -> str:
         file = frame.f_code.co_filename
         for (part, function), owner in _FILES.items():
             if part in file and (not function or function in names):
-                return KEYS if owner == TAPES and _is_keys(frame) else owner
+                return _of_tapes(frame) if owner == TAPES else owner
         frame = frame.f_back
     return OTHER
 
 
-def _is_keys(frame: FrameType | None) -> bool:
-    """Whether tapes are being made of K, V or their gradients (schedule/tapes.py)."""
-    while frame is not None and "need" not in frame.f_locals:
-        frame = frame.f_back
-    return frame is not None and getattr(frame.f_locals["need"], "option", None) == "kv"
+def _of_tapes(frame: FrameType) -> str:
+    """Whose tapes are being made (schedule/tapes.py); host memory is seen there when it is given its shape."""
+    making: FrameType | None = frame
+    while making is not None and "need" not in making.f_locals:
+        making = making.f_back
+    need = making.f_locals["need"] if making else None
+    if making is frame and need is not None and need.place == "host":
+        return HOST
+    return KEYS if getattr(need, "option", None) == "kv" else TAPES

@@ -21,7 +21,7 @@ from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import Spec, read_spec
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.looped import start_looped
-from ithaca.parallel.mesh import mesh
+from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.ballast import absent_bytes, hold, tapes_of, with_layers
 from ithaca.planner.kernels import Timed, Weightless
 from ithaca.planner.meter import HOST, Meter
@@ -54,9 +54,13 @@ class Scene:
 
 def rehearse(scene: Scene, device: str | None = None, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Run a step of the scene in this process, which can take part in no other job after it."""
-    spec = read_spec(find_config(scene.model)[0])
     start_looped(scene.ranks)
-    grid = mesh(ulysses=scene.ulysses, ring=scene.ring, shard=scene.shard, device=device)
+    return play(scene, mesh(ulysses=scene.ulysses, ring=scene.ring, shard=scene.shard, device=device), say)
+
+
+def play(scene: Scene, grid: Mesh, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """The same on ranks of any job, whether they are there or looped back."""
+    spec = read_spec(find_config(scene.model)[0])
     if scene.cap is not None:
         _cap(grid.device, scene.cap)
     source = _source(scene, spec)
