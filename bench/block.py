@@ -34,8 +34,8 @@ from ithaca.attention.attend import softmax_scale
 from ithaca.attention.documents import Pieces, attended_length, positions
 from ithaca.attention.kernels import choose_kernel
 from ithaca.attention.walk import Walk
-from ithaca.model.block import Heads
 from ithaca.model.decoder import Unit
+from ithaca.model.heads import Heads
 from ithaca.model.source import load_model
 from ithaca.model.spec import Spec
 from ithaca.model.turn import turn
@@ -92,8 +92,8 @@ class Swept(Blocks):
         self.tiles = tiles_of(plan, self.layout)
         self.walk = Walk(self.kernel, self.layout.chunks, self.bounds, ring_runs(self.layout, 0))
         began = time.perf_counter()
-        asked = needs(plan, spec, BF16, self.mine, ranks, ring)
-        self.tapes = Tapes(asked, rebuilds_of(plan, spec), self.tiles, make_engine(DEVICE), lambda _: None)
+        asked = needs(plan, spec, BF16.itemsize, self.mine, ranks, ring)
+        self.tapes = Tapes(asked, rebuilds_of(plan, spec), self.tiles, BF16, make_engine(DEVICE), lambda _: None)
         self.reserve_seconds = time.perf_counter() - began
 
     def attention_seconds(self) -> float:
@@ -156,9 +156,9 @@ class Whole(Blocks):
     def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int, ring: int):
         super().__init__(spec, bounds, plan, ranks, ring)
         began = time.perf_counter()
-        asked = needs(plan, spec, BF16, self.mine, ranks, ring)
+        asked = needs(plan, spec, BF16.itemsize, self.mine, ranks, ring)
         tiles = tiles_of(plan, self.layout)
-        self.tapes = Tapes(asked, {}, tiles, make_engine(DEVICE), lambda _: None) if asked else None
+        self.tapes = Tapes(asked, {}, tiles, BF16, make_engine(DEVICE), lambda _: None) if asked else None
         self.reserve_seconds = time.perf_counter() - began
         rounds = head_rounds(self.share, plan.heads_at_once(ranks))
         kernel = self.kernel

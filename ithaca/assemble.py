@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ithaca.attention.kernels import choose_kernel
 from ithaca.errors import InputError, ModelError, PlanError
-from ithaca.model.block import Heads
 from ithaca.model.decoder import Decoder
 from ithaca.model.folder import check_vacant, write_folder
+from ithaca.model.heads import Heads
 from ithaca.model.precision import at_least_fp32
 from ithaca.model.source import DTYPES, ModelSource
 from ithaca.model.spec import Spec
@@ -29,8 +29,9 @@ from ithaca.parallel.mesh import Mesh, alone, describe_crossing
 from ithaca.parallel.ring import Ring
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
 from ithaca.parallel.transport import Group
-from ithaca.plans.needs import Need, Node, check_room, describe, host_bytes, layout_of, needs, rebuilds_of, tiles_of
+from ithaca.plans.needs import Need, describe, host_bytes, layout_of, needs, rebuilds_of, tiles_of
 from ithaca.plans.plan import Plan
+from ithaca.plans.room import Node, check_room
 from ithaca.schedule.forward import Job, logits, loss_sum
 from ithaca.schedule.tapes import Tapes
 from ithaca.tape.engine import make_engine
@@ -99,7 +100,7 @@ class Model(nn.Module):
     def host_bytes(self, rows: int, tokens: int) -> int:
         """Bytes of this node's memory that tapes for such passes take, those of all its ranks together."""
         tiles = together(self.mesh.group, self._cut(rows, tokens))
-        return on_this_node(self.mesh.group, host_bytes(self._needs(True), tiles, self.mesh.device))[0]
+        return on_this_node(self.mesh.group, host_bytes(self._needs(True), tiles, self.mesh.gpu))[0]
 
     def _cut(self, rows: int, tokens: int) -> Callable[[], Tiles]:
         """How this rank's tapes are cut for passes over so many sequences."""
@@ -185,7 +186,7 @@ class Model(nn.Module):
     def _needs(self, training: bool) -> list[Need]:
         rank, ranks = self.exchange.rank, self.exchange.ranks
         mine = Heads(self.share.q[rank], self.share.kv[rank])
-        asked = needs(self.plan, self.spec, self.dtype, mine, ranks, self.mesh.ring)
+        asked = needs(self.plan, self.spec, self.dtype.itemsize, mine, ranks, self.mesh.ring)
         return [need for need in asked if training or not need.training]
 
     def _tapes_for(self, cut: Callable[[], Tiles], training: bool) -> Tapes | None:
@@ -215,14 +216,15 @@ class Model(nn.Module):
             rebuilds = rebuilds_of(self.plan, self.spec) if training else {}
             with _outside_inference_mode():
                 made = together(
-                    self.mesh.group, lambda: Tapes(asked, rebuilds, tiles, self.engine, say, self.tiles_held)
+                    self.mesh.group,
+                    lambda: Tapes(asked, rebuilds, tiles, self.dtype, self.engine, say, self.tiles_held),
                 )
             self._tapes[training] = made
 
     def _check_room(self, asked: list[Need], tiles: Tiles) -> None:
         """Refuse, on all ranks, tapes that one of them has no room for. Collective."""
         group, device, sharing = self.mesh.group, self.mesh.device, self.mesh.context_ranks
-        node_bytes, node_ranks = on_this_node(group, 0 if self.tiles_held else host_bytes(asked, tiles, device))
+        node_bytes, node_ranks = on_this_node(group, 0 if self.tiles_held else host_bytes(asked, tiles, self.mesh.gpu))
         node = Node(node_bytes, node_ranks)
         together(group, lambda: check_room(asked, tiles, sharing, self.plan, self.spec, device, node))
 

@@ -10,7 +10,6 @@ tensors. Shapes: T tokens, H heads, D head size, E hidden.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -18,28 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ithaca.model.gate import gated
+from ithaca.model.heads import Heads
 from ithaca.model.linear import Part, linear
 from ithaca.model.spec import Spec
 from ithaca.model.turn import Turn, rotate
 
 Weights = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Some of the heads, by index: query heads, and the key/value heads that they read."""
-
-    q: Sequence[int]
-    kv: Sequence[int]
-
-    @staticmethod
-    def all(spec: Spec) -> "Heads":
-        return Heads(range(spec.heads), range(spec.kv_heads))
-
-    @staticmethod
-    def keys_only(spec: Spec) -> "Heads":
-        """No query: what K and V cost alone."""
-        return Heads(range(0), range(spec.kv_heads))
 
 
 def project(spec: Spec, w: Weights, x_TE: Tensor, turn: Turn | None, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:

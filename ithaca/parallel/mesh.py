@@ -47,6 +47,10 @@ class Mesh:
         return list(dict.fromkeys(used))
 
     @property
+    def gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
     def several_nodes(self) -> bool:
         return self.node_ranks is not None and self.node_ranks < self.size
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ithaca.assemble import Model
 from ithaca.errors import PlanError
-from ithaca.model.block import Heads
+from ithaca.model.heads import Heads
 from ithaca.model.spec import Spec
 from ithaca.parallel.layout import row_range
 from ithaca.plans.needs import Need, layout_of, needs, tiles_of
@@ -50,7 +50,7 @@ def tapes_of(model: Model, spec: Spec) -> list[Need]:
     """The tapes of a rank of such a job, for a model of these layers."""
     rank, mesh = model.exchange.rank, model.mesh
     mine = Heads(model.share.q[rank], model.share.kv[rank])
-    return needs(model.plan, spec, model.dtype, mine, mesh.ulysses, mesh.ring)
+    return needs(model.plan, spec, model.dtype.itemsize, mine, mesh.ulysses, mesh.ring)
 
 
 def device_tapes(asked: list[Need], tiles: Tiles) -> int:

@@ -137,7 +137,7 @@ def _peaks(meter: Meter, device: torch.device) -> dict[str, int]:
 def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], seconds: dict[str, float]) -> dict[str, Any]:
     plan, grid = model.plan, model.mesh
     layout = layout_of(plan, scene.tokens, scene.ulysses, scene.ring, shorten=True)
-    host = host_bytes(tapes_of(model, spec), tiles_of(plan, layout), torch.device("cuda"))
+    host = host_bytes(tapes_of(model, spec), tiles_of(plan, layout), gpu=True)
     return {
         "model": scene.model,
         "tokens": scene.tokens,

@@ -9,11 +9,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 from ithaca.errors import PlanError, suggestion
-from ithaca.model.block import Heads
-from ithaca.model.source import DTYPES
+from ithaca.model.heads import Heads
 from ithaca.model.spec import Spec
 from ithaca.parallel.heads import split_heads
 from ithaca.plans.needs import Need, device_bytes, has_room_for_x, layout_of, needs, passing_bytes, tiles_of
@@ -22,6 +19,8 @@ from ithaca.plans.plan import Plan
 from ithaca.plans.rebuild import fewest_kept, layers_to_keep, rebuild_passes
 from ithaca.sizes import format_bytes, parse_bytes, parse_tokens
 from ithaca.tape.tiles import Tiles
+
+ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}  # bytes of a number
 
 
 def place(
@@ -43,13 +42,13 @@ def place(
     """
     if not plan.sweeps:
         raise PlanError(f"recipe '{plan.recipe}' keeps no o that could be placed: recipe 'sweep' does")
-    if dtype not in DTYPES:
-        raise PlanError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), DTYPES)}")
+    if dtype not in ITEMSIZES:
+        raise PlanError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), ITEMSIZES)}")
     tokens = parse_tokens(tokens)
     layout_of(plan, tokens, ulysses, ring)  # whose chunk fits
     share = split_heads(spec.heads, spec.kv_heads, ulysses)
     fullest = max(range(ulysses), key=lambda rank: (len(share.kv[rank]), len(share.q[rank])))
-    where = _Where(DTYPES[dtype], Heads(share.q[fullest], share.kv[fullest]), ulysses, ring)
+    where = _Where(ITEMSIZES[dtype], Heads(share.q[fullest], share.kv[fullest]), ulysses, ring)
     free = _Budget(*(parse_bytes(given) if given else 0 for given in (device, host)))
     choices = sorted(_choices(spec.layers), key=lambda kept: _work_again(spec, tokens, *kept))
     placed = _first_that_fits(plan, spec, where, tokens, free, choices)
@@ -97,7 +96,7 @@ def _placement(spec: Spec, kept_x: set[int], kept_o: set[int], place: str = "hos
 class _Where:
     """One of the ranks that share a sequence."""
 
-    dtype: torch.dtype
+    itemsize: int
     mine: Heads
     ulysses: int
     ring: int
@@ -147,7 +146,7 @@ def _fill(
 
 
 def _needs(plan: Plan, spec: Spec, where: _Where) -> list[Need]:
-    return needs(plan.settled(), spec, where.dtype, where.mine, where.ulysses, where.ring)
+    return needs(plan.settled(), spec, where.itemsize, where.mine, where.ulysses, where.ring)
 
 
 def _used(plan: Plan, spec: Spec, where: _Where, tiles: Tiles) -> _Budget:

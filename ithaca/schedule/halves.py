@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ithaca.model.block import Heads, Weights, feed, mix, project
+from ithaca.model.block import Weights, feed, mix, project
+from ithaca.model.heads import Heads
 from ithaca.model.linear import Summed
 from ithaca.model.spec import Spec
 from ithaca.model.turn import Turn

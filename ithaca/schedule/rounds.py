@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 from ithaca.attention.attend import attend, softmax_scale
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
-from ithaca.model.block import Heads, Weights, project
+from ithaca.model.block import Weights, project
+from ithaca.model.heads import Heads
 from ithaca.model.linear import Summed
 from ithaca.model.precision import at_least_fp32
 from ithaca.model.spec import Spec

@@ -37,7 +37,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ithaca.attention.walk import Walk
-from ithaca.model.block import Heads, Weights, project
+from ithaca.model.block import Weights, project
+from ithaca.model.heads import Heads
 from ithaca.model.linear import Summed
 from ithaca.model.spec import Spec
 from ithaca.model.turn import Turn, turn

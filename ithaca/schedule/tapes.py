@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from ithaca.model.precision import at_least_fp32
 from ithaca.plans.needs import Need
 from ithaca.plans.rebuild import Home, Rebuild
 from ithaca.tape.engine import Engine
@@ -28,6 +29,7 @@ class Tapes:
         asked: list[Need],
         rebuilds: Mapping[int, Rebuild],
         tiles: Tiles,
+        dtype: torch.dtype,
         engine: Engine,
         say: Callable[[str], None],
         held: int | None = None,
@@ -44,15 +46,17 @@ class Tapes:
         self._tapes: dict[str, dict[int, Tape]] = {}
         for need in asked:
             cut, tapes = need.tiles(tiles), self._tapes.setdefault(need.name, {})
+            kind = at_least_fp32(dtype) if need.exact else dtype
+            assert kind.itemsize == need.itemsize
             if need.place == "device":
                 for layer in need.layers:
-                    memory = torch.empty(cut.length, *need.features, dtype=need.dtype, device=engine.device)
+                    memory = torch.empty(cut.length, *need.features, dtype=kind, device=engine.device)
                     tapes[layer] = DeviceTape(memory, cut)
             else:
-                slots = Slots(engine, min(cut.size, cut.length), need.features, need.dtype, need.slots)
+                slots = Slots(engine, min(cut.size, cut.length), need.features, kind, need.slots)
                 shape = _host_rows(cut, held), *need.features
                 for layer in need.layers:
-                    tapes[layer] = self._host_tape(next(parts).view(need.dtype).view(shape), cut, slots)
+                    tapes[layer] = self._host_tape(next(parts).view(kind).view(shape), cut, slots)
                 self._slots[need.name] = slots
         features = next((need.features for need in asked if need.name == "x"), ())
         self._homes = {

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ithaca.model.block import Heads, Weights, feed, mix
+from ithaca.model.block import Weights, feed, mix
+from ithaca.model.heads import Heads
 from ithaca.model.turn import Turn
 from ithaca.schedule.halves import finish, finish_backward, summed
 from ithaca.schedule.rounds import Attention, AttentionAgain

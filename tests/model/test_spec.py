@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from ithaca.errors import ModelError
-from ithaca.model.block import Heads, mix, project
+from ithaca.model.block import mix, project
+from ithaca.model.heads import Heads
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import FAMILIES, read_spec
 from ithaca.model.turn import turn

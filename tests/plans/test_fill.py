@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ithaca
 from ithaca.errors import PlanError
-from ithaca.model.block import Heads
+from ithaca.model.heads import Heads
 from ithaca.parallel.heads import split_heads
 from ithaca.plans.needs import device_bytes, has_room_for_x, layout_of, needs, passing_bytes, rebuilds_of, tiles_of
 from ithaca.plans.places import RECOMPUTE
@@ -22,7 +21,7 @@ TOKENS = 2**17
 def taken(plan: ithaca.Plan, tokens: int = TOKENS, ranks: int = 1) -> tuple[int, int]:
     """By the first rank, which has as many heads as any."""
     share = split_heads(SPEC.heads, SPEC.kv_heads, ranks)
-    asked = needs(plan.settled(), SPEC, torch.bfloat16, Heads(share.q[0], share.kv[0]), ranks)
+    asked = needs(plan.settled(), SPEC, 2, Heads(share.q[0], share.kv[0]), ranks)
     tiles = tiles_of(plan, layout_of(plan, tokens, ranks))
     hosted = sum(need.bytes_of(tiles.length) for need in asked if need.place == "host")
     return device_bytes(asked, tiles) + passing_bytes(plan, SPEC, asked), hosted

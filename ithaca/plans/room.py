@@ -1,0 +1,83 @@
+"""Whether the tapes of a Plan fit this device and this node; what does not is refused before anything is allocated."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ithaca.errors import PlanError
+from ithaca.model.spec import Spec
+from ithaca.plans.needs import Need, device_bytes, passing_bytes, slot_bytes
+from ithaca.plans.places import REBUILD, spell
+from ithaca.plans.plan import Plan
+from ithaca.plans.rebuild import layers_to_keep
+from ithaca.sizes import format_bytes
+from ithaca.tape.budget import host_budget
+from ithaca.tape.tiles import Tiles
+
+
+@dataclass(frozen=True)
+class Node:
+    """What tapes take of a node's memory, and how many ranks they are of."""
+
+    bytes: int
+    ranks: int
+
+
+def check_room(
+    asked: list[Need], tiles: Tiles, sharing: int, plan: Plan, spec: Spec, device: torch.device, node: Node
+) -> None:
+    """Refuse what does not fit this device or, all its ranks together, this node, before anything is allocated.
+
+    `sharing`: ranks that share a sequence, each of them with such tiles.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        ways = _elsewhere(asked, tiles, "device", "host", 1)
+        weights = passing_bytes(plan, spec, asked)
+        needed, fixed = device_bytes(asked, tiles) + weights, slot_bytes(asked, tiles) + weights
+        _refuse_over(needed, fixed, free, "the GPU's free memory", ways, tiles.length * sharing)
+    budget, reason = host_budget()
+    if plan.host_memory is not None and plan.host_memory < budget:
+        budget, reason = plan.host_memory, "plan.host_memory"
+    fixed = 0 if device.type == "cuda" else node.ranks * slot_bytes(asked, tiles)
+    ways = _fewer_x(asked, tiles, plan, spec, node.ranks)
+    if device.type == "cuda":
+        ways += _elsewhere(asked, tiles, "host", "device", node.ranks)
+    _refuse_over(node.bytes, fixed, budget, reason, ways, tiles.length * sharing, node.ranks)
+
+
+def _refuse_over(needed: int, fixed: int, free: int, reason: str, ways: list[str], tokens: int, ranks: int = 1) -> None:
+    """`fixed` of the bytes needed do not depend on the tokens of the sequence."""
+    if needed <= free:
+        return
+    text = f"tapes for {tokens} tokens need {format_bytes(needed)}"
+    text += f" for the {ranks} ranks of this node" if ranks > 1 else ""
+    text += f", and {reason} is {format_bytes(free)}: {format_bytes(needed - free)} are missing"
+    fitting = tokens * (free - fixed) // (needed - fixed)
+    last = f"{fitting} tokens would fit" if fitting > 0 else "a smaller plan.chunk or plan.tile may help"
+    raise PlanError(f"{text}; {', or '.join([*ways, last])}")
+
+
+def _elsewhere(asked: list[Need], tiles: Tiles, place: str, other: str, ranks: int) -> list[str]:
+    """What the option with most bytes in a place would free by another word."""
+    options = {need.option: 0 for need in asked if need.place == place and need.layers}
+    for need in (need for need in asked if need.place == place and need.layers):
+        options[need.option] += ranks * need.bytes_of(tiles.length)
+    if not options:
+        return []
+    largest = max(options, key=lambda option: options[option])
+    return [f"plan.{largest}={other} frees {format_bytes(options[largest])}"]
+
+
+def _fewer_x(asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec, ranks: int) -> list[str]:
+    """What x of a few layers, from which the others can be rebuilt once each, would free of the host."""
+    hosted = next((need for need in asked if need.name == "x"), None)
+    if not plan.sweeps or (plan.x, plan.o) != ("host", "host") or hosted is None:
+        return []
+    enough = next(count for count in range(1, spec.layers + 1) if 2 ** (count + 1) - 2 >= spec.layers)
+    kept = layers_to_keep(spec.layers, enough)
+    if len(kept) == spec.layers:
+        return []
+    freed = format_bytes(ranks * (spec.layers - len(kept)) * tiles.length * hosted.row)
+    return [f"plan.x='{spell(['host' if layer in kept else REBUILD for layer in range(spec.layers)])}' frees {freed}"]
