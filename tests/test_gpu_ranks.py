@@ -37,6 +37,8 @@ RING_PLANS: dict[str, dict[str, Any]] = {
     "hybrid": {"recipe": "hybrid"},
     "hybrid-gather": {"recipe": "hybrid", "travel": "gather", "checkpoint": "selective"},
     "ring-sweep": {"recipe": "sweep", "chunk": 250, "tile": 50},
+    "ring-sweep-host": {"recipe": "sweep", "chunk": 100} | HOST,
+    "ring-sweep-recompute": {"recipe": "sweep", "chunk": 250, "o": "recompute"},
 }
 
 
