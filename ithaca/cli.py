@@ -133,6 +133,9 @@ def rehearse(
     memory_only: Annotated[
         bool, typer.Option("--memory-only", help="Leave attention's arithmetic out: any length in little time.")
     ] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Time the first step, whose memory is watched; for long ones.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run one rank of a job of many on the device that is here: its memory by owner, its time by part."""

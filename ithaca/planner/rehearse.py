@@ -46,6 +46,7 @@ class Scene:
     layers: int | None = None  # of the model's, the first ones; None: all
     cap: int | None = None  # bytes of the device that may be used
     memory_only: bool = False  # everything but the arithmetic of attention, and two tiles of each host tape
+    once: bool = False  # time the one step whose memory is watched, where kernels are long enough to hide that
 
     @property
     def ranks(self) -> int:
@@ -74,20 +75,20 @@ def play(scene: Scene, grid: Mesh, say: Callable[[str], None] = lambda _: None) 
         ballast = hold(absent_bytes(model, spec, scene.tokens), grid.device)
         model.reserve(scene.shard, scene.tokens, say)
         batch = model.shard(*_tokens(scene, spec))
-    # The first step warms up and is watched, which takes longer; the second is timed
+    # The first step warms up and is watched, which takes longer; the second is timed, if there is one
     _synchronize(grid.device)
     if grid.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     meter.restart()
     with meter.running():
-        _step(model, optimizer, batch)
-    peak, seconds = _peaks(meter, grid.device), {}
-    if not scene.memory_only:
+        seconds = _step(model, optimizer, batch)
+    peak = _peaks(meter, grid.device)
+    if not (scene.once or scene.memory_only):
         clock.restart()
         seconds = _step(model, optimizer, batch)
-        seconds["attention"] = clock.seconds()
+    seconds["attention"] = clock.seconds()
     del ballast
-    return _report(scene, spec, model, peak, seconds)
+    return _report(scene, spec, model, peak, {} if scene.memory_only else seconds)
 
 
 def _source(scene: Scene, spec: Spec) -> ModelSource:

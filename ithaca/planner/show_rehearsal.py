@@ -24,6 +24,7 @@ def run(
     sets: list[str],
     cap: int | None,
     memory_only: bool,
+    once: bool,
     as_json: bool,
 ) -> None:
     """`ithaca rehearse MODEL --ranks P --tokens S`."""
@@ -34,7 +35,9 @@ def run(
     axes = _axes(model, ranks, tokens, config.plan, dict(vars(config.mesh)), any(w.startswith("mesh.") for w in sets))
     from ithaca.planner.rehearse import Scene, rehearse  # only now: torch takes its time
 
-    scene = Scene(model=model, plan=config.plan, tokens=tokens, layers=layers, cap=cap, memory_only=memory_only, **axes)
+    scene = Scene(
+        model=model, plan=config.plan, tokens=tokens, layers=layers, cap=cap, memory_only=memory_only, once=once, **axes
+    )
     found = rehearse(scene)
     print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
 
