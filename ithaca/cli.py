@@ -142,17 +142,8 @@ def rehearse(
     from ithaca.planner.show_rehearsal import run
     from ithaca.sizes import parse_bytes, parse_tokens
 
-    run(
-        model,
-        ranks,
-        parse_tokens(tokens),
-        layers,
-        recipe,
-        set_ or [],
-        parse_bytes(cap) if cap else None,
-        memory_only,
-        json,
-    )
+    limit = parse_bytes(cap) if cap else None
+    run(model, ranks, parse_tokens(tokens), layers, recipe, set_ or [], limit, memory_only, once, json)
 
 
 def main() -> None:
