@@ -1,0 +1,82 @@
+"""The table of GPUs: every number has a source, and more can be added."""
+
+from pathlib import Path
+
+import pytest
+
+from ithaca.errors import PlanError
+from ithaca.planner.hardware import NUMBERS, parse_gpus, read_gpus
+
+WANTED = ("A100-40GB", "A100-80GB", "H100-80GB", "H200-141GB", "B200-180GB", "GH200-96GB", "RTX4090-24GB", "L40S-48GB")
+
+
+def test_every_number_has_a_source() -> None:
+    known = read_gpus()
+    assert set(WANTED) == set(known)
+    for name, gpu in known.items():
+        assert gpu.name == name
+        assert set(gpu.sources) == set(NUMBERS)
+        assert all(gpu.sources.values())
+        assert gpu.memory == float(name.split("-")[1].removesuffix("GB")) * 1e9
+        assert gpu.attention_forward < gpu.matmul < gpu.flops
+        assert gpu.across <= gpu.inside
+
+
+def test_what_was_not_measured_is_called_assumed() -> None:
+    gpu = read_gpus()["A100-80GB"]
+    assert gpu.sources["matmul"] == "assumed: 76 % of the peak, as measured on the H200-141GB"
+    assert gpu.matmul == pytest.approx(312e12 * 747 / 989)
+
+
+def test_counts_and_names() -> None:
+    known = read_gpus()
+    for text in ("8xH100-80GB", "8 x h100-80gb", "8×H100-80GB"):
+        count, gpu = parse_gpus(text, known)
+        assert (count, gpu.name) == (8, "H100-80GB")
+    assert parse_gpus("L40S-48GB", known)[0] == 1
+    assert parse_gpus("16xh200", known)[1].name == "H200-141GB"
+    with pytest.raises(PlanError, match="GPU 'A100' is one of several: A100-40GB or A100-80GB"):
+        parse_gpus("A100", known)
+    with pytest.raises(PlanError, match=r"GPU 'H100-80G' is not known: did you mean 'H100-80GB'\?"):
+        parse_gpus("8xH100-80G", known)
+    with pytest.raises(PlanError, match="has 0 GPUs: 1 or more"):
+        parse_gpus("0xH100-80GB", known)
+
+
+def test_another_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        '["H100-80GB"]\nacross = [100e9, "two cards"]\n["New-1GB"]\n'
+        + "\n".join(f'{name} = [1e9, "made up"]' for name in NUMBERS[:6])
+    )
+    known = read_gpus(file)
+    assert (known["H100-80GB"].across, known["H100-80GB"].sources["across"]) == (100e9, "two cards")
+    assert known["H100-80GB"].memory == 80e9
+    assert known["New-1GB"].matmul == pytest.approx(1e9 * 747 / 989)
+    assert len(read_gpus()) == len(WANTED)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('["X"]\nmemory = 5', "memory of GPU 'X' is 5: a number and its source are needed"),
+        ('["X"]\nmemory = [-5, "no"]', "memory of GPU 'X' is"),
+        ('["X"]\nmemory = [5, "s"]', "GPU 'X' has no flops: a number and its source are needed"),
+        (
+            '["H100-80GB"]\nmemroy = [5, "s"]',
+            "GPU 'H100-80GB' has a 'memroy', which nobody reads: did you mean 'memory'",
+        ),
+        ("x = 1", "'x' in '.*' is no GPU: a table of numbers is"),
+        ("[", "cannot be read as TOML"),
+    ],
+)
+def test_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(PlanError, match=sentence):
+        read_gpus(file)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot be read as TOML"):
+        read_gpus(tmp_path / "none.toml")
