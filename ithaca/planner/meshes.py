@@ -14,7 +14,7 @@ across nodes. Padding, copies, the optimizer, latency are not counted: the secon
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from ithaca.errors import PlanError
@@ -51,9 +51,23 @@ class Choice:
     between_ulysses: Sent
     between_rings: Sent
     kv_bytes: int  # of a block's K and V on a GPU, with their gradients
+    exchanges: tuple[float, float]  # seconds that links take, between Ulysses ranks and between ring ranks
+    chunks: int
     computing: float  # seconds
-    exchange: float
-    seconds: float
+    seconds: float = 0.0  # of a step
+
+    @property
+    def exchange(self) -> float:
+        return sum(self.exchanges)
+
+    def with_exchange(self, plan: Plan, computing: float) -> float:
+        """Seconds of so much computing with what is not hidden of the exchange."""
+        ulysses, ring = self.exchanges
+        if plan.sweeps:
+            return max(computing, self.exchange) + min(computing, self.exchange) / self.chunks
+        if plan.travel == "around":
+            return ulysses + max(computing, ring)
+        return self.exchange + computing
 
     @property
     def inside(self) -> int:
@@ -79,7 +93,7 @@ def choose(spec: Spec, plan: Plan, machine: Machine, tokens: int, sharing: int |
             f"recipe '{plan.recipe}' cannot share a sequence among {sharing} GPUs, as the model has {spec.heads} query "
             f"heads: {most} can share one (share={most}), or use recipe 'sweep'"
         )
-    found = [_weigh(spec, plan, machine, tokens, *shape) for shape in shapes]
+    found = [weigh(spec, plan, machine, tokens, *shape) for shape in shapes]
     fastest = min(choice.seconds for choice in found)
     return sorted(
         found,
@@ -103,22 +117,13 @@ def _allows(plan: Plan, ulysses: int, ring: int) -> bool:
     return (ring == 1 or plan.rings) and (ulysses == 1 or plan.shares_heads)
 
 
-def _weigh(spec: Spec, plan: Plan, machine: Machine, tokens: int, ulysses: int, ring: int) -> Choice:
+def weigh(spec: Spec, plan: Plan, machine: Machine, tokens: int, ulysses: int, ring: int) -> Choice:
     share = split_heads(spec.heads, spec.kv_heads, ulysses)
     chunk = plan.chunk_of(tokens, shorten=True) if plan.sweeps else tokens
     layout = Layout(tokens, chunk, ulysses, ring)
     between_ulysses, between_rings = _busiest(spec, plan, machine, layout, share)
-    computing = _computing(spec, plan, machine, layout, share)
-    u_seconds, r_seconds = between_ulysses.seconds(machine), between_rings.seconds(machine)
-    if plan.sweeps:
-        exchange = u_seconds + r_seconds
-        seconds = max(computing, exchange) + min(computing, exchange) / layout.chunks.count
-    elif plan.travel == "around":
-        seconds = u_seconds + max(computing, r_seconds)
-    else:
-        seconds = u_seconds + r_seconds + computing
     widest = max(map(len, share.kv))
-    return Choice(
+    unhidden = Choice(
         ulysses=ulysses,
         ring=ring,
         data=machine.ranks // (ulysses * ring),
@@ -126,10 +131,11 @@ def _weigh(spec: Spec, plan: Plan, machine: Machine, tokens: int, ulysses: int, 
         between_ulysses=between_ulysses,
         between_rings=between_rings,
         kv_bytes=2 * layout.local * ulysses * widest * spec.head_size * (BF16 + (FP32 if plan.sweeps else BF16)),
-        computing=computing,
-        exchange=u_seconds + r_seconds,
-        seconds=seconds,
+        exchanges=(between_ulysses.seconds(machine), between_rings.seconds(machine)),
+        chunks=layout.chunks.count,
+        computing=_computing(spec, plan, machine, layout, share),
     )
+    return replace(unhidden, seconds=unhidden.with_exchange(plan, unhidden.computing))
 
 
 def _computing(spec: Spec, plan: Plan, machine: Machine, layout: Layout, share: Share) -> float:

@@ -1,0 +1,63 @@
+"""Predicted time against published tables, and how it follows from the Plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from ithaca.model.named import find_config
+from ithaca.model.spec import read_spec
+from ithaca.planner.hardware import read_gpus
+from ithaca.planner.machine import Machine
+from ithaca.planner.seconds import Seconds, predict_seconds
+from ithaca.plans.plan import Plan
+
+K, M = 2**10, 2**20
+GPU = read_gpus()["H100-80GB"]
+
+# Tokens/s of a GPU, 8 × H100-80GB, Llama3-8B, as the paper on untied Ulysses has them
+PUBLISHED = {
+    "ulysses": {512 * K: 879, M: 475, 2 * M: 246, 3 * M: 162},
+    "untied": {512 * K: 867, M: 473, 2 * M: 246, 3 * M: 166, 4 * M: 126, 5 * M: 98},
+}
+
+
+def predicted(model: str, plan: Plan, tokens: int, nodes: int = 1, ulysses: int = 8, ring: int = 1) -> Seconds:
+    spec, machine = read_spec(find_config(model)[0]), Machine(nodes=nodes, gpus=8)
+    return predict_seconds(spec, plan, GPU, machine, tokens, ulysses, ring)
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_published_speed(recipe: str) -> None:
+    for tokens, rate in PUBLISHED[recipe].items():
+        found = tokens / 8 / predicted("llama3-8b", Plan(recipe=recipe), tokens).step
+        assert found == pytest.approx(rate, rel=0.2), tokens
+
+
+def test_attention_that_runs_once() -> None:
+    """At 5M nearly all of a step is attention: (2F + B) / (F + B) of it is saved where o is kept."""
+    kept, again = (predicted("llama3-8b", Plan(recipe="sweep", o=o), 5 * M) for o in ("host", "recompute"))
+    assert again.attention_forward == 2 * kept.attention_forward
+    assert again.attention_backward == kept.attention_backward
+    assert again.step / kept.step == pytest.approx(again.computing / kept.computing, rel=0.01)
+
+
+def test_twice_the_ranks_take_half_the_time() -> None:
+    one, two = (
+        predicted("llama3-8b", Plan(recipe="sweep"), 5 * M, nodes=nodes, ring=ring) for nodes, ring in ((1, 1), (2, 2))
+    )
+    assert two.step == pytest.approx(one.step / 2, rel=0.01)
+
+
+def test_a_slow_link_to_the_host_is_waited_for() -> None:
+    spec, machine = read_spec(find_config("llama3-8b")[0]), Machine(nodes=1, gpus=8)
+    slow = replace(GPU, host=1e6)
+    found = predict_seconds(spec, Plan(recipe="sweep"), slow, machine, M, 8)
+    assert found.step == pytest.approx(found.copies, rel=1e-3)
+    device = Plan(recipe="sweep", x="device", o="device", gradient="device")
+    assert predict_seconds(spec, device, slow, machine, M, 8).copies == 0
+
+
+def test_optimizer_states_on_the_host_take_their_time() -> None:
+    device, host = (predicted("llama3-8b", Plan(recipe="sweep", optimizer=place), M) for place in ("device", "host"))
+    assert host.optimizer > 10 * device.optimizer
+    assert host.step - device.step == pytest.approx(host.optimizer - device.optimizer)
