@@ -143,8 +143,12 @@ class LateGroup(Group):
     late = staticmethod(random_delays(7))
 
     def swap(self, *args) -> Wait:
-        wait = super().swap(*args)
+        return self._later(super().swap(*args))
 
+    def gather(self, *args) -> Wait:
+        return self._later(super().gather(*args))
+
+    def _later(self, wait: Wait) -> Wait:
         def later() -> None:
             self.late()
             wait()
@@ -152,19 +156,19 @@ class LateGroup(Group):
         return later
 
 
-def late_step(folder: Path, plan: ithaca.Plan, batches: list[Rows], seed: int) -> Outcome:
-    model = open_model(folder, plan, {"ulysses": 2})
+def late_step(folder: Path, plan: ithaca.Plan, mesh: dict[str, int], batches: list[Rows], seed: int) -> Outcome:
+    model = open_model(folder, plan, mesh)
     model.engine.before_copy = random_delays(seed + model.mesh.rank)
-    group = model.mesh.ulysses_group
-    assert group is not None
-    model.exchange._transport = LateGroup(group)  # pyrefly: ignore
+    for sender, group in ((model.exchange, model.mesh.ulysses_group), (model.ring, model.mesh.ring_group)):
+        if group is not None:
+            sender._transport = LateGroup(group)  # pyrefly: ignore
     return model_step(model, batches)
 
 
-def one_after_the_other(folder: Path, plan: ithaca.Plan, batches: list[Rows]) -> Outcome:
+def one_after_the_other(folder: Path, plan: ithaca.Plan, mesh: dict[str, int], batches: list[Rows]) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SweepCall, "overlaps", False)
-        return context_step(folder, plan, {"ulysses": 2}, batches)
+        patch.setattr(SweepCall, "hops", 0)
+        return context_step(folder, plan, mesh, batches)
 
 
 def assert_same_bits(found: Outcome, wanted: Outcome) -> None:
@@ -182,10 +186,24 @@ LATE = ["alst", "untied", "sweep", "sweep-recompute", "sweep-rebuild", "sweep-mi
 )
 def test_what_is_late_changes_no_bit(ranks, folders, name: str, seed: int) -> None:
     batches = [packed(53, 5, random.Random(name)), random_batch(2, 20, documents=False, ignored=0.1, seed=seed)]
-    plain = ranks(2).run(context_step, folders["8/2"], CUT[name], {"ulysses": 2}, batches)
-    others = [ranks(2).run(late_step, folders["8/2"], CUT[name], batches, seed)]
-    if CUT[name].sweeps:
-        others.append(ranks(2).run(one_after_the_other, folders["8/2"], CUT[name], batches))
+    assert_nothing_depends_on_time(ranks, folders["8/2"], CUT[name], {"ulysses": 2}, batches, seed)
+
+
+@pytest.mark.parametrize("mesh", [{"ring": 2}, {"ulysses": 2, "ring": 2}], ids=str)
+def test_what_is_late_in_a_ring_changes_no_bit(ranks, folders, mesh: dict[str, int]) -> None:
+    batches = [packed(53, 5, random.Random(1)), packed(53, 1, random.Random(2))]
+    for plan in (CUT["sweep-all-on-host"], ithaca.Plan(recipe="hybrid")):
+        assert_nothing_depends_on_time(ranks, folders["8/2"], plan, mesh, batches, 3)
+
+
+def assert_nothing_depends_on_time(
+    ranks, folder: Path, plan: ithaca.Plan, mesh: dict[str, int], batches: list[Rows], seed: int
+) -> None:
+    world = ranks(mesh.get("ulysses", 1) * mesh.get("ring", 1))
+    plain = world.run(context_step, folder, plan, mesh, batches)
+    others = [world.run(late_step, folder, plan, mesh, batches, seed)]
+    if plan.sweeps:
+        others.append(world.run(one_after_the_other, folder, plan, mesh, batches))
     for other in others:
         for found, wanted in zip(other, plain, strict=True):
             assert_same_bits(found, wanted)
