@@ -233,7 +233,7 @@ def test_a_start_that_came_to_nothing_can_be_repeated(nursery: Nursery, small_mo
 def test_the_launcher_says_it_once(tmp_path: Path) -> None:
     """With real processes, where each rank could speak."""
     command = [sys.executable, "-m", "ithaca", "train", "--ranks", "2", "--set", "mesh.ulysses=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "recipe 'dense' has no context parallelism" in done.stderr
