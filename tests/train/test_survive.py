@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,12 @@ import torch.distributed as dist
 
 from ithaca.config import Config
 from ithaca.parallel import lost
+from ithaca.parallel.batch import Batch
 from ithaca.sizes import format_seconds
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.loop import Run, train
 from ithaca.train.run import RunFolder
-from ithaca.train.stop import StopRequest
+from ithaca.train.stop import SAME_SECONDS, StopRequest
 from tests.missing import survive, vanish
 from tests.nursery import Nursery
 
@@ -101,16 +103,34 @@ def test_ctrl_c_finishes_the_step_and_saves(nursery, small_config, alone, tmp_pa
     assert losses(path) == wanted
 
 
+def interrupted(config: Config, path: Path, number: int, times: int) -> None:
+    """Train, and be sent a signal in the middle of the first step, or twice."""
+    whole = Run._backward
+
+    def send() -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), number)
+            time.sleep(2 * SAME_SECONDS)
+
+    def part(run: Run, batches: list[Batch]) -> float:
+        Run._backward = whole
+        threading.Thread(target=send, daemon=True).start()
+        return whole(run, batches)
+
+    Run._backward = part
+    train(config, path)
+
+
 def test_ctrl_c_twice_stops_at_once(nursery, small_config, tmp_path: Path) -> None:
     endless = replace(small_config, train=replace(small_config.train, steps=100000))
     slow = replace(endless, train=replace(endless.train, tokens=8192, batch=16))  # a step takes many seconds
-    (end,) = nursery.job(train, slow, tmp_path / "slow", signals=((3.0, signal.SIGINT), (3.8, signal.SIGINT)))
+    (end,) = nursery.job(interrupted, slow, tmp_path / "slow", signal.SIGINT, 2)
     assert end.code == -signal.SIGKILL  # it left no code of its own behind
     assert "Ctrl-C again stops at once" in end.err
     assert not RunFolder(tmp_path / "slow").has_checkpoints()
-    (end,) = nursery.job(train, endless, tmp_path / "run", signals=((6.0, signal.SIGTERM),))
+    (end,) = nursery.job(interrupted, endless, tmp_path / "run", signal.SIGTERM, 1)
     assert end.code == 0
-    assert "stopped after step" in end.out
+    assert "stopped after step 1;" in end.out
 
 
 def test_the_expected_step_is_that_of_the_rank_with_the_most_sequences(small_config: Config) -> None:
