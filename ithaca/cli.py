@@ -115,6 +115,31 @@ def mesh(
 
 
 @app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b; its sizes alone count.")
+    ],
+    gpus: Annotated[str, typer.Option(help="How many of which, as 8xH100-80GB.")] = "8xH100-80GB",
+    tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M; max: the longest that fits.")] = "max",
+    host: Annotated[str | None, typer.Option(help="Memory of a node, as 1.9TB; what is usual when not given.")] = None,
+    disk: Annotated[str, typer.Option(help="Disk of a node for tapes, as 28TB; 0: none.")] = "0",
+    recipe: Annotated[str | None, typer.Option(help="The Plan's; the fastest that fits when not given.")] = None,
+    node_gpus: Annotated[int, typer.Option(help="GPUs on a node.")] = 8,
+    hardware: Annotated[Path | None, typer.Option(help="A TOML file with more GPUs, or other numbers for one.")] = None,
+    measure: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measure the GPU that is here, write its numbers there, use them."),
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw memory and speed over lengths into this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what fits on some GPUs before they are rented: the fastest Plan, the longest context, and why."""
+    from ithaca.planner.command import run
+
+    run(model, gpus, tokens, host, disk, recipe, node_gpus, hardware, measure, picture, json)
+
+
+@app.command()
 def rehearse(
     model: Annotated[
         str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b; its sizes alone count.")

@@ -5,7 +5,7 @@ could not honour (a sliding window, another activation, quantized weights) is re
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ithaca.errors import ModelError
@@ -72,6 +72,10 @@ class Spec:
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads // self.kv_heads
+
+    def with_layers(self, layers: int) -> "Spec":
+        """The same model with its first layers alone."""
+        return replace(self, layers=layers, rope_layers=self.rope_layers[:layers])
 
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
         """The weights of one block, by their Hugging Face name within the layer."""

@@ -4,8 +4,6 @@ Their states (fp32 weights, gradients and, where they are on the device, AdamW's
 their tapes take of the device, and the block inputs that `whole` keeps there.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -16,11 +14,6 @@ from ithaca.model.spec import Spec
 from ithaca.parallel.layout import row_range
 from ithaca.plans.needs import Need, layout_of, needs, tiles_of
 from ithaca.tape.tiles import Tiles
-
-
-def with_layers(spec: Spec, layers: int) -> Spec:
-    """The same model with its first layers alone."""
-    return replace(spec, layers=layers, rope_layers=spec.rope_layers[:layers])
 
 
 def absent_bytes(model: Model, spec: Spec, tokens: int) -> dict[str, int]:

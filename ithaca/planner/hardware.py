@@ -32,6 +32,7 @@ class Gpu:
     inside: float
     across: float
     host: float
+    ram: float
     matmul: float
     attention_forward: float
     attention_backward: float

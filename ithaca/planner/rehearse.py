@@ -22,7 +22,7 @@ from ithaca.model.spec import Spec, read_spec
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.looped import start_looped
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.planner.ballast import absent_bytes, hold, tapes_of, with_layers
+from ithaca.planner.ballast import absent_bytes, hold, tapes_of
 from ithaca.planner.kernels import Timed, Weightless
 from ithaca.planner.meter import HOST, Meter
 from ithaca.plans.needs import host_bytes, layout_of, tiles_of
@@ -97,7 +97,7 @@ def _source(scene: Scene, spec: Spec) -> ModelSource:
         raise PlanError(
             f"--layers {layers} cannot be rehearsed: the model has {spec.layers}, so 1 to {spec.layers} can"
         )
-    some = with_layers(spec, layers)
+    some = spec.with_layers(layers)
     return ModelSource(some, {}, RandomWeights(some, 0), "auto", None)
 
 

@@ -4,14 +4,16 @@ Of a rank, for one sequence of S tokens over C × R ranks. With F = 2 · L · Hq
 forward (half of the square) and N_b parameters a block:
 
     attention    F forward, 2.5 F backward, F once more where a block or its attention is run again; the rank with most
-                 heads is waited for
-    linear       2 L N_b forward, 4 backward, and what is run again; 6 · vocabulary · hidden for the loss
+                 heads is waited for. A walk over tiles also merges: o and dq in fp32, read and written at each visit
+    linear       2 L N_b forward, 4 backward, and what is run again; 6 · vocabulary · hidden for the loss; and what norms,
+                 gates, rope and residuals read and write
     exchange     what plans/traffic.py says, by link; `sweep` and travelling K and V hide it (meshes.py)
-    copies       host tapes, each written and read once, over the link to the host: hidden behind the rest
+    copies       host tapes, each written and read once, over the link to the host, those on disk over the disk's:
+                 hidden behind the rest
+    weights      gathered for each pass and reduced in fp32 over all ranks: hidden behind all but the shortest blocks
     optimizer    reads and writes of 28 bytes a parameter of the shard, or of moments through the link to the host
 
-Heads of up to 64 features run slower, by the share that was measured on the H200. Left out: padding, documents, launch
-gaps, the gathering of parameters, which hides behind all but the shortest blocks.
+Heads of up to 64 features run slower, by the share that was measured on the H200. Left out: padding, documents, gaps.
 """
 
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from ithaca.plans.plan import Plan
 from ithaca.plans.rebuild import rebuild_passes
 
 NARROW_HEADS = {"forward": 451 / 589, "backward": 419 / 516}  # head size 64 against 128, measured on an H200
-BF16 = 2
+BF16, FP32 = 2, 4
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Seconds:
     linear: float
     exchange: float
     copies: float
+    weights: float
     optimizer: float
     step: float
 
@@ -47,8 +50,9 @@ class Seconds:
 
 
 def predict_seconds(
-    spec: Spec, plan: Plan, gpu: Gpu, machine: Machine, tokens: int, ulysses: int, ring: int = 1
+    spec: Spec, plan: Plan, gpu: Gpu, machine: Machine, tokens: int, ulysses: int, ring: int = 1, disk: float = 4e9
 ) -> Seconds:
+    """`disk`: bytes a second that a node's disk writes, and reads."""
     plan = plan.settled()
     sharing = ulysses * ring
     local, mesh = -(-tokens // sharing), weigh(spec, plan, machine, tokens, ulysses, ring)
@@ -56,12 +60,17 @@ def predict_seconds(
     forward = 2 * spec.layers * spec.heads * spec.head_size * tokens * local * uneven
     narrow = NARROW_HEADS if spec.head_size <= 64 else dict.fromkeys(NARROW_HEADS, 1.0)
     again = _attention_again(spec, plan)
+    merging = _merged_bytes(spec, mesh) * local * uneven / gpu.bandwidth if plan.sweeps else 0.0
     parts = {
-        "attention_forward": (1 + again) * forward / (gpu.attention_forward * narrow["forward"]),
-        "attention_backward": 2.5 * forward / (gpu.attention_backward * narrow["backward"]),
-        "linear": _linear_flops(spec, plan) * local / gpu.matmul,
+        "attention_forward": (1 + again) * (forward / (gpu.attention_forward * narrow["forward"]) + merging),
+        "attention_backward": 2.5 * forward / (gpu.attention_backward * narrow["backward"]) + merging,
+        "linear": (_linear_flops(spec, plan) / gpu.matmul + _moved_bytes(spec, plan) / gpu.bandwidth) * local,
         "exchange": mesh.exchange,
-        "copies": _copied_bytes(spec, plan) * local / gpu.host,
+        "copies": max(
+            _copied_bytes(spec, plan, ("host", "disk")) * local / gpu.host,
+            _copied_bytes(spec, plan, ("disk",)) * local * machine.gpus / disk,
+        ),
+        "weights": _weights(spec, plan, machine),
         "optimizer": _optimizer(spec, plan, gpu, machine),
     }
     return Seconds(**parts, step=_step(plan, mesh, **parts))
@@ -75,10 +84,11 @@ def _step(
     linear: float,
     exchange: float,
     copies: float,
+    weights: float,
     optimizer: float,
 ) -> float:
     computing = attention_forward + attention_backward + linear
-    return optimizer + max(mesh.with_exchange(plan, computing), copies, exchange)
+    return optimizer + max(mesh.with_exchange(plan, computing), copies, exchange, weights)
 
 
 def _attention_again(spec: Spec, plan: Plan) -> float:
@@ -88,26 +98,53 @@ def _attention_again(spec: Spec, plan: Plan) -> float:
     return float(plan.checkpoint not in ("none", "selective"))
 
 
+def _merged_bytes(spec: Spec, mesh: Choice) -> float:
+    """For one token, all layers: at each visit but the first a sum in fp32 is read and written, a part in bf16 read."""
+    visits = (mesh.chunks - 1) / 2
+    return spec.layers * visits * mesh.ring * spec.heads * spec.head_size * (2 * FP32 + BF16)
+
+
 def _linear_flops(spec: Spec, plan: Plan) -> float:
     """Of all layers and the loss, for one token."""
     q, kv, hidden, mlp = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.hidden, spec.mlp
     project, mix, feed = hidden * (q + 2 * kv), q * hidden, 3 * hidden * mlp
     block = project + mix + feed
     again = 0.0 if plan.checkpoint == "none" else block - hidden * mlp  # the last product is not run again
+    if plan.recipe == "untied":
+        again += project  # q, K and V once to attend again, and once for their gradients
     if plan.sweeps:
         again += 2 * hidden * kv  # K and V, for later chunks
         again += rebuild_passes(plan.placement(spec.layers), has_room_for_x(spec)) * (mix + feed) / spec.layers
     return spec.layers * (6 * block + 2 * again) + 6 * spec.vocab * hidden
 
 
-def _copied_bytes(spec: Spec, plan: Plan) -> float:
-    """To the host or from it, for one token: each direction has a link of its own, so the larger counts."""
+def _moved_bytes(spec: Spec, plan: Plan) -> float:
+    """What is read and written beside the products, for one token: counted in tensors of each width."""
+    q, kv = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
+    runs = 2 if plan.checkpoint != "none" else 1  # of the forward pass
+    hidden = 8 * runs + 14  # norms, residuals; backward, also of the norms
+    heads = 4 * runs + 12  # rope, and packing for the exchange; the same backward
+    mlp = 3 * runs + 6
+    block = hidden * spec.hidden + heads * (q + 2 * kv) / 2 + mlp * spec.mlp
+    return BF16 * (spec.layers * block + 3 * spec.vocab)  # logits are read twice and written once
+
+
+def _copied_bytes(spec: Spec, plan: Plan, places: tuple[str, ...]) -> float:
+    """To there or from there, for one token: each direction has a link of its own, so the larger counts."""
     placement = plan.placement(spec.layers)
-    hosted = placement.x.count("host") * spec.hidden
+    hosted = sum(map(placement.x.count, places)) * spec.hidden
     if plan.sweeps:
-        hosted += placement.o.count("host") * spec.heads * spec.head_size
-        hosted += spec.layers * spec.hidden * (plan.gradient == "host")
+        hosted += sum(map(placement.o.count, places)) * spec.heads * spec.head_size
+        hosted += spec.layers * spec.hidden * (plan.gradient in places)
     return hosted * BF16
+
+
+def _weights(spec: Spec, plan: Plan, machine: Machine) -> float:
+    """Gathered in bf16 for both passes (under ZeRO-1 and 2 once), reduced in fp32, over the slower link."""
+    if machine.ranks == 1:
+        return 0.0
+    sent = spec.parameters() * (machine.ranks - 1) / machine.ranks * (BF16 * (2 if plan.zero == 3 else 1) + FP32)
+    return sent / (machine.across if machine.nodes > 1 else machine.inside)
 
 
 def _optimizer(spec: Spec, plan: Plan, gpu: Gpu, machine: Machine) -> float:

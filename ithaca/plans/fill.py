@@ -71,7 +71,10 @@ def _first_that_fits(
     plan: Plan, spec: Spec, where: "_Where", tokens: int, free: "_Budget", choices: list["_Kept"]
 ) -> Plan | None:
     tiles = tiles_of(plan, layout_of(plan, tokens, where.ulysses, where.ring, shorten=True))
-    filled = (_fill(plan, spec, where, tiles, free, *kept) for kept in choices)
+    rows = {need.name: need.row for need in _needs(plan, spec, where)}
+    room = (free.device + free.host) // tiles.length
+    possible = [kept for kept in choices if len(kept[0]) * rows["x"] + len(kept[1]) * rows.get("o", 0) <= room]
+    filled = (_fill(plan, spec, where, tiles, free, *kept) for kept in possible)
     return next((placed for placed, used in filled if used.device <= free.device and used.host <= free.host), None)
 
 

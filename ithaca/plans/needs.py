@@ -4,6 +4,7 @@ Arithmetic only; room.py says whether they fit, and schedule/tapes.py makes memo
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ithaca.model.heads import Heads
@@ -100,7 +101,7 @@ def layers_at(words: tuple[str, ...], place: str) -> tuple[int, ...]:
     return tuple(layer for layer, word in enumerate(words) if word == place)
 
 
-def rebuilds_of(plan: Plan, spec: Spec) -> dict[int, Rebuild]:
+def rebuilds_of(plan: Plan, spec: Spec) -> Mapping[int, Rebuild]:
     """What a backward pass makes again, by layer."""
     return plan_rebuilds(plan.placement(spec.layers), has_room_for_x(spec)) if plan.sweeps else {}
 

@@ -8,6 +8,7 @@ device*4, host*28       of 32 layers, the first four on the device
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import cycle, groupby, islice
 
 from ithaca.errors import PlanError, suggestion
@@ -59,6 +60,11 @@ def over_layers(option: str, words: Sequence[str], layers: int) -> tuple[str, ..
 
 def spell(words: Sequence[str]) -> str:
     """The shortest text that `read_places`, repeated over as many layers, gives these words for."""
+    return _spelled(tuple(words))
+
+
+@lru_cache(maxsize=4096)  # a search spells the same ones again and again
+def _spelled(words: tuple[str, ...]) -> str:
     period = next(n for n in range(1, len(words) + 1) if all(words[i] == words[i % n] for i in range(len(words))))
     runs = [(word, len(list(run))) for word, run in groupby(words[:period])]
     return ", ".join(f"{word}*{count}" if count > 1 else word for word, count in runs)

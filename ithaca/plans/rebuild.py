@@ -11,6 +11,7 @@ then needed together.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ithaca.plans.places import REBUILD, RECOMPUTE, Placement
 
@@ -26,7 +27,8 @@ class Rebuild:
     homes: Mapping[int, Home]  # what takes the x of the layers after it; some only come by
 
 
-def plan_rebuilds(placement: Placement, roomy: bool) -> dict[int, Rebuild]:
+@lru_cache(maxsize=4096)  # a search asks for the same ones again and again
+def plan_rebuilds(placement: Placement, roomy: bool) -> Mapping[int, Rebuild]:
     """By layer; `roomy` when a tape of an o can hold an x."""
     rebuilds: dict[int, Rebuild] = {}
     there: dict[int, Home] = {layer: ("x", layer) for layer, word in enumerate(placement.x) if word != REBUILD}

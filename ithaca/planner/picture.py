@@ -1,0 +1,49 @@
+"""Memory and speed over context length, as a picture."""
+
+from pathlib import Path
+
+from ithaca.errors import PlanError
+from ithaca.model.spec import Spec
+from ithaca.planner.search import STEP, Cluster, search
+from ithaca.sizes import format_tokens
+
+SHOWN = ("sweep", "untied", "ulysses")  # recipes side by side
+FIRST = STEP // 2
+
+
+def draw(model: str, spec: Spec, cluster: Cluster, most: int, file: Path) -> None:
+    if file.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise PlanError(f"--picture {file} is of no kind that can be drawn: .png, .svg and .pdf are")
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    lengths = [length for length in (FIRST * 2**power for power in range(32)) if length < most] + [most]
+    figure, (memory, speed) = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    for recipe in SHOWN:
+        answers = [answer for length in lengths if (answer := search(spec, cluster, length, recipe))]
+        if not answers:
+            continue
+        x = [answer.tokens for answer in answers]
+        memory.plot(x, [answer.memory.total / 2**30 for answer in answers], marker="o", label=recipe)
+        speed.plot(x, [answer.rate for answer in answers], marker="o", label=recipe)
+    memory.axhline(cluster.capacity / 2**30, color="gray", linestyle="--", linewidth=1)
+    memory.set_ylabel("GiB of a GPU, memory left over reinvested")
+    speed.set_ylabel("tokens/s on each GPU")
+    speed.set_yscale("log")
+    for axes in (memory, speed):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [format_tokens(length) for length in lengths], rotation=45)
+        axes.minorticks_off()
+        axes.set_xlabel("context length")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(f"{model} on {cluster.count} × {cluster.gpu.name}, predicted")
+    try:
+        figure.savefig(file, dpi=150)
+    except OSError as problem:
+        raise PlanError(f"--picture {file} cannot be written ({problem.strerror})") from None
+    pyplot.close(figure)
+
+

@@ -1,0 +1,253 @@
+"""The fastest Plan that fits some GPUs, and the longest context that does.
+
+For each number of GPUs that can share a sequence, on its best mesh (meshes.py), every recipe that is allowed is given
+what there is: under `sweep` x and o of each layer go to the fastest place that has room (plans/fill.py), and only what
+has room in none is made again; the other recipes are tried from what computes least to what holds least. What fits
+(memory.py) is compared by tokens a second (seconds.py).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ithaca.errors import PlanError
+from ithaca.model.spec import Spec
+from ithaca.planner.hardware import Gpu
+from ithaca.planner.machine import MOST_GPUS, Machine
+from ithaca.planner.memory import ALLOCATOR, KEYS, LOST, TAPES, Memory, predict_memory
+from ithaca.planner.meshes import choose
+from ithaca.planner.seconds import Seconds, predict_seconds
+from ithaca.plans.fill import place
+from ithaca.plans.places import RECOMPUTE
+from ithaca.plans.plan import CHUNK, Plan
+from ithaca.plans.rebuild import fewest_kept
+
+RUNTIME = 1_500_000_000  # bytes of a GPU that the driver and NCCL take: assumed
+KEPT_BACK = 0.05  # of a node's memory, for the programs themselves (tape/budget.py)
+LOCAL_CHUNK = 8192  # tokens of a rank from which on its matrix products run at their best
+LONGEST = 2**32  # tokens
+STEP = 2**16  # tokens by which the longest context is told
+SAME = 1.02  # rates within that are no difference
+PREFERRED = ("sweep", "dense", "ulysses", "untied", "hybrid", "ring", "alst")
+SHORTEST = 128  # tokens: a tile of attention
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs that are planned for, with what their nodes have; `host` and `disk` are bytes of a node."""
+
+    count: int
+    gpu: Gpu
+    host: float
+    disk: float = 0.0
+    node_gpus: int = 8
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= MOST_GPUS:
+            raise PlanError(f"--gpus {self.count}x{self.gpu.name} cannot be planned for: 1 to {MOST_GPUS} GPUs can")
+        if self.count > self.node_gpus and self.count % self.node_gpus:
+            below = self.count - self.count % self.node_gpus
+            raise PlanError(
+                f"--gpus {self.count}x{self.gpu.name} does not fill nodes of {self.node_gpus} GPUs: {below} or "
+                f"{below + self.node_gpus} do, or say how many a node has with --node-gpus"
+            )
+
+    @property
+    def machine(self) -> Machine:
+        nodes = max(self.count // self.node_gpus, 1)
+        return Machine(nodes=nodes, gpus=self.count // nodes, inside=self.gpu.inside, across=self.gpu.across)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a GPU for torch."""
+        return int(self.gpu.memory) - RUNTIME
+
+    def of_host(self) -> int:
+        """Bytes of its node's memory that a rank may take."""
+        return int((1 - KEPT_BACK) * self.host / self.machine.gpus)
+
+    def of_disk(self) -> int:
+        return int(self.disk / self.machine.gpus)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A Plan that fits, on a mesh."""
+
+    plan: Plan
+    tokens: int
+    ulysses: int
+    ring: int
+    shard: int  # sequences at a time
+    memory: Memory
+    seconds: Seconds
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second and GPU."""
+        return self.tokens / self.seconds.step / (self.ulysses * self.ring)
+
+    def recomputed(self, spec: Spec) -> int:
+        """Layers whose attention runs twice."""
+        if self.plan.sweeps:
+            return self.plan.placement(spec.layers).o.count(RECOMPUTE)
+        return 0 if self.plan.checkpoint in ("none", "selective") else spec.layers
+
+
+def search(spec: Spec, cluster: Cluster, tokens: int, recipe: str | None = None) -> Answer | None:
+    """The fastest for this length; None where nothing fits."""
+    if not SHORTEST <= tokens <= LONGEST:
+        raise PlanError(f"--tokens {tokens} cannot be planned for: {SHORTEST}, a tile of attention, to {LONGEST} can")
+    found: list[Answer] = []
+    for sharing in _divisors(cluster.count):
+        answer = _best_of(spec, cluster, tokens, sharing, recipe)
+        found += [answer] if answer else []
+        if len(found) == 2:  # with more GPUs to a sequence there is only more to exchange
+            break
+    return _preferred(found)
+
+
+def longest(
+    spec: Spec, cluster: Cluster, recipe: str | None = None, recomputing: bool = False, from_: int = STEP
+) -> int:
+    """The most tokens, in whole `STEP`s, that fit when all GPUs share a sequence; 0 where not even one does.
+
+    Under `sweep` attention runs once, unless `recomputing` is allowed. `from_`: a length that is known to fit.
+    """
+    recipe = recipe or "sweep"
+
+    def mesh(steps: int) -> tuple[int, int] | None:
+        return _mesh(spec, cluster, Plan(recipe=recipe), steps * STEP, cluster.count)
+
+    def fits(steps: int, mesh: tuple[int, int] | None) -> bool:
+        answer = next(_fitting(spec, cluster, steps * STEP, recipe, mesh), None)
+        return answer is not None and (recomputing or not answer.plan.sweeps or not answer.recomputed(spec))
+
+    low = from_ // STEP
+    if not fits(low, best := mesh(low)):
+        return 0
+    high, growth = low, 2 if low == 1 else 1.2
+    while fits(high := int(high * growth) + 1, best := mesh(high)) and high * STEP <= LONGEST:
+        low = high
+    while high - low > max(low // 256, 1):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle, best) else (low, middle)
+    return low * STEP
+
+
+def binding(spec: Spec, cluster: Cluster, recipe: str | None, most: int) -> str:
+    """Which of GPU, host and disk keeps the context from being longer: that of which a tenth more helps most."""
+    more = {
+        "GPU": replace(cluster, gpu=replace(cluster.gpu, memory=cluster.gpu.memory * 1.1)),
+        "host": replace(cluster, host=cluster.host * 1.1),
+        "disk": replace(cluster, disk=cluster.disk * 1.1),
+    }
+    found = {name: longest(spec, other, recipe, from_=max(most, STEP)) for name, other in more.items()}
+    return max(found, key=lambda name: found[name])
+
+
+def _best_of(spec: Spec, cluster: Cluster, tokens: int, sharing: int, recipe: str | None) -> Answer | None:
+    """The fastest when so many GPUs share a sequence."""
+    names = [recipe] if recipe else [name for name in PREFERRED if (sharing == 1) <= (name in ("sweep", "dense"))]
+    meshes = {name: _mesh(spec, cluster, Plan(recipe=name), tokens, sharing) for name in names}
+    return _preferred([answer for name in names for answer in _fitting(spec, cluster, tokens, name, meshes[name])])
+
+
+def _preferred(answers: list[Answer]) -> Answer | None:
+    """The fastest; of those as fast, the recipe that is preferred."""
+    fastest = max((answer.rate for answer in answers), default=0.0)
+    good = (answer for answer in answers if answer.rate * SAME >= fastest)
+    return min(good, key=lambda answer: (PREFERRED.index(answer.plan.recipe), -answer.rate), default=None)
+
+
+def _fitting(spec: Spec, cluster: Cluster, tokens: int, recipe: str, mesh: tuple[int, int] | None) -> Iterator[Answer]:
+    if mesh is None:
+        return
+    sharing = mesh[0] * mesh[1]
+    shard = cluster.count // sharing
+    for plan in _plans(recipe, tokens, sharing):
+        fitted = _fit(spec, cluster, plan, tokens, *mesh, shard)
+        if fitted is not None:
+            seconds = predict_seconds(spec, fitted[0], cluster.gpu, cluster.machine, tokens, *mesh)
+            yield Answer(fitted[0], tokens, *mesh, shard, fitted[1], seconds)
+
+
+def _mesh(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, sharing: int) -> tuple[int, int] | None:
+    """The best ulysses × ring of so many; None where there is none."""
+    if not plan.shares or sharing == 1:
+        return (1, 1) if sharing == 1 else None
+    try:
+        best = choose(spec, plan, cluster.machine, tokens, sharing)[0]
+    except PlanError:
+        return None
+    return best.ulysses, best.ring
+
+
+def _plans(recipe: str, tokens: int, sharing: int) -> Iterator[Plan]:
+    """What a recipe may be told, from what computes least to what holds least."""
+    if recipe == "sweep":
+        chunk = min(max(CHUNK, LOCAL_CHUNK * sharing), tokens)
+        while chunk >= min(CHUNK // 8, tokens):
+            yield Plan(recipe="sweep", chunk=chunk, tile=min(LOCAL_CHUNK, chunk))
+            chunk //= 2
+        return
+    for optimizer in ("device", "host"):
+        for options in _options(recipe):
+            yield Plan(recipe=recipe, optimizer=optimizer, **options)
+
+
+def _options(recipe: str) -> list[dict[str, object]]:
+    if recipe == "untied":
+        return [{"x": "device"}, {"x": "host"}]
+    tile = {"tile": 8192}
+    full = [{"checkpoint": "full", "x": x, **tile} for x in ("device", "host")]
+    return [{"checkpoint": "none", "x": "device"}, {"checkpoint": "selective", "x": "device", **tile}, *full]
+
+
+def _fit(
+    spec: Spec, cluster: Cluster, plan: Plan, tokens: int, ulysses: int, ring: int, shard: int
+) -> tuple[Plan, Memory] | None:
+    """The Plan as it fits, with what it takes; None where it does not."""
+    variants = _places(plan) if plan.sweeps else [plan]
+    for variant in variants:
+        fitted = _placed(spec, cluster, variant, tokens, ulysses, ring, shard) if plan.sweeps else variant
+        if fitted is None:
+            continue
+        memory = predict_memory(spec, fitted, tokens, ulysses, ring, shard)
+        if memory.total <= cluster.capacity and memory.host <= cluster.of_host():
+            return fitted, memory
+    return None
+
+
+def _places(plan: Plan) -> Iterator[Plan]:
+    """Where what is small or read often may lie, from the fastest on."""
+    for optimizer in ("device", "host"):
+        for kv, lse in (("device", "device"), ("device", "host"), ("host", "host")):
+            yield replace(plan, optimizer=optimizer, kv=kv, lse=lse)
+
+
+def _placed(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, ulysses: int, ring: int, shard: int) -> Plan | None:
+    """x and o of every layer in what all else leaves of GPU, host and disk."""
+    least = predict_memory(spec, replace(plan, x="host", o="host", gradient="host"), tokens, ulysses, ring, shard)
+    parts = least.parts
+    # What the allocator loses grows with what is allocated
+    room = (cluster.capacity - parts[ALLOCATOR] + LOST * (least.total - parts[ALLOCATOR])) / (1 + LOST)
+    device = room - (least.total - parts[ALLOCATOR] - parts.get(TAPES, 0) - parts.get(KEYS, 0))
+    states = least.host - sum(need.bytes_of(least.tiles.length) for need in least.tapes if need.place == "host")
+    host = cluster.of_host() - states
+    if min(device, host) <= 0 or _least(spec, least) > device + host:
+        return None
+    try:
+        return place(plan, spec, tokens, device=int(device), host=host, ulysses=ulysses, ring=ring)
+    except PlanError:
+        return None
+
+
+def _least(spec: Spec, memory: Memory) -> int:
+    """Bytes below which nothing can be placed: every o and a few x, or every x alone; and the gradient."""
+    length, rows = memory.tiles.length, {need.name: need.row for need in memory.tapes}
+    few = rows["o"] * spec.layers + rows["x"] * fewest_kept(spec.layers)
+    return length * (min(few, rows["x"] * spec.layers) + rows["gradient"])
+
+
+def _divisors(count: int) -> list[int]:
+    return [size for size in range(1, count + 1) if count % size == 0]
