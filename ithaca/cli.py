@@ -161,6 +161,13 @@ def rehearse(
     once: Annotated[
         bool, typer.Option("--once", help="Time the first step, whose memory is watched; for long ones.")
     ] = False,
+    bare: Annotated[
+        bool, typer.Option("--bare", help="Time the step's attention kernels and matrix products by themselves, too.")
+    ] = False,
+    hardware: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file of GPUs, as ithaca plan --measure writes: rates for the prediction."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run one rank of a job of many on the device that is here: its memory by owner, its time by part."""
@@ -168,7 +175,7 @@ def rehearse(
     from ithaca.sizes import parse_bytes, parse_tokens
 
     limit = parse_bytes(cap) if cap else None
-    run(model, ranks, parse_tokens(tokens), layers, recipe, set_ or [], limit, memory_only, once, json)
+    run(model, ranks, parse_tokens(tokens), layers, recipe, set_ or [], limit, memory_only, once, bare, hardware, json)
 
 
 def main() -> None:

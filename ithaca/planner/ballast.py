@@ -12,7 +12,8 @@ from ithaca.errors import PlanError
 from ithaca.model.heads import Heads
 from ithaca.model.spec import Spec
 from ithaca.parallel.layout import row_range
-from ithaca.plans.needs import Need, layout_of, needs, tiles_of
+from ithaca.planner.owners import BLOCKS, GRADIENTS, STATES, TAPES
+from ithaca.plans.needs import FP32, Need, layout_of, needs, tiles_of
 from ithaca.tape.tiles import Tiles
 
 
@@ -28,15 +29,21 @@ def absent_bytes(model: Model, spec: Spec, tokens: int) -> dict[str, int]:
         )
     tiles = tiles_of(plan, layout_of(plan, tokens, model.mesh.ulysses, model.mesh.ring, shorten=True))
     asked, there = (tapes_of(model, which) for which in (spec, model.spec))
+    block = absent * _block_part(model, spec)
     return {
-        "states": absent * _block_states(model, spec),
-        "tapes": device_tapes(asked, tiles) - device_tapes(there, tiles),
-        "block inputs": 0 if plan.sweeps else _kept_by_whole(model, spec, tiles),
+        STATES: block * FP32 * (3 if plan.optimizer == "device" else 1),
+        GRADIENTS: block * FP32,
+        TAPES: device_tapes(asked, tiles) - device_tapes(there, tiles),
+        BLOCKS: 0 if plan.sweeps else _kept_by_whole(model, spec, tiles),
     }
 
 
 def hold(sizes: dict[str, int], device: torch.device) -> list[Tensor]:
-    return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes.values() if size]
+    """Memory of each owner, whose name a meter finds here."""
+    held = []
+    for owner, size in sizes.items():  # noqa: B007
+        held.append(torch.empty(size, dtype=torch.uint8, device=device))
+    return held
 
 
 def tapes_of(model: Model, spec: Spec) -> list[Need]:
@@ -50,13 +57,14 @@ def device_tapes(asked: list[Need], tiles: Tiles) -> int:
     return sum(need.bytes_of(tiles.length) for need in asked if need.place == "device")
 
 
-def _block_states(model: Model, spec: Spec) -> int:
+def _block_part(model: Model, spec: Spec) -> int:
+    """Parameters of a block that are this rank's."""
     mesh = model.mesh
     numbers = 0
     for rows, *columns in spec.block_shapes().values():
         width = columns[0] if columns else 1
         numbers += len(row_range(rows, mesh.parameter_rank, mesh.parameter_ranks)) * width
-    return numbers * 4 * (4 if model.plan.optimizer == "device" else 2)
+    return numbers
 
 
 def _kept_by_whole(model: Model, spec: Spec, tiles: Tiles) -> int:

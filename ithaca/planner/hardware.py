@@ -64,6 +64,15 @@ def parse_gpus(text: str, known: Mapping[str, Gpu]) -> tuple[int, Gpu]:
     return count, meant[0]
 
 
+def nearest(name: str, memory: int, known: Mapping[str, Gpu]) -> Gpu:
+    """The GPU of the table that a driver's name and a memory mean."""
+    letters = name.upper().replace(" ", "")
+    meant = [gpu for gpu in known.values() if gpu.name.split("-")[0] in letters]
+    if not meant:
+        raise PlanError(f"'{name}' is in no table of GPUs: describe it in a file (--hardware), as hardware.toml does")
+    return min(meant, key=lambda gpu: (abs(gpu.memory - memory), -len(gpu.name)))
+
+
 def _gpu(name: str, table: Mapping[str, Any], measured: Mapping[str, Any]) -> Gpu:
     numbers: dict[str, float] = {}
     sources: dict[str, str] = {}

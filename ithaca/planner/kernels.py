@@ -1,6 +1,7 @@
 """Attention kernels for rehearsals: one with a clock, and one that takes memory and computes nothing."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
 from ithaca.model.precision import at_least_fp32
+from ithaca.planner.bare import Call
+from ithaca.planner.memory import WORKSPACE
 
 
 class Timed:
@@ -17,22 +20,26 @@ class Timed:
 
     def __init__(self, kernel: Kernel, device: torch.device):
         self.name, self.grain = kernel.name, kernel.grain
-        self._kernel, self._cuda = kernel, device.type == "cuda"
+        self.kernel, self._cuda = kernel, device.type == "cuda"
         self._laps: list[tuple[Any, Any]] = []
+        self.seen: Counter[Call] = Counter()
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-        return self._kernel.refuses(device, dtype, head_size)
+        return self.kernel.refuses(device, dtype, head_size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
-        return self._lap(lambda: self._kernel.forward(q, k, v, pieces, scale))
+        self.seen[False, tuple(q.shape), tuple(k.shape), pieces] += 1
+        return self._lap(lambda: self.kernel.forward(q, k, v, pieces, scale))
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, pieces: Pieces, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._lap(lambda: self._kernel.backward(do, q, k, v, o, lse, pieces, scale))
+        self.seen[True, tuple(q.shape), tuple(k.shape), pieces] += 1
+        return self._lap(lambda: self.kernel.backward(do, q, k, v, o, lse, pieces, scale))
 
     def restart(self) -> None:
         self._laps.clear()
+        self.seen.clear()
 
     def seconds(self) -> float:
         """Of all calls since then."""
@@ -79,10 +86,7 @@ class Weightless:
         pieces: Pieces,  # noqa: ARG002
         scale: float,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor, Tensor]:
-        workspace = [torch.empty_like(q) for _ in range(WORKSPACE)]
+        workspace = q.new_empty(int(WORKSPACE * q.numel()))
         gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         del workspace
         return gradients
-
-
-WORKSPACE = 2  # tensors like q that cuDNN's backward takes for itself

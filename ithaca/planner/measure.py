@@ -16,7 +16,7 @@ from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels import choose_kernel
 from ithaca.errors import PlanError
 from ithaca.model.linear import add_product
-from ithaca.planner.hardware import Gpu, read_gpus
+from ithaca.planner.hardware import nearest, read_gpus
 
 SECONDS = 2.0  # of each figure
 HERE = "measured here"
@@ -40,15 +40,6 @@ def measure_here(file: Path) -> str:
     except OSError as problem:
         raise PlanError(f"--measure {file} cannot be written ({problem.strerror})") from None
     return gpu.name
-
-
-def nearest(name: str, memory: int, known: dict[str, Gpu]) -> Gpu:
-    """The GPU of the table that a driver's name and a memory mean."""
-    letters = name.upper().replace(" ", "")
-    meant = [gpu for gpu in known.values() if gpu.name.split("-")[0] in letters]
-    if not meant:
-        raise PlanError(f"'{name}' is in no table of GPUs: describe it in a file (--hardware), as hardware.toml does")
-    return min(meant, key=lambda gpu: (abs(gpu.memory - memory), -len(gpu.name)))
 
 
 def _median(work: Callable[[], object], seconds: float = SECONDS) -> float:
@@ -89,7 +80,7 @@ def _attention(device: torch.device) -> dict[str, float]:
     bounds = (0, ATTENDED)
     forward = backward = flops = 0.0
     for causal, weight in ((True, 2), (False, 15)):
-        pieces = Pieces(bounds, bounds, causal)
+        pieces = Pieces(bounds, bounds, causal, ragged=False)
         o, lse = kernel.forward(q, k, v, pieces, 0.08)
         forward += weight * _median(lambda pieces=pieces: kernel.forward(q, k, v, pieces, 0.08))
         backward += weight * _median(

@@ -24,13 +24,23 @@ from ithaca.model.heads import Heads
 from ithaca.model.spec import Spec
 from ithaca.parallel.heads import Share, head_rounds, split_heads
 from ithaca.parallel.layout import row_range
+from ithaca.planner.owners import (
+    ALLOCATOR,
+    ATTENTION,
+    BATCH,
+    BLOCKS,
+    EXCHANGE,
+    GATHERED,
+    GRADIENTS,
+    KERNELS,
+    KEYS,
+    LOSS,
+    STATES,
+    TAPES,
+)
 from ithaca.plans.needs import Need, layout_of, needs, passing_bytes, tiles_of
 from ithaca.plans.plan import Plan
 from ithaca.tape.tiles import Tiles
-
-STATES, GATHERED, GRADIENTS, KEYS, TAPES = "states", "gathered weights", "gradients", "K and V", "tapes"
-ATTENTION, EXCHANGE, LOSS, BLOCKS, BATCH = "attention", "exchange", "loss", "blocks", "batch"
-KERNELS, ALLOCATOR = "within kernels", "allocator"
 
 BF16, FP32 = 2, 4  # bytes
 WORKSPACE = 3.5  # tensors like q that cuDNN's backward takes for itself

@@ -18,9 +18,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-STATES, GATHERED, GRADIENTS, KEYS, TAPES = "states", "gathered weights", "gradients", "K and V", "tapes"
-ATTENTION, EXCHANGE, LOSS, BLOCKS, BATCH, OTHER = "attention", "exchange", "loss", "blocks", "batch", "other"
-HOST = "host"  # seen where the device is a CPU
+from ithaca.planner.owners import (
+    ATTENTION,
+    BATCH,
+    BLOCKS,
+    EXCHANGE,
+    GATHERED,
+    GRADIENTS,
+    HOST,
+    KEYS,
+    LOSS,
+    OTHER,
+    STATES,
+    TAPES,
+)
 
 # The end of a file's path, or a part of it for a folder, and a function in it where that matters -> the owner
 _FILES: dict[tuple[str, str], str] = {
@@ -35,8 +46,6 @@ _FILES: dict[tuple[str, str], str] = {
     ("ithaca/train/optimizer.py", ""): STATES,
     ("ithaca/train/streamed.py", ""): STATES,
     ("ithaca/parallel/sharding.py", "load"): STATES,
-    ("ithaca/planner/ballast.py", ""): STATES,
-    ("_fsdp_collectives.py", "foreach_reduce"): GRADIENTS,
     ("_fsdp_collectives.py", ""): GATHERED,
     ("_fsdp_param.py", ""): GATHERED,
 }
@@ -110,11 +119,21 @@ def _owner(frame: FrameType | None) -> str:
     while frame is not None:
         names.add(frame.f_code.co_name)
         file = frame.f_code.co_filename
+        if file.endswith("ithaca/planner/ballast.py"):
+            return frame.f_locals["owner"]
         for (part, function), owner in _FILES.items():
             if part in file and (not function or function in names):
-                return _of_tapes(frame) if owner == TAPES else owner
+                return _EXACTLY.get(owner, lambda _: owner)(frame)
         frame = frame.f_back
     return OTHER
+
+
+def _of_fsdp(frame: FrameType) -> str:
+    """Buffers of FSDP2 are of gathered weights, but for those of gradients that are reduced."""
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_name != "foreach_reduce":
+        outer = outer.f_back
+    return GRADIENTS if outer else GATHERED
 
 
 def _of_tapes(frame: FrameType) -> str:
@@ -126,3 +145,6 @@ def _of_tapes(frame: FrameType) -> str:
     if making is frame and need is not None and need.place == "host":
         return HOST
     return KEYS if getattr(need, "option", None) == "kv" else TAPES
+
+
+_EXACTLY = {TAPES: _of_tapes, GATHERED: _of_fsdp}

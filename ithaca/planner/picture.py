@@ -45,5 +45,3 @@ def draw(model: str, spec: Spec, cluster: Cluster, most: int, file: Path) -> Non
     except OSError as problem:
         raise PlanError(f"--picture {file} cannot be written ({problem.strerror})") from None
     pyplot.close(figure)
-
-

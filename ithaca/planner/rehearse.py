@@ -8,7 +8,9 @@ who made it.
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +25,18 @@ from ithaca.parallel.batch import Batch
 from ithaca.parallel.looped import start_looped
 from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.ballast import absent_bytes, hold, tapes_of
+from ithaca.planner.bare import Products, attention_seconds, product_seconds
+from ithaca.planner.hardware import nearest, read_gpus
 from ithaca.planner.kernels import Timed, Weightless
-from ithaca.planner.meter import HOST, Meter
+from ithaca.planner.machine import Machine
+from ithaca.planner.memory import predict_memory
+from ithaca.planner.meter import Meter
+from ithaca.planner.owners import ALLOCATOR, HOST, KERNELS
+from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.needs import host_bytes, layout_of, tiles_of
 from ithaca.plans.plan import Plan
 from ithaca.train.optimizer import make_optimizer
+from ithaca.train.start import join_free_memory
 
 PEAK_FLOPS = 989e12  # Hopper's dense bf16, the base of causal MFU
 TILES_HELD = 2  # of a host tape, where they stand for all
@@ -46,7 +55,9 @@ class Scene:
     layers: int | None = None  # of the model's, the first ones; None: all
     cap: int | None = None  # bytes of the device that may be used
     memory_only: bool = False  # everything but the arithmetic of attention, and two tiles of each host tape
+    hardware: Path | None = None  # a file of GPUs, whose rates predictions use
     once: bool = False  # time the one step whose memory is watched, where kernels are long enough to hide that
+    bare: bool = False  # time its kernels and products alone as well
 
     @property
     def ranks(self) -> int:
@@ -55,8 +66,23 @@ class Scene:
 
 def rehearse(scene: Scene, device: str | None = None, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Run a step of the scene in this process, which can take part in no other job after it."""
+    join_free_memory()  # as training does
     start_looped(scene.ranks)
-    return play(scene, mesh(ulysses=scene.ulysses, ring=scene.ring, shard=scene.shard, device=device), say)
+    grid = mesh(ulysses=scene.ulysses, ring=scene.ring, shard=scene.shard, device=device)
+    try:
+        return play(scene, grid, say)
+    except torch.OutOfMemoryError as problem:
+        spec = read_spec(find_config(scene.model)[0])
+        axes = scene.ulysses, scene.ring, scene.shard
+        predicted = predict_memory(spec, scene.plan, scene.tokens, *axes, present=scene.layers)
+        return {
+            "model": scene.model,
+            "tokens": scene.tokens,
+            "fits": False,
+            "why": str(problem).split(". ")[0],
+            "peak_bytes_predicted": predicted.total,
+            "memory_predicted": predicted.parts,
+        }
 
 
 def play(scene: Scene, grid: Mesh, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
@@ -80,7 +106,8 @@ def play(scene: Scene, grid: Mesh, say: Callable[[str], None] = lambda _: None) 
     if grid.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     meter.restart()
-    with meter.running():
+    products = Products()
+    with meter.running(), products if scene.bare else nullcontext():
         seconds = _step(model, optimizer, batch)
     peak = _peaks(meter, grid.device)
     if not (scene.once or scene.memory_only):
@@ -88,7 +115,21 @@ def play(scene: Scene, grid: Mesh, say: Callable[[str], None] = lambda _: None) 
         seconds = _step(model, optimizer, batch)
     seconds["attention"] = clock.seconds()
     del ballast
-    return _report(scene, spec, model, peak, {} if scene.memory_only else seconds)
+    report = _report(scene, spec, model, peak, {} if scene.memory_only else seconds)
+    return report | (_bare(model, clock, products, seconds) if scene.bare else {})
+
+
+def _bare(model: Model, clock: Timed, products: Products, seconds: dict[str, float]) -> dict[str, float]:
+    """The same kernels and products by themselves, and how much longer the step took."""
+    device, dtype = model.mesh.device, model.dtype
+    attention = attention_seconds(clock.seen, clock.kernel, dtype, device)
+    bare = sum(attention.values()) + product_seconds(products.seen, device)
+    return {
+        "bare_seconds": bare,
+        "bare_attention_forward_seconds": attention["forward"],
+        "bare_attention_backward_seconds": attention["backward"],
+        "over_bare": (seconds["forward"] + seconds["backward"]) / bare,
+    }
 
 
 def _source(scene: Scene, spec: Spec) -> ModelSource:
@@ -132,13 +173,16 @@ def _peaks(meter: Meter, device: torch.device) -> dict[str, int]:
     if device.type != "cuda":
         return found
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return found | {"within kernels": allocated - sum(found.values()), "allocator": reserved - allocated}
+    return found | {KERNELS: allocated - sum(found.values()), ALLOCATOR: reserved - allocated}
 
 
 def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], seconds: dict[str, float]) -> dict[str, Any]:
     plan, grid = model.plan, model.mesh
     layout = layout_of(plan, scene.tokens, scene.ulysses, scene.ring, shorten=True)
     host = host_bytes(tapes_of(model, spec), tiles_of(plan, layout), gpu=True)
+    predicted = predict_memory(
+        spec, plan, scene.tokens, scene.ulysses, scene.ring, scene.shard, present=model.spec.layers
+    )
     return {
         "model": scene.model,
         "tokens": scene.tokens,
@@ -150,18 +194,32 @@ def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], second
         "plan": {name: value for name, value in vars(plan).items() if value is not None},
         "device": grid.device.type,
         "peak_bytes": sum(peak.values()),
-        "peak_bytes_allocated": sum(peak.values()) - peak.get("allocator", 0),
+        "peak_bytes_allocated": sum(peak.values()) - peak.get(ALLOCATOR, 0),
+        "peak_bytes_predicted": predicted.total if grid.device.type == "cuda" else None,
         "memory": peak,
+        "memory_predicted": predicted.parts if grid.device.type == "cuda" else None,
         "host_bytes": host,
+        "fits": True,  # else it would not have come this far
     } | (_speed(scene, model, seconds) if seconds else {})
 
 
-def _speed(scene: Scene, model: Model, seconds: dict[str, float]) -> dict[str, float]:
+def _predicted_seconds(scene: Scene, model: Model) -> float | None:
+    """Without links between GPUs, which are looped back through this one's memory; None without a GPU that is known."""
+    if model.mesh.device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(model.mesh.device)
+    gpu = nearest(properties.name, properties.total_memory, read_gpus(scene.hardware))
+    machine = Machine(nodes=1, gpus=scene.ranks, inside=gpu.bandwidth / 2, across=gpu.bandwidth / 2)
+    return predict_seconds(model.spec, model.plan, gpu, machine, scene.tokens, scene.ulysses, scene.ring).step
+
+
+def _speed(scene: Scene, model: Model, seconds: dict[str, float]) -> dict[str, float | None]:
     """Of the layers that were rehearsed, with embedding, loss and optimizer."""
     step = seconds["forward"] + seconds["backward"] + seconds["optimizer"]
     rate = scene.tokens / step / (scene.ring * scene.ulysses)
     return {
         "seconds": step,
+        "seconds_predicted": _predicted_seconds(scene, model),
         **{f"{part}_seconds": taken for part, taken in seconds.items()},
         "tokens_per_second_per_gpu": rate,
         "mfu_causal": rate * model.spec.flops_per_token(scene.tokens) / PEAK_FLOPS,

@@ -13,8 +13,9 @@ from ithaca.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.planner.hardware import Gpu
 from ithaca.planner.machine import MOST_GPUS, Machine
-from ithaca.planner.memory import ALLOCATOR, KEYS, LOST, TAPES, Memory, predict_memory
+from ithaca.planner.memory import LOST, Memory, predict_memory
 from ithaca.planner.meshes import choose
+from ithaca.planner.owners import ALLOCATOR, KEYS, TAPES
 from ithaca.planner.seconds import Seconds, predict_seconds
 from ithaca.plans.fill import place
 from ithaca.plans.places import RECOMPUTE

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from ithaca.errors import PlanError
 from ithaca.model.named import find_config
 from ithaca.model.spec import Spec, read_spec
 from ithaca.planner.hardware import Gpu
-from ithaca.planner.memory import ALLOCATOR, GATHERED, GRADIENTS, KERNELS, KEYS, STATES, TAPES, predict_memory
+from ithaca.planner.owners import ALLOCATOR, GATHERED, GRADIENTS, KERNELS, KEYS, STATES
 from ithaca.planner.search import KEPT_BACK, RUNTIME, Answer, Cluster, longest, search, binding
 from ithaca.plans.needs import has_room_for_x
 from ithaca.plans.plan import RECIPE_OPTIONS, Plan

@@ -1,10 +1,12 @@
 """What `ithaca rehearse` does: a scene from its options, and what was seen as lines or as JSON."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ithaca.config import read_config
-from ithaca.errors import ConfigError, PlanError
+from ithaca.errors import ConfigError, PlanError, RunError
 from ithaca.model.named import find_config
 from ithaca.model.spec import read_spec
 from ithaca.planner.machine import Machine
@@ -25,6 +27,8 @@ def run(
     cap: int | None,
     memory_only: bool,
     once: bool,
+    bare: bool,
+    hardware: Path | None,
     as_json: bool,
 ) -> None:
     """`ithaca rehearse MODEL --ranks P --tokens S`."""
@@ -35,10 +39,28 @@ def run(
     axes = _axes(model, ranks, tokens, config.plan, dict(vars(config.mesh)), any(w.startswith("mesh.") for w in sets))
     from ithaca.planner.rehearse import Scene, rehearse  # only now: torch takes its time
 
+    if bare and memory_only:
+        raise ConfigError("--bare times kernels, which --memory-only leaves out: give one of them")
     scene = Scene(
-        model=model, plan=config.plan, tokens=tokens, layers=layers, cap=cap, memory_only=memory_only, once=once, **axes
+        model=model,
+        plan=config.plan,
+        tokens=tokens,
+        layers=layers,
+        cap=cap,
+        memory_only=memory_only,
+        once=once,
+        bare=bare,
+        hardware=hardware,
+        **axes,
     )
     found = rehearse(scene)
+    if not found["fits"]:
+        if as_json:
+            print(json.dumps(found, indent=2))
+        raise RunError(
+            f"{format_tokens(tokens)} tokens do not fit ({found['why']}): predicted were "
+            f"{format_bytes(found['peak_bytes_predicted'])}"
+        )
     print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
 
 
@@ -68,7 +90,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines = [
         f"{found['model']}, {format_tokens(found['tokens'])} tokens, recipe '{found['recipe']}', rank 0 of "
         f"{found['ranks']} ({mesh}), {found['layers']} of {found['model_layers']} layers, on this {found['device']}",
-        f"memory at its peak: {format_bytes(found['peak_bytes'])}",
+        f"memory at its peak: {format_bytes(found['peak_bytes'])}{_against(found['peak_bytes_predicted'], format_bytes)}",
     ]
     width = max(map(len, found["memory"]))
     lines += [f"  {owner:{width}}  {format_bytes(size)}" for owner, size in found["memory"].items()]
@@ -80,5 +102,15 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(
             f"a step of these layers: {format_seconds(found['seconds'])} ({parts}; attention "
             f"{format_seconds(found['attention_seconds'])}), messages looped back"
+            + _against(found["seconds_predicted"], format_seconds)
+        )
+    if "over_bare" in found:
+        lines.append(
+            f"its kernels and products alone: {format_seconds(found['bare_seconds'])}; forward and backward take "
+            f"{found['over_bare']:.3f} times that"
         )
     return lines
+
+
+def _against(predicted: float | None, spell: Callable[[float], str]) -> str:
+    return "" if predicted is None else f" (predicted {spell(predicted)})"

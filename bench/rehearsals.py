@@ -1,0 +1,140 @@
+"""Predictions against rehearsals: peak memory and seconds of a step, one rank of several on one GPU.
+
+    ithaca plan llama3-8b --measure rates.toml                          an earlier run, whose rates predictions use
+    python -m bench.rehearsals --rates rates.toml --points tuned,fresh  the table
+    python -m bench.rehearsals --rates rates.toml --points long         5M tokens for real, beside its bare kernels
+    python -m bench.rehearsals --points race                            sweep against untied at 2M, in one run
+    python -m bench.rehearsals --points memory                          memory alone: 5M, 8M, 24M
+
+The formulas were made with the points `tuned` in view; `fresh` ones were never used for that. Each point is an
+`ithaca rehearse` of its own. Messages are looped back; a step is that of the layers that are run, with embedding, loss
+and optimizer.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.record import record
+
+CAP = ["--cap", "80GB"]
+POINTS: dict[str, dict[str, list[str]]] = {
+    "tuned": {
+        "8B sweep 512K of 8": ["llama3-8b", "--ranks", "8", "--tokens", "512K", "--layers", "2"],
+        "8B untied 512K of 8": [
+            "llama3-8b", "--ranks", "8", "--tokens", "512K", "--layers", "2", "--recipe", "untied",
+        ],
+        "8B alst 256K of 8": ["llama3-8b", "--ranks", "8", "--tokens", "256K", "--layers", "2", "--recipe", "alst"],
+        "1B dense 32K of 8": ["llama3.2-1b", "--ranks", "8", "--tokens", "32K", "--layers", "4", "--recipe", "dense"],
+        "32B sweep 256K of 16": ["qwen3-32b", "--ranks", "16", "--tokens", "256K", "--layers", "2"],
+        "3B sweep, o recomputed, 256K of 8": [
+            "llama3.2-3b", "--ranks", "8", "--tokens", "256K", "--layers", "2", "--set", "plan.o=recompute",
+        ],
+    },
+    "fresh": {
+        "3B sweep 1M of 8": ["llama3.2-3b", "--ranks", "8", "--tokens", "1M", "--layers", "2"],
+        "8B ulysses, x on the host, 256K of 4": [
+            "llama3-8b", "--ranks", "4", "--tokens", "256K", "--layers", "2", "--recipe", "ulysses",
+            "--set", "plan.x=host",
+        ],
+        "32B sweep 256K of 8": ["qwen3-32b", "--ranks", "8", "--tokens", "256K", "--layers", "2"],
+        "3B untied 512K of 8": ["llama3.2-3b", "--ranks", "8", "--tokens", "512K", "--layers", "2", "--recipe", "untied"],
+        "8B sweep, x rebuilt, 512K of 16": [
+            "llama3-8b", "--ranks", "16", "--tokens", "512K", "--layers", "4", "--set", "plan.x=host, rebuild",
+            "--set", "plan.chunk=128K",
+        ],
+        "1B sweep 128K of 4": ["llama3.2-1b", "--ranks", "4", "--tokens", "128K", "--layers", "4"],
+        "3B hybrid 256K of 4 x 2": [
+            "llama3.2-3b", "--ranks", "8", "--tokens", "256K", "--layers", "2", "--recipe", "hybrid",
+            "--set", "mesh.ulysses=4", "--set", "mesh.ring=2",
+        ],
+        "8B ulysses, selective, 128K of 8": [
+            "llama3-8b", "--ranks", "8", "--tokens", "128K", "--layers", "4", "--recipe", "ulysses",
+            "--set", "plan.checkpoint=selective",
+        ],
+    },
+    "long": {
+        "8B sweep 5M of 8": [
+            "llama3-8b", "--ranks", "8", "--tokens", "5M", "--layers", "1", "--once", "--bare", *CAP,
+            "--set", "plan.lse=host",
+        ],
+    },
+    "race": {
+        "8B sweep 2M of 8": ["llama3-8b", "--ranks", "8", "--tokens", "2M", "--layers", "1", "--once", "--bare", *CAP],
+        "8B untied 2M of 8": [
+            "llama3-8b", "--ranks", "8", "--tokens", "2M", "--layers", "1", "--once", *CAP, "--recipe", "untied",
+        ],
+    },
+    "memory": {
+        "8B sweep 5M of 8": ["llama3-8b", "--ranks", "8", "--tokens", "5M", "--layers", "1", "--memory-only", *CAP],
+        "8B untied 5M of 8": [
+            "llama3-8b", "--ranks", "8", "--tokens", "5M", "--layers", "1", "--memory-only", *CAP, "--recipe", "untied",
+        ],
+        "8B sweep 8M of 8": ["llama3-8b", "--ranks", "8", "--tokens", "8M", "--layers", "1", "--memory-only", *CAP],
+        "8B sweep 24M of 8": [
+            "llama3-8b", "--ranks", "8", "--tokens", "24M", "--layers", "1", "--memory-only", *CAP,
+            "--set", "plan.lse=host",
+        ],
+        "32B sweep 5M of 16": ["qwen3-32b", "--ranks", "16", "--tokens", "5M", "--layers", "1", "--memory-only", *CAP],
+    },
+}  # fmt: skip
+
+
+def rehearse(words: list[str], rates: Path | None) -> dict[str, Any]:
+    more = ["--hardware", str(rates)] if rates else []
+    done = subprocess.run(
+        [sys.executable, "-m", "ithaca", "rehearse", *words, "--json", *more],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1:]}
+    return json.loads(done.stdout)
+
+
+def _line(name: str, row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{name:38} {row['error']}"
+    text = f"{name:38} {row['peak_bytes'] / 2**30:6.2f} GiB, predicted {row['peak_bytes_predicted'] / 2**30:6.2f}"
+    text += f" ({row['peak_bytes_predicted'] / row['peak_bytes'] - 1:+.1%})"
+    if "seconds" in row:
+        text += f"   {row['seconds']:8.3f} s, predicted {row['seconds_predicted']:8.3f}"
+        text += f" ({row['seconds_predicted'] / row['seconds'] - 1:+.1%})"
+    if "over_bare" in row:
+        text += f"   {row['over_bare']:.3f} x bare"
+    return text
+
+
+def _race(rows: dict[str, dict[str, Any]]) -> str:
+    """How much faster, and how much faster attention that runs once can be."""
+    sweep, untied = rows.values()
+    forward, backward = (sweep[f"bare_attention_{way}_seconds"] for way in ("forward", "backward"))
+    bound, gained = (2 * forward + backward) / (forward + backward), untied["seconds"] / sweep["seconds"]
+    sweep |= {"faster": gained, "faster_bound": bound}
+    return f"sweep is {gained:.3f} x as fast; (2F + B) / (F + B) = {bound:.3f}: {gained / bound:.3f} of it"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", default="tuned,fresh", help="of " + ", ".join(POINTS))
+    parser.add_argument("--rates", type=Path, help="what ithaca plan --measure has written")
+    parser.add_argument("--out", default="bench/results", type=Path)
+    parser.add_argument("--commit", help="of a tree that was copied without its history")
+    args = parser.parse_args()
+    for kind in args.points.split(","):
+        rows = {}
+        for name, words in POINTS[kind].items():
+            rows[name] = rehearse(words, args.rates)
+            print(_line(name, rows[name]), flush=True)
+        if kind == "race" and not any("error" in row for row in rows.values()):
+            print(_race(rows))
+        results = [{"point": name, "options": " ".join(POINTS[kind][name]), **row} for name, row in rows.items()]
+        record(f"rehearsals-{kind}", results, args.out, args.commit)
+
+
+if __name__ == "__main__":
+    main()
