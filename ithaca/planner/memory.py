@@ -12,7 +12,8 @@ the rank, tiles of τ, a hidden state of E, Q and K features of all query and ke
     exchange     under `sweep`, what neighbouring chunks have under way: (q, o, do) and (dq, dK, dV), sent and received
     weights      a block gathered, and the next one on its way; gradients in fp32, once as sums, once being reduced
 
-The allocator keeps what one stream has freed from others: taken to be the head's size and 5 % of all, as measured.
+The allocator keeps what one stream has freed from others, the most after the head was gathered and reduced: as many
+times its size as was measured on an H200 (bench/results/rehearsals-tuned.json), whatever the length.
 """
 
 import math
@@ -35,6 +36,7 @@ from ithaca.planner.owners import (
     KERNELS,
     KEYS,
     LOSS,
+    OTHER,
     STATES,
     TAPES,
 )
@@ -46,7 +48,8 @@ BF16, FP32 = 2, 4  # bytes
 WORKSPACE = 3.5  # tensors like q that cuDNN's backward takes for itself
 LIBRARIES = 64 * 2**20  # that cuBLAS takes
 PER_TOKEN = 24  # bytes of token ids, labels, positions
-LOST = 0.05  # of what is allocated, to fragments
+LEFT_OVER = 2.4  # times the head in bf16, that streams have freed and keep; more where a block is run alone
+LEFT_OVER_ALONE = 3.7
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def predict_memory(
     moments = {name: job.always + moment for name, moment in job.moments()}
     name = max(moments, key=lambda name: moments[name].total())
     parts = Counter({owner: round(size) for owner, size in moments[name].items() if size})
-    parts[ALLOCATOR] = round(job.left_over + LOST * parts.total())
+    parts[ALLOCATOR] = round(job.left_over)
     return Memory(dict(parts), name, job.hosted("host") + job.host_states, job.hosted("disk"), job.tapes, job.tiles)
 
 
@@ -157,9 +160,8 @@ class Job:
         return moments if self.plan.optimizer == "host" else 0
 
     @property
-    def left_over(self) -> int:
-        """What gathering the head has left with its stream."""
-        return BF16 * self.table.unit if self.ranks > 1 else 0
+    def left_over(self) -> float:
+        return BF16 * self.table.unit * (LEFT_OVER if self.present > 1 else LEFT_OVER_ALONE)
 
     def _kept(self, layers: int) -> int:
         """Block inputs that `whole` keeps on the device, and o beside them with checkpoint selective."""
@@ -209,6 +211,13 @@ class Job:
         yield "the loss", Counter({**at_head, LOSS: FP32 * head.unit + logits + 3 * self.hidden(self.plan.loss_tile)})
         if not tied:
             yield "the head's gradient", Counter({**at_head, LOSS: FP32 * head.unit, GRADIENTS: FP32 * head.unit})
+        # At the end that of the embedding, and of a tied model its sum with the head's
+        shards = FP32 * (self.present * block.mine + (0 if tied else head.unit_mine))
+        table = FP32 * self.spec.vocab * self.spec.hidden
+        at_end = {GRADIENTS: shards + (0 if tied else table), BLOCKS: table}
+        if tied:
+            at_end |= {LOSS: table, OTHER: table, GATHERED: BF16 * head.unit}
+        yield "the embedding's gradient", Counter(at_end)
 
     def _block_weights(self) -> Counter[str]:
         """A block's gathered, the next one's on their way, the sums of its gradients; of a tied model the table."""

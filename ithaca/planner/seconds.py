@@ -13,7 +13,9 @@ forward (half of the square) and N_b parameters a block:
     weights      gathered for each pass and reduced in fp32 over all ranks: hidden behind all but the shortest blocks
     optimizer    reads and writes of 28 bytes a parameter of the shard, or of moments through the link to the host
 
-Heads of up to 64 features run slower, by the share that was measured on the H200. Left out: padding, documents, gaps.
+Three shares were measured on the H200: heads of up to 64 features run slower; so does one call over a whole sequence than
+a walk over tiles; and what lies between a block's products, gathering and reducing its weights included, adds to them.
+Left out: padding, documents.
 """
 
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ from ithaca.plans.plan import Plan
 from ithaca.plans.rebuild import rebuild_passes
 
 NARROW_HEADS = {"forward": 451 / 589, "backward": 419 / 516}  # head size 64 against 128, measured on an H200
+ONE_CALL = 522 / 589  # forward, a sequence of 512K at once against tiles of 64K
+BETWEEN = 1.12  # times what products and the bytes beside them take
 BF16, FP32 = 2, 4
 
 
@@ -58,13 +62,16 @@ def predict_seconds(
     local, mesh = -(-tokens // sharing), weigh(spec, plan, machine, tokens, ulysses, ring)
     uneven = max(map(len, mesh.share.q)) * ulysses / spec.heads
     forward = 2 * spec.layers * spec.heads * spec.head_size * tokens * local * uneven
-    narrow = NARROW_HEADS if spec.head_size <= 64 else dict.fromkeys(NARROW_HEADS, 1.0)
+    share = dict(NARROW_HEADS) if spec.head_size <= 64 else dict.fromkeys(NARROW_HEADS, 1.0)
+    share["forward"] *= 1.0 if plan.sweeps else ONE_CALL
     again = _attention_again(spec, plan)
     merging = _merged_bytes(spec, mesh) * local * uneven / gpu.bandwidth if plan.sweeps else 0.0
     parts = {
-        "attention_forward": (1 + again) * (forward / (gpu.attention_forward * narrow["forward"]) + merging),
-        "attention_backward": 2.5 * forward / (gpu.attention_backward * narrow["backward"]) + merging,
-        "linear": (_linear_flops(spec, plan) / gpu.matmul + _moved_bytes(spec, plan) / gpu.bandwidth) * local,
+        "attention_forward": (1 + again) * (forward / (gpu.attention_forward * share["forward"]) + merging),
+        "attention_backward": 2.5 * forward / (gpu.attention_backward * share["backward"]) + merging,
+        "linear": BETWEEN
+        * local
+        * (_linear_flops(spec, plan) / gpu.matmul + _moved_bytes(spec, plan) / gpu.bandwidth),
         "exchange": mesh.exchange,
         "copies": max(
             _copied_bytes(spec, plan, ("host", "disk")) * local / gpu.host,
