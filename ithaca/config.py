@@ -24,6 +24,7 @@ from ithaca.sizes import MOST_SECONDS, parse_tokens
 
 Section = TypeVar("Section")
 
+AUTO = "auto"  # as plan.recipe: the planner chooses
 MOST_TOKENS = 2**32  # in a step; each takes 24 bytes of host memory before it is split
 
 
@@ -148,7 +149,8 @@ class RunSection:
 @dataclass(frozen=True, kw_only=True)
 class Config:
     model: ModelSection = field(default_factory=ModelSection)
-    plan: Plan = field(default_factory=Plan)
+    plan: Plan | None = field(default=None, metadata={"read": lambda table: _read_plan(table)})
+    """None, or `recipe = "auto"`: chosen when the run starts, for the ranks and the memory there are."""
     mesh: MeshSection = field(default_factory=MeshSection)
     data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)
@@ -171,6 +173,8 @@ class Config:
         """The configuration as a file that `read_config` reads back."""
         lines = []
         for section in dataclasses.fields(self):
+            if getattr(self, section.name) is None:
+                continue
             lines.append(f"[{section.name}]")
             for name, value in vars(getattr(self, section.name)).items():
                 if value is not None:
@@ -228,6 +232,18 @@ def build(section: type[Section], content: dict[str, Any], where: str) -> Sectio
         name = f"{where}{key}"
         values[key] = _read(read, value, name) if read else _typed(kinds[key], value, name)
     return section(**values)
+
+
+def _read_plan(table: Any) -> Plan | None:
+    if not isinstance(table, dict) or table.get("recipe") != AUTO:
+        return _typed(Plan, table, "plan")
+    others = [name for name in table if name != "recipe"]
+    if others:
+        raise ConfigError(
+            f"plan.{others[0]}={table[others[0]]} goes with a recipe, and plan.recipe is '{AUTO}', which chooses all of "
+            "the Plan: leave it out, or name a recipe, as plan.recipe=sweep"
+        )
+    return None
 
 
 def _read(read: Callable[[Any], Any], value: Any, name: str) -> Any:

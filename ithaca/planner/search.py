@@ -95,13 +95,25 @@ class Answer:
         return 0 if self.plan.checkpoint in ("none", "selective") else spec.layers
 
 
-def search(spec: Spec, cluster: Cluster, tokens: int, recipe: str | None = None) -> Answer | None:
-    """The fastest for this length; None where nothing fits."""
+def search(
+    spec: Spec,
+    cluster: Cluster,
+    tokens: int,
+    recipe: str | None = None,
+    mesh: tuple[int, int] | None = None,
+    sequences: int | None = None,
+) -> Answer | None:
+    """The fastest for this length; None where nothing fits.
+
+    `mesh`: ulysses × ring that share a sequence, where that is settled. `sequences`: of a pass, over all GPUs; not
+    given: one for those that share it.
+    """
     if not SHORTEST <= tokens <= LONGEST:
         raise PlanError(f"--tokens {tokens} cannot be planned for: {SHORTEST}, a tile of attention, to {LONGEST} can")
     found: list[Answer] = []
-    for sharing in _divisors(cluster.count):
-        answer = _best_of(spec, cluster, tokens, sharing, recipe)
+    for sharing in _divisors(cluster.count) if mesh is None else [mesh[0] * mesh[1]]:
+        rows = -(-(sequences or 1) * sharing // cluster.count)
+        answer = _best_of(spec, cluster, tokens * rows, sharing, recipe, mesh)
         found += [answer] if answer else []
         if len(found) == 2:  # with more GPUs to a sequence there is only more to exchange
             break
@@ -147,11 +159,20 @@ def binding(spec: Spec, cluster: Cluster, recipe: str | None, most: int) -> str:
     return max(found, key=lambda name: found[name])
 
 
-def _best_of(spec: Spec, cluster: Cluster, tokens: int, sharing: int, recipe: str | None) -> Answer | None:
+def _best_of(
+    spec: Spec, cluster: Cluster, tokens: int, sharing: int, recipe: str | None, mesh: tuple[int, int] | None
+) -> Answer | None:
     """The fastest when so many GPUs share a sequence."""
-    names = [recipe] if recipe else [name for name in PREFERRED if (sharing == 1) <= (name in ("sweep", "dense"))]
-    meshes = {name: _mesh(spec, cluster, Plan(recipe=name), tokens, sharing) for name in names}
+    names = [recipe] if recipe else [name for name in PREFERRED if _suits(Plan(recipe=name), sharing, mesh)]
+    meshes = {name: mesh or _mesh(spec, cluster, Plan(recipe=name), tokens, sharing) for name in names}
     return _preferred([answer for name in names for answer in _fitting(spec, cluster, tokens, name, meshes[name])])
+
+
+def _suits(plan: Plan, sharing: int, mesh: tuple[int, int] | None) -> bool:
+    """Whether a recipe is worth a try when so many share a sequence."""
+    if sharing == 1:
+        return plan.recipe in ("sweep", "dense")
+    return plan.shares and (mesh is None or ((mesh[0] == 1 or plan.shares_heads) and (mesh[1] == 1 or plan.rings)))
 
 
 def _preferred(answers: list[Answer]) -> Answer | None:

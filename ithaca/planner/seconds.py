@@ -69,9 +69,7 @@ def predict_seconds(
     parts = {
         "attention_forward": (1 + again) * (forward / (gpu.attention_forward * share["forward"]) + merging),
         "attention_backward": 2.5 * forward / (gpu.attention_backward * share["backward"]) + merging,
-        "linear": BETWEEN
-        * local
-        * (_linear_flops(spec, plan) / gpu.matmul + _moved_bytes(spec, plan) / gpu.bandwidth),
+        "linear": BETWEEN * local * (_linear_flops(spec, plan) / gpu.matmul + _moved_bytes(spec, plan) / gpu.bandwidth),
         "exchange": mesh.exchange,
         "copies": max(
             _copied_bytes(spec, plan, ("host", "disk")) * local / gpu.host,

@@ -4,6 +4,7 @@ import contextlib
 import math
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,13 @@ def _train(config: Config, run: RunFolder, grid: Mesh) -> None:
     lock = together(grid.group, lambda: run.hold() if grid.rank == 0 else None)
     try:
         check_shared(run, lock, grid)
-        config = from_first(grid.group, lambda: settle(config, run, grid))
+        config, (plan, axes, why) = from_first(grid.group, lambda: settle(config, run, grid))
+        if axes != config.mesh:
+            grid = mesh(**vars(axes), device=grid.device.type)
         resumed = from_first(grid.group, run.has_checkpoints)
         data = together(grid.group, lambda: open_data(config))
         source = together(grid.group, lambda: open_source(config, run, resumed, data))
-        Run(config, run, apply(source, config.plan, grid), data).go()
+        Run(config, run, apply(source, plan, grid), data, why).go()
     finally:
         if lock:
             lock.close()
@@ -59,7 +62,8 @@ def _train(config: Config, run: RunFolder, grid: Mesh) -> None:
 class Run:
     """One run on one rank: what its steps share."""
 
-    def __init__(self, config: Config, folder: RunFolder, model: Model, data: TokenFile):
+    def __init__(self, config: Config, folder: RunFolder, model: Model, data: TokenFile, why: Sequence[str] = ()):
+        """`why`: what the planner says of the Plan, where it chose it."""
         self.config, self.folder, self.model, self.data = config, folder, model, data
         self.mesh: Mesh = model.mesh
         self.first = self.mesh.rank == 0
@@ -73,7 +77,7 @@ class Run:
             weight_decay=options.weight_decay,
             spoken_for=tapes,
         )
-        self.notes: list[str] = []  # said once there is someone to say it
+        self.why, self.notes = why, list[str]()  # said once there is someone to say it
         self.announced = False
         self.checkpoints = Checkpoints(folder.checkpoints, model, self.optimizer, config.run.keep, self._note, tapes)
         self.checkpoints.clean()
@@ -280,6 +284,8 @@ class Run:
             self.progress.say(f"a rank that the others wait for is given up after {format_seconds(self.patience)}")
         if self.done:
             self.progress.say(f"going on from the checkpoint of step {self.done}")
+        for text in self.why:
+            self.progress.say(text)
         for text in self.notes:
             self.progress.warn(text)
         self.announced = True

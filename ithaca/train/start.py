@@ -15,7 +15,9 @@ from ithaca.data.standard import standard_library
 from ithaca.data.tokenfile import TokenFile, open_tokens
 from ithaca.errors import DataError
 from ithaca.model.source import ModelSource, describe_model, load_model
+from ithaca.model.spec import Spec
 from ithaca.parallel.mesh import Mesh
+from ithaca.train.auto import Chosen, choose_plan
 from ithaca.train.run import RunFolder
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -33,15 +35,26 @@ def join_free_memory() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyrefly: ignore
 
 
-def settle(config: Config, run: RunFolder, grid: Mesh) -> Config:
-    """Fill in what was not given: as the run had it when it was begun, else as suits the ranks."""
+def settle(config: Config, run: RunFolder, grid: Mesh) -> tuple[Config, Chosen]:
+    """Fill in what was not given: as the run had it when it was begun, else as suits the ranks; and choose the Plan."""
     saved = run.saved_config().train if run.begun() else config.train
     suited = GPU_TOKENS if grid.device.type == "cuda" else CPU_TOKENS
     tokens = config.train.tokens or saved.tokens or suited
-    batch = config.train.batch or saved.batch or (config.train.micro or 1) * grid.data_ranks
-    settled = replace(config, train=replace(config.train, tokens=tokens, batch=batch))
-    run.check(settled)
-    return settled
+    batch = config.train.batch or saved.batch
+    config = replace(config, train=replace(config.train, tokens=tokens, batch=batch))
+    chosen = choose_plan(config, _spec(config, run), grid, tokens)
+    sharing = chosen[1].ring * chosen[1].ulysses
+    batch = batch or (config.train.micro or 1) * (grid.size // sharing)
+    config = replace(config, train=replace(config.train, batch=batch))
+    run.check(config)
+    return config, chosen
+
+
+def _spec(config: Config, run: RunFolder) -> Spec:
+    named = config.model
+    if run.has_checkpoints():
+        return describe_model(run.model, named.dtype).spec
+    return load_model(named.source, named.dtype, named.seed).spec
 
 
 def open_data(config: Config) -> TokenFile:

@@ -1,0 +1,46 @@
+"""The Plan and the mesh of a run that names none: the planner's answer for the ranks and the memory that are here."""
+
+from dataclasses import replace
+
+import torch
+
+from ithaca.config import Config, MeshSection
+from ithaca.errors import PlanError
+from ithaca.model.spec import Spec
+from ithaca.parallel.mesh import Mesh
+from ithaca.planner.hardware import nearest, read_gpus
+from ithaca.planner.search import KEPT_BACK, Cluster, binding, longest, search
+from ithaca.planner.show_plan import Asked, explain, refusal
+from ithaca.plans.plan import Plan
+from ithaca.tape.budget import host_budget
+
+Chosen = tuple[Plan, MeshSection, list[str]]  # and what there is to say about it
+
+
+def choose_plan(config: Config, spec: Spec, grid: Mesh, tokens: int) -> Chosen:
+    """As the configuration has it; what it leaves open is chosen. The mesh is, where none of its options is given."""
+    if config.plan is not None:
+        return config.plan, config.mesh, []
+    mesh = config.mesh
+    if grid.device.type != "cuda":
+        # Nothing to plan for: memory of a CPU is the host's, and nobody waits for its speed
+        return Plan(recipe="dense" if mesh.ring * mesh.ulysses == 1 else "sweep"), mesh, []
+    cluster = _here(grid)
+    axes = None if mesh == MeshSection() else (mesh.ulysses, mesh.ring)
+    sequences = config.train.micro or config.train.batch
+    answer = search(spec, cluster, tokens, mesh=axes, sequences=sequences)
+    most = longest(spec, cluster)
+    asked = Asked(config.model.source, spec, cluster, tokens, None)
+    if answer is None:
+        raise PlanError(refusal(asked, most))
+    lines = explain(asked, answer, most, binding(spec, cluster, None, most))
+    if axes is None:
+        mesh = replace(mesh, ulysses=answer.ulysses, ring=answer.ring)
+    return answer.plan, mesh, lines
+
+
+def _here(grid: Mesh) -> Cluster:
+    properties = torch.cuda.get_device_properties(grid.device)
+    known = nearest(properties.name, properties.total_memory, read_gpus())
+    gpu = replace(known, memory=float(properties.total_memory))
+    return Cluster(grid.size, gpu, host=host_budget()[0] / (1 - KEPT_BACK), node_gpus=grid.node_ranks or grid.size)
