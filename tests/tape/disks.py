@@ -15,8 +15,10 @@ from ithaca.tape.tiles import Tiles
 
 
 def make_disk(tapes: int, tiles: Tiles, row: int, slots: Slots, folder: Path, staged: int) -> Disk:
-    staging = Slab(staged * [staged_bytes(tiles, row)], torch.device("cpu"), print)
-    return Disk(TapeFile(str(folder), tapes * stretch_bytes(tiles, row)), staging.parts, slots.engine)
+    staging = Slab(staged * [staged_bytes(tiles, row)], slots.engine.device, lambda _: None)
+    disk = Disk(TapeFile(str(folder), tapes * stretch_bytes(tiles, row)), staging.parts, slots.engine)
+    staging.belong_to(disk, slots.engine)
+    return disk
 
 
 def disk_tapes(contents: list[Tensor], tiles: Tiles, slots: Slots, folder: Path, staged: int = 2) -> list[DiskTape]:

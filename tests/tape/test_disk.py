@@ -25,7 +25,7 @@ from ithaca.errors import PlanError, RunError
 from ithaca.tape import disk as disk_module
 from ithaca.tape.blocks import BLOCK
 from ithaca.tape.disk import DiskTape, Fetching
-from ithaca.tape.engine import Mark, ThreadEngine
+from ithaca.tape.engine import Engine, Mark, ThreadEngine, make_engine
 from ithaca.tape.file import TapeFile, free_space
 from ithaca.tape.slots import Slots
 from ithaca.tape.tape import DeviceTape, HostTape
@@ -42,11 +42,11 @@ def engine() -> Iterator[ThreadEngine]:
     engine.settle()
 
 
-def goes_wrong(seed: int, engine: ThreadEngine, folder: Path) -> bool:
+def goes_wrong(seed: int, engine: Engine, folder: Path) -> bool:
     """Whether a random program over disk tapes, and a host tape that shares their slots, differs in any bit from device
     tapes."""
     program = make_program(random.Random(seed))
-    wanted = run(program, [DeviceTape(numbers(number), TILES) for number in range(TAPES)])
+    wanted = run(program, [DeviceTape(numbers(number).to(engine.device), TILES) for number in range(TAPES)])
     slots = make_slots(engine, SLOTS)
     first, *others = (numbers(number) for number in range(TAPES))
     tapes = [HostTape(first, TILES, slots), *disk_tapes(others, TILES, slots, folder, staged=3)]
@@ -61,6 +61,16 @@ def goes_wrong(seed: int, engine: ThreadEngine, folder: Path) -> bool:
 def test_disk_tapes_give_what_device_tapes_give(engine: ThreadEngine, tmp_path: Path, seed: int) -> None:
     delays = random.Random(seed)
     engine.before_copy = lambda: time.sleep(delays.choice((0, 0, 0.002)))
+    engine.before_disk = lambda: time.sleep(delays.choice((0, 0, 0.004)))
+    assert not goes_wrong(seed, engine, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_disk_tapes_on_a_gpu(tmp_path: Path, seed: int) -> None:
+    engine, delays = make_engine(torch.device("cuda", torch.cuda.current_device())), random.Random(seed)
+    engine.poison = True
+    engine.before_copy = lambda: torch.cuda._sleep(delays.randrange(3_000_000))  # up to 1.5 ms
     engine.before_disk = lambda: time.sleep(delays.choice((0, 0, 0.004)))
     assert not goes_wrong(seed, engine, tmp_path)
 
