@@ -155,7 +155,11 @@ def test_whole_blocks_with_x_of_some_layers_on_the_host(ranks, folders, recipe: 
 def test_whole_blocks_with_x_on_the_disk(folders, tmp_path: Path) -> None:
     batches, cut = [random_batch(1, 30, documents=True, ignored=0.2, seed=7)], {"recipe": "alst", "tile": 7}
     plain = step(folders["tied"], ithaca.Plan(**cut), batches)
-    assert_same_bits(step(folders["tied"], ithaca.Plan(x="device, disk*2", disk=str(tmp_path), **cut), batches), plain)
+    plan = ithaca.Plan(x="device, disk*2", disk=str(tmp_path), **cut)
+    model, moved = ithaca.apply(ithaca.load_model(folders["tied"], "float64"), plan), []
+    model.engine.before_disk = lambda: moved.append(1)
+    assert_same_bits(model_step(model, batches), plain)
+    assert len(moved) == 2 * 4 * 5  # there and back, of four layers, five tiles
 
 
 def test_a_disk_that_fails_ends_the_pass_and_not_the_model(folders, tmp_path: Path, monkeypatch) -> None:
@@ -188,6 +192,16 @@ def test_what_is_on_the_disk_is_said_and_counted(folders, tmp_path: Path) -> Non
     on_host = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), ithaca.Plan(recipe="sweep", chunk=32))
     staging = 6 * 32 * 48 * 8
     assert on_host.host_bytes(1, 64) - model.host_bytes(1, 64) == 10 * row * 1024 - staging
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_way_through_the_page_cache_is_said(folders, tmp_path: Path, monkeypatch, direct: bool) -> None:
+    monkeypatch.setattr("ithaca.tape.file._go_direct", lambda _: direct)
+    said: list[str] = []
+    model = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), sweep(tmp_path, o="disk", chunk=32))
+    model.reserve(1, 64, said.append)
+    wanted = f"plan.disk='{tmp_path}' is on a file system that reads and writes through the page cache only: slower"
+    assert said == ([] if direct else [wanted])
 
 
 def test_a_rehearsal_needs_no_disk(folders) -> None:
