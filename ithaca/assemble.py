@@ -29,7 +29,7 @@ from ithaca.parallel.mesh import Mesh, alone, describe_crossing
 from ithaca.parallel.ring import Ring
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
 from ithaca.parallel.transport import Group
-from ithaca.plans.needs import Need, describe, host_bytes, layout_of, needs, rebuilds_of, tiles_of
+from ithaca.plans.needs import Need, describe, disk_bytes, host_bytes, layout_of, needs, rebuilds_of, tiles_of
 from ithaca.plans.plan import Plan
 from ithaca.plans.room import Node, check_room
 from ithaca.schedule.forward import Job, logits, loss_sum
@@ -59,7 +59,7 @@ class Model(nn.Module):
         self.ring = Ring(Group(mesh.ring_group) if mesh.ring_group else None)
         self.share = split_heads(source.spec.heads, source.spec.kv_heads, mesh.ulysses)
         self.rounds = head_rounds(self.share, plan.heads_at_once(mesh.ulysses))
-        self.tiles_held: int | None = None  # of each host tape, in a rehearsal of memory; None: all
+        self.tiles_held: int | None = None  # of each host or disk tape, in a rehearsal of memory; None: all
         self._tapes: dict[bool, Tapes] = {}  # for passes that are kept for backward, and for those that are not
         self._begins_step = True
         cut(self.decoder, mesh, plan.zero, self.dtype)
@@ -217,15 +217,18 @@ class Model(nn.Module):
             with _outside_inference_mode():
                 made = together(
                     self.mesh.group,
-                    lambda: Tapes(asked, rebuilds, tiles, self.dtype, self.engine, say, self.tiles_held),
+                    lambda: Tapes(
+                        asked, rebuilds, tiles, self.dtype, self.engine, say, self.tiles_held, self.plan.disk
+                    ),
                 )
             self._tapes[training] = made
 
     def _check_room(self, asked: list[Need], tiles: Tiles) -> None:
         """Refuse, on all ranks, tapes that one of them has no room for. Collective."""
         group, device, sharing = self.mesh.group, self.mesh.device, self.mesh.context_ranks
-        node_bytes, node_ranks = on_this_node(group, 0 if self.tiles_held else host_bytes(asked, tiles, self.mesh.gpu))
-        node = Node(node_bytes, node_ranks)
+        mine = (0, 0) if self.tiles_held else (host_bytes(asked, tiles, self.mesh.gpu), disk_bytes(asked, tiles))
+        (memory, ranks), (disk, _) = (on_this_node(group, amount) for amount in mine)
+        node = Node(memory, ranks, disk)
         together(group, lambda: check_room(asked, tiles, sharing, self.plan, self.spec, device, node))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

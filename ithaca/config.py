@@ -213,6 +213,8 @@ def _change_recipe(content: dict[str, Any], recipe: Any) -> None:
         if value is not None and unknown:
             del content["plan"][name]
             print(f"plan.{name}={value} is left out: it means nothing under recipe '{recipe}'", file=sys.stderr)
+    if "disk" in content["plan"] and not any("disk" in str(content["plan"].get(name)) for name in ("x", "o")):
+        print(f"plan.disk={content['plan'].pop('disk')} is left out with what it was for", file=sys.stderr)
 
 
 def _recipe(content: dict[str, Any]) -> Any:

@@ -76,6 +76,10 @@ def test_another_recipe_leaves_out_what_it_has_no_use_for(tmp_path: Path, capsys
     assert read_config(lists, ["plan.x=device, host*2"]).plan.x == "device, host*2"
     assert read_config(lists, ["plan.recipe=alst"]).plan == Plan(recipe="alst")
     assert "plan.x=host, rebuild*7 is left out: it means nothing under recipe 'alst'" in capsys.readouterr().err
+    disk = tmp_path / "disk.toml"
+    disk.write_text('[plan]\nrecipe = "sweep"\no = "disk"\ndisk = "/scratch"\n')
+    assert read_config(disk, ["plan.recipe=alst"]).plan == Plan(recipe="alst")
+    assert "plan.disk=/scratch is left out with what it was for" in capsys.readouterr().err
     with pytest.raises(IthacaError, match="checkpoint=full means nothing under recipe 'sweep'"):
         read_config(file, ["plan.checkpoint=full"])
     with pytest.raises(IthacaError, match="chunk=8192 means nothing under recipe 'dense'"):

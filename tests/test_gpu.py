@@ -2,6 +2,7 @@
 plain twins; copies that are late change nothing."""
 
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ PLANS = {
     "sweep-host": {"recipe": "sweep", "chunk": 500, "tile": 128} | HOST,
     "sweep-rebuild": {"recipe": "sweep", "chunk": 256, "tile": 100, "x": "host, rebuild*2"},
     "sweep-recompute": {"recipe": "sweep", "chunk": 256, "tile": 100, "o": "recompute"},
+    "sweep-disk": {"recipe": "sweep", "chunk": 256, "tile": 100, "x": "disk, rebuild, host", "o": "disk"},
     "sweep-device": {"recipe": "sweep", "x": "device", "o": "device", "gradient": "device"},
 }
 
@@ -52,7 +54,8 @@ def test_bf16_error(family: str, plan: str, packed: bool, tmp_path: Path) -> Non
             (model(part, labels=part).loss * share).backward()
         return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
 
-    model = ithaca.apply(ithaca.load_model(folder, "bfloat16"), ithaca.Plan(**PLANS[plan]))
+    options = PLANS[plan] | ({"disk": str(tmp_path)} if plan == "sweep-disk" else {})
+    model = ithaca.apply(ithaca.load_model(folder, "bfloat16"), ithaca.Plan(**options))
     assert model.kernel.name == "cudnn+flash"
     model(model.shard(tokens, tokens, ids)).backward()
     exact, plain = theirs(torch.float64), theirs(torch.bfloat16)
@@ -65,13 +68,15 @@ def test_bf16_error(family: str, plan: str, packed: bool, tmp_path: Path) -> Non
 
 
 def gradients(folder: Path, x: str, delays: bool, seed: int) -> dict[str, torch.Tensor]:
-    """Of two passes with every tape on the host; freed slots are NaN, and copies may come late."""
-    plan = ithaca.Plan(recipe="sweep", chunk=512, **(HOST | {"x": x}))
+    """Of two passes with every tape on the host, or x and o on the disk; freed slots are NaN, copies may come late."""
+    places = HOST | {"x": x} | ({"o": "disk", "disk": str(folder)} if "disk" in x else {})
+    plan = ithaca.Plan(recipe="sweep", chunk=512, **places)
     model = ithaca.apply(ithaca.load_model(folder, "bfloat16"), plan)
     model.engine.poison = True
     chance = random.Random(seed)
     if delays:
         model.engine.before_copy = lambda: torch.cuda._sleep(chance.randrange(3_000_000))  # up to 1.5 ms
+        model.engine.before_disk = lambda: time.sleep(chance.random() * 0.004)
     torch.manual_seed(0)
     for _ in range(2):
         tokens = torch.randint(0, 97, (1, 4000))
@@ -81,7 +86,9 @@ def gradients(folder: Path, x: str, delays: bool, seed: int) -> dict[str, torch.
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("x", ["host", "host, rebuild*5", "device, rebuild, host, rebuild*3"])
+@pytest.mark.parametrize(
+    "x", ["host", "host, rebuild*5", "device, rebuild, host, rebuild*3", "disk", "disk, rebuild*5"]
+)
 def test_late_copies(tmp_path: Path, x: str) -> None:
     """Within the spread of equal runs with every x kept: cuDNN's backward is not deterministic."""
     folder = save(make_model("llama3.1", torch.bfloat16, **(GPU_SIZES | {"num_hidden_layers": 6})), tmp_path / "in")

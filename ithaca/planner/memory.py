@@ -40,7 +40,16 @@ from ithaca.planner.owners import (
     STATES,
     TAPES,
 )
-from ithaca.plans.needs import Need, layout_of, needs, passing_bytes, tiles_of
+from ithaca.plans.needs import (
+    Need,
+    disk_bytes,
+    host_bytes,
+    layout_of,
+    needs,
+    passing_bytes,
+    slot_bytes,
+    tiles_of,
+)
 from ithaca.plans.plan import Plan
 from ithaca.tape.tiles import Tiles
 
@@ -80,7 +89,8 @@ def predict_memory(
     name = max(moments, key=lambda name: moments[name].total())
     parts = Counter({owner: round(size) for owner, size in moments[name].items() if size})
     parts[ALLOCATOR] = round(job.left_over)
-    return Memory(dict(parts), name, job.hosted("host") + job.host_states, job.hosted("disk"), job.tapes, job.tiles)
+    host = host_bytes(job.tapes, job.tiles, gpu=True) + job.host_states
+    return Memory(dict(parts), name, host, disk_bytes(job.tapes, job.tiles), job.tapes, job.tiles)
 
 
 class Job:
@@ -103,10 +113,6 @@ class Job:
         self.tile = min(plan.tile or self.T, self.T)
         self.block = _numbers(spec, self.ranks, block=True)
         self.table = _numbers(spec, self.ranks, block=False)
-
-    def hosted(self, place: str) -> int:
-        """Bytes of tapes in a place."""
-        return sum(need.bytes_of(self.tiles.length) for need in self.tapes if need.place == place)
 
     # Sizes in bytes of bf16, for some tokens of the rank
     def hidden(self, tokens: int) -> int:
@@ -135,16 +141,12 @@ class Job:
         weights = self.spec.layers * self.block.mine + self.table.mine
         spec, plan, length = self.spec, self.plan, self.tiles.length
         device = [need for need in self.tapes if need.place == "device"]
-        slots = sum(
-            need.slots * min(self.tiles.size, length) * need.ranks * need.row
-            for need in self.tapes
-            if need.place != "device"
-        )
         return Counter(
             {
                 STATES: FP32 * weights * (3 if plan.optimizer == "device" else 1),
                 KEYS: sum(need.bytes_of(length) for need in device if need.option == "kv"),
-                TAPES: sum(need.bytes_of(length) for need in device if need.option != "kv") + slots,
+                TAPES: sum(need.bytes_of(length) for need in device if need.option != "kv")
+                + slot_bytes(self.tapes, self.tiles),
                 BLOCKS: self._kept(spec.layers - self.present),
                 GRADIENTS: FP32 * (spec.layers - self.present) * self.block.mine,
                 GATHERED: passing_bytes(plan, spec, self.tapes)

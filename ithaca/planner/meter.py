@@ -142,7 +142,7 @@ def _of_tapes(frame: FrameType) -> str:
     while making is not None and "need" not in making.f_locals:
         making = making.f_back
     need = making.f_locals["need"] if making else None
-    if making is frame and need is not None and need.place == "host":
+    if making is frame and need is not None and need.place != "device":
         return HOST
     return KEYS if getattr(need, "option", None) == "kv" else TAPES
 

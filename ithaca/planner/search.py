@@ -18,6 +18,7 @@ from ithaca.planner.meshes import choose
 from ithaca.planner.owners import KEYS, TAPES
 from ithaca.planner.seconds import Seconds, predict_seconds
 from ithaca.plans.fill import place
+from ithaca.plans.needs import host_bytes
 from ithaca.plans.places import RECOMPUTE
 from ithaca.plans.plan import CHUNK, Plan
 from ithaca.plans.rebuild import fewest_kept
@@ -30,6 +31,7 @@ LONGEST = 2**32  # tokens
 STEP = 2**16  # tokens by which the longest context is told
 SAME = 1.02  # rates within that are no difference
 PREFERRED = ("sweep", "dense", "ulysses", "untied", "hybrid", "ring", "alst")
+SCRATCH = "/scratch"  # a folder on the disk, for the user to replace
 SHORTEST = 128  # tokens: a tile of attention
 
 
@@ -236,7 +238,7 @@ def _fit(
         if fitted is None:
             continue
         memory = predict_memory(spec, fitted, tokens, ulysses, ring, shard)
-        if memory.total <= cluster.capacity and memory.host <= cluster.of_host():
+        if memory.total <= cluster.capacity and memory.host <= cluster.of_host() and memory.disk <= cluster.of_disk():
             return fitted, memory
     return None
 
@@ -252,12 +254,14 @@ def _placed(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, ulysses: int,
     """x and o of every layer in what all else leaves of GPU, host and disk."""
     least = predict_memory(spec, replace(plan, x="host", o="host", gradient="host"), tokens, ulysses, ring, shard)
     device = cluster.capacity - least.total + least.parts.get(TAPES, 0) + least.parts.get(KEYS, 0)
-    states = least.host - sum(need.bytes_of(least.tiles.length) for need in least.tapes if need.place == "host")
-    host = cluster.of_host() - states
-    if min(device, host) <= 0 or _least(spec, least) > device + host:
+    states = least.host - host_bytes(least.tapes, least.tiles, gpu=True)
+    host, disk = cluster.of_host() - states, cluster.of_disk()
+    if min(device, host) <= 0 or _least(spec, least) > device + host + disk:
         return None
     try:
-        return place(plan, spec, tokens, device=int(device), host=host, ulysses=ulysses, ring=ring)
+        return place(
+            plan, spec, tokens, device=int(device), host=host, disk=disk, folder=SCRATCH, ulysses=ulysses, ring=ring
+        )
     except PlanError:
         return None
 

@@ -1,25 +1,42 @@
-"""Placement from budgets: what is kept goes to the device, then to the host; what has room in neither is made again.
+"""Placement from budgets: what is kept goes to the device, then to the host, then to the disk; what is not kept is made
+again.
 
 Given up first is what costs the least work a second time: x of some layers (mix and feed, linear in the tokens), and
 only then o, from the first layer on (attention, at long contexts nearly all of a step). An o that is given up saves
 little: the x of the next layer, which could have been rebuilt from it, must then be kept.
+
+A disk is slow, so going there counts as work: at long contexts o goes to the disk before it is given up, x hardly ever.
+To the disk go first the o, which are written and read once in a step (an x is read three times: by the next layer, for
+K and V, and for its chunk), and of those the first layers', which backward needs last.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ithaca.errors import PlanError, suggestion
 from ithaca.model.heads import Heads
 from ithaca.model.spec import Spec
 from ithaca.parallel.heads import split_heads
-from ithaca.plans.needs import Need, device_bytes, has_room_for_x, layout_of, needs, passing_bytes, tiles_of
+from ithaca.plans.needs import (
+    Need,
+    device_bytes,
+    disk_bytes,
+    has_room_for_x,
+    host_bytes,
+    layout_of,
+    needs,
+    passing_bytes,
+    tiles_of,
+)
 from ithaca.plans.places import REBUILD, RECOMPUTE, Placement, spell
 from ithaca.plans.plan import Plan
 from ithaca.plans.rebuild import fewest_kept, layers_to_keep, rebuild_passes
 from ithaca.sizes import format_bytes, parse_bytes, parse_tokens
+from ithaca.tape.blocks import STAGED, staged_bytes
 from ithaca.tape.tiles import Tiles
 
+CROSSING = 75_000  # multiplications that a rank does while a byte goes to a disk or comes back: 300 T/s against 4 GB/s
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}  # bytes of a number
 
 
@@ -33,12 +50,15 @@ def place(
     ulysses: int = 1,
     ring: int = 1,
     dtype: str = "bfloat16",
+    disk: int | str = 0,
+    folder: str | None = None,
 ) -> Plan:
     """The Plan with x and o of every layer placed, for passes over `tokens` tokens that `ring` × `ulysses` ranks
     share.
 
-    `device` and `host` are the bytes that a rank's tapes may take there, as 20GB; 0 for none. The device's are also for
-    slots, and for weights that are gathered beyond a layer's own to make an x in passing.
+    `device`, `host` and `disk` are the bytes that a rank's tapes may take there, as 20GB; 0 for none. The device's are
+    also for slots, and for weights that are gathered beyond a layer's own to make an x in passing; the host's also for
+    what passes through on its way to the disk. `folder` is where the disk's tapes go; not given: where the Plan says.
     """
     if not plan.sweeps:
         raise PlanError(f"recipe '{plan.recipe}' keeps no o that could be placed: recipe 'sweep' does")
@@ -48,34 +68,55 @@ def place(
     layout_of(plan, tokens, ulysses, ring)  # whose chunk fits
     share = split_heads(spec.heads, spec.kv_heads, ulysses)
     fullest = max(range(ulysses), key=lambda rank: (len(share.kv[rank]), len(share.q[rank])))
-    where = _Where(ITEMSIZES[dtype], Heads(share.q[fullest], share.kv[fullest]), ulysses, ring)
-    free = _Budget(*(parse_bytes(given) if given else 0 for given in (device, host)))
-    choices = sorted(_choices(spec.layers), key=lambda kept: _work_again(spec, tokens, *kept))
-    placed = _first_that_fits(plan, spec, where, tokens, free, choices)
+    free = _Budget(*(parse_bytes(given) if given else 0 for given in (device, host, disk)))
+    folder = folder or plan.disk
+    if free.disk and folder is None:
+        raise PlanError(f"disk={format_bytes(free.disk)} is of no use without a folder: name one, as folder='/scratch'")
+    mine = Heads(share.q[fullest], share.kv[fullest])
+    where = _Where(ITEMSIZES[dtype], mine, ulysses, ring, folder if free.disk else None)
+    placed = _cheapest_that_fits(plan, spec, where, tokens, free, [*_choices(spec.layers)])
     if placed is None:
         least = [*_choices(spec.layers)][-spec.layers - 1 :: spec.layers]  # fewest x with every o; every x with no o
 
         def too_many(count: int) -> bool:
-            return _first_that_fits(plan, spec, where, count, free, least) is None
+            return _cheapest_that_fits(plan, spec, where, count, free, least) is None
 
         most = bisect_left(range(1, tokens), True, key=too_many)
         other = f"{most} tokens have" if most else "give more of either"
+        places = [f"device={format_bytes(free.device)}", f"host={format_bytes(free.host)}"]
+        places += [f"disk={format_bytes(free.disk)}"] if free.disk else []
         raise PlanError(
-            f"tapes for {tokens} tokens have no room in device={format_bytes(free.device)} and "
-            f"host={format_bytes(free.host)}, even with x of few layers: {other}"
+            f"tapes for {tokens} tokens have no room in {' and '.join(places)}, even with x of few layers: {other}"
         )
     return placed
 
 
-def _first_that_fits(
+def _cheapest_that_fits(
     plan: Plan, spec: Spec, where: "_Where", tokens: int, free: "_Budget", choices: list["_Kept"]
 ) -> Plan | None:
     tiles = tiles_of(plan, layout_of(plan, tokens, where.ulysses, where.ring, shorten=True))
-    rows = {need.name: need.row for need in _needs(plan, spec, where)}
-    room = (free.device + free.host) // tiles.length
-    possible = [kept for kept in choices if len(kept[0]) * rows["x"] + len(kept[1]) * rows.get("o", 0) <= room]
-    filled = (_fill(plan, spec, where, tiles, free, *kept) for kept in possible)
-    return next((placed for placed, used in filled if used.device <= free.device and used.host <= free.host), None)
+    best, least = None, float("inf")
+    choices = [*_possible(plan, spec, where, tiles, free, choices)]
+    works = [_work_again(spec, tokens, *kept) for kept in choices]
+    for work, kept in sorted(zip(works, choices, strict=True), key=lambda pair: pair[0]):
+        if work >= least:
+            break  # even without a byte on the disk
+        placed, used = _fill(plan, spec, where, tiles, free, *kept)
+        cost = work + _crossing(placed, spec, where)
+        if used.within(free) and cost < least:
+            best, least = placed, cost
+    return best
+
+
+def _possible(
+    plan: Plan, spec: Spec, where: "_Where", tiles: Tiles, free: "_Budget", choices: list["_Kept"]
+) -> Iterator["_Kept"]:
+    """Those that are not too much for all places together, whatever goes where: most need no closer look."""
+    asked = _needs(replace(plan, x="host", o="host"), spec, where)
+    x, o = (next(need.row for need in asked if need.name == name) * tiles.length for name in ("x", "o"))
+    room = free.device + free.host + free.disk
+    room -= sum(need.bytes_of(tiles.length) for need in asked if need.name not in ("x", "o", "lse"))
+    return (kept for kept in choices if len(kept[0]) * x + len(kept[1]) * o <= room)
 
 
 _Kept = tuple[set[int], set[int]]  # layers that keep x, and layers that keep o
@@ -86,6 +127,13 @@ def _work_again(spec: Spec, tokens: int, kept_x: set[int], kept_o: set[int]) -> 
     passes = rebuild_passes(_placement(spec, kept_x, kept_o), has_room_for_x(spec))
     width = spec.heads * spec.head_size
     return passes * spec.hidden * (width + 3 * spec.mlp) + (spec.layers - len(kept_o)) * tokens * width
+
+
+def _crossing(plan: Plan, spec: Spec, where: "_Where") -> int:
+    """What a token's x and o that go to the disk and come back count as, in multiplications."""
+    placement = plan.placement(spec.layers)
+    numbers = 4 * placement.x.count("disk") * spec.hidden + 2 * placement.o.count("disk") * spec.heads * spec.head_size
+    return numbers * where.itemsize * CROSSING
 
 
 def _placement(spec: Spec, kept_x: set[int], kept_o: set[int], place: str = "host") -> Placement:
@@ -103,6 +151,7 @@ class _Where:
     mine: Heads
     ulysses: int
     ring: int
+    folder: str | None  # on its disk; None: there is none
 
 
 @dataclass(frozen=True)
@@ -111,6 +160,10 @@ class _Budget:
 
     device: int
     host: int
+    disk: int
+
+    def within(self, other: "_Budget") -> bool:
+        return self.device <= other.device and self.host <= other.host and self.disk <= other.disk
 
 
 def _choices(layers: int) -> Iterator[_Kept]:
@@ -126,26 +179,43 @@ def _fill(
     plan: Plan, spec: Spec, where: _Where, tiles: Tiles, free: _Budget, kept_x: set[int], kept_o: set[int]
 ) -> tuple[Plan, _Budget]:
     """Keep these, on the device while it has room: the gradient, which every layer reads and writes, where the Plan
-    leaves that open; then from the last layer down, since what is read soonest gains most."""
+    leaves that open; then from the last layer down, since what is read soonest gains most. What the host has no room
+    for is on the disk."""
     placement = _placement(spec, kept_x, kept_o, "device")
-    placed = replace(plan, x=spell(placement.x), o=spell(placement.o), gradient=plan.gradient or "device")
+    placed = _placed(replace(plan, gradient=plan.gradient or "device"), where, placement.x, placement.o)
     if (used := _used(placed, spec, where, tiles)).device <= free.device:
         return placed, used  # first, since with nothing on the host there are no slots to hold room for
     placement = _placement(spec, kept_x, kept_o)
-    placed = replace(plan, x=spell(placement.x), o=spell(placement.o))
+    placed = _placed(plan, where, placement.x, placement.o)
     if plan.gradient is None:
         beside = replace(placed, gradient="device")
         placed = beside if _used(beside, spec, where, tiles).device <= free.device else placed
     x, o = list(placement.x), list(placement.o)
-    sizes = {need.name: need.row * tiles.length for need in _needs(placed, spec, where)}
+    rows = {need.name: need.row for need in _needs(placed, spec, where)}
+    sizes = {name: row * tiles.length for name, row in rows.items()}
     left = free.device - _used(placed, spec, where, tiles).device
     for layer in reversed(range(spec.layers)):
         for words, size in ((o, sizes.get("o", 0)), (x, sizes["x"])):
             if words[layer] == "host" and size <= left:
                 words[layer] = "device"
                 left -= size
-    placed = replace(placed, x=spell(x), o=spell(o))
+    placed = _placed(placed, where, x, o)
+    used = _used(placed, spec, where, tiles)
+    if where.folder is None or used.host <= free.host:
+        return placed, used
+    left = free.host - used.host - STAGED * max(staged_bytes(tiles, rows.get(name, 0)) for name in ("x", "o"))
+    for words, row in ((o, rows.get("o", 0)), (x, rows["x"])):
+        for layer, word in enumerate(words):
+            if word == "host" and left < 0:
+                words[layer] = "disk"
+                left += row * tiles.length
+    placed = _placed(placed, where, x, o)
     return placed, _used(placed, spec, where, tiles)
+
+
+def _placed(plan: Plan, where: _Where, x: Sequence[str], o: Sequence[str]) -> Plan:
+    """The Plan with these words; a folder is named only where one of them is the disk."""
+    return replace(plan, x=spell(x), o=spell(o), disk=where.folder if "disk" in (*x, *o) else None)
 
 
 def _needs(plan: Plan, spec: Spec, where: _Where) -> list[Need]:
@@ -154,5 +224,5 @@ def _needs(plan: Plan, spec: Spec, where: _Where) -> list[Need]:
 
 def _used(plan: Plan, spec: Spec, where: _Where, tiles: Tiles) -> _Budget:
     asked = _needs(plan, spec, where)
-    hosted = sum(need.bytes_of(tiles.length) for need in asked if need.place == "host")
-    return _Budget(device_bytes(asked, tiles) + passing_bytes(plan, spec, asked), hosted)
+    device = device_bytes(asked, tiles) + passing_bytes(plan, spec, asked)
+    return _Budget(device, host_bytes(asked, tiles, gpu=True), disk_bytes(asked, tiles))

@@ -14,6 +14,7 @@ from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE
 from ithaca.plans.plan import Plan
 from ithaca.plans.rebuild import LONGEST_PASSING, Rebuild, passing_layers, plan_rebuilds, rebuild_passes
 from ithaca.sizes import format_bytes, format_tokens
+from ithaca.tape.blocks import STAGED, staged_bytes, stretch_bytes
 from ithaca.tape.tiles import Tiles
 
 FP32 = 4  # bytes
@@ -31,7 +32,7 @@ class Need:
     features: tuple[int, ...]
     itemsize: int  # bytes of a number
     exact: bool  # numbers are of at least fp32, not of the computation's dtype
-    slots: int  # tiles on the device at a time, when they live on the host
+    slots: int  # tiles on the device at a time, when they do not live there; tapes of one name share them
     training: bool  # there is no use for them without a backward pass
     ranks: int = 1  # whose tokens it holds: its own alone, or, of some heads, those of all Ulysses ranks
 
@@ -69,7 +70,7 @@ def needs(
         ]
 
     if not plan.sweeps:
-        return [need for need in kept("x", placement.x, hidden, 3) if need.place == "host"]
+        return [need for need in kept("x", placement.x, hidden, 3) if need.place != "device"]
     assert plan.lse is not None
     assert plan.gradient is not None
     assert plan.kv is not None
@@ -80,8 +81,8 @@ def needs(
     rebuilds = rebuilds_of(plan, spec)
     comes_by = any(layer not in rebuild.homes for layer, rebuild in rebuilds.items())
     xs = kept("x", placement.x, hidden, 4 + more)
-    if "host" not in placement.x and any(
-        kind == "o" and placement.o[layer] == "host"
+    if not {"host", "disk"} & {*placement.x} and any(
+        kind == "o" and placement.o[layer] != "device"
         for rebuild in rebuilds.values()
         for kind, layer in rebuild.homes.values()
     ):
@@ -124,19 +125,32 @@ def tiles_of(plan: Plan, layout: Layout) -> Tiles:
 
 
 def host_bytes(asked: list[Need], tiles: Tiles, gpu: bool) -> int:
-    """What the tapes take of this node's memory. Without a GPU that is all of it."""
-    hosted = sum(need.bytes_of(tiles.length) for need in asked if need.place == "host")
+    """What the tapes, and the staging of disk tapes, take of this node's memory. Without a GPU that is all of it."""
+    hosted = sum(need.bytes_of(tiles.length) for need in asked if need.place == "host") + staging_bytes(asked, tiles)
     return hosted if gpu else hosted + device_bytes(asked, tiles)
 
 
+def disk_bytes(asked: list[Need], tiles: Tiles) -> int:
+    """What the tapes take of the disk."""
+    return sum(len(need.layers) * stretch_bytes(need.tiles(tiles), need.row) for need in asked if need.place == "disk")
+
+
+def staging_bytes(asked: list[Need], tiles: Tiles) -> int:
+    """Host memory that tiles pass through on their way to the disk and back."""
+    return STAGED * max(
+        (staged_bytes(need.tiles(tiles), need.row) for need in asked if need.place == "disk"), default=0
+    )
+
+
 def device_bytes(asked: list[Need], tiles: Tiles) -> int:
-    """What the tapes, and the slots of host tapes, take of the device."""
+    """What the tapes, and the slots of those elsewhere, take of the device."""
     return slot_bytes(asked, tiles) + sum(need.bytes_of(tiles.length) for need in asked if need.place == "device")
 
 
 def slot_bytes(asked: list[Need], tiles: Tiles) -> int:
     rows = min(tiles.size, tiles.length)
-    return sum(need.slots * rows * need.ranks * need.row for need in asked if need.place == "host")
+    slots = {need.name: need.slots * rows * need.ranks * need.row for need in asked if need.place != "device"}
+    return sum(slots.values())
 
 
 def passing_bytes(plan: Plan, spec: Spec, asked: list[Need]) -> int:

@@ -3,6 +3,7 @@
 host                    every layer's on the host
 host, rebuild*7         every eighth layer's, and those between are made again
 device*4, host*28       of 32 layers, the first four on the device
+disk*8, host            the first eight on the disk, the ninth on the host, and so on
 """
 
 import re
@@ -13,7 +14,8 @@ from itertools import cycle, groupby, islice
 
 from ithaca.errors import PlanError, suggestion
 
-KEPT = ("device", "host")
+IN_MEMORY = ("device", "host")
+KEPT = (*IN_MEMORY, "disk")  # the fastest first
 REBUILD, RECOMPUTE = "rebuild", "recompute"  # of x, from the x and o of the layer below; of o, by attention again
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaca.errors import PlanError, suggestion
-from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, Placement, over_layers, read_places
+from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, over_layers, read_places
 from ithaca.sizes import format_tokens, parse_bytes, parse_tokens
 
 CHECKPOINTS = ("none", "selective", "full")
@@ -65,12 +65,12 @@ class Plan:
     """Tokens of a rank that go through an MLP together; not given: 8K under `alst`, `untied` and `sweep`, else all."""
 
     x: str | None = None
-    """Where block inputs are kept: `device` or `host`; or `rebuild`, made again from o (sweep). One word, or a list
-    that is repeated over the layers: `host, rebuild*7` keeps every eighth."""
+    """Where block inputs are kept: `device`, `host` or `disk`; or `rebuild`, made again from o (sweep). One word, or a
+    list that is repeated over the layers: `host, rebuild*7` keeps every eighth."""
 
     o: str | None = None
-    """Where attention outputs are kept: `device` or `host`; or `recompute`, by attention again. A word or a list, as
-    for x. (sweep)"""
+    """Where attention outputs are kept: `device`, `host` or `disk`; or `recompute`, by attention again. A word or a
+    list, as for x. (sweep)"""
 
     lse: str | None = None
     """Where the attention's log-sum-exps are kept. (sweep)"""
@@ -97,6 +97,9 @@ class Plan:
     """Bytes of host memory that tapes may take on a node, as 96GB; not given: what is free, within the limit of the
     control group. Optimizer states come beside them."""
 
+    disk: str | None = None
+    """The folder of each node, on a disk of its own, that x and o go to where they say `disk`; nothing stays there."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, str) or self.recipe not in RECIPES:
             raise PlanError(f"recipe '{self.recipe}' does not exist: {suggestion(str(self.recipe), list(RECIPES))}")
@@ -107,7 +110,7 @@ class Plan:
         self._check_words("checkpoint", CHECKPOINTS)
         self._check_words("travel", TRAVELS)
         for name in ("lse", "gradient", "kv"):
-            self._check_words(name, KEPT)
+            self._check_words(name, IN_MEMORY)
         self._words("x")
         self._words("o")
         numbers = {"heads": 8, "chunk": CHUNK, "tile": 8192, "loss_tile": 4096, "host_memory": 64 * 10**9}
@@ -118,8 +121,8 @@ class Plan:
                 raise PlanError(f"{name}={value} is no number of {what}: {works} is")
         if type(self.zero) is not int or self.zero not in (1, 2, 3):
             raise PlanError(f"zero={self.zero} does not exist: 1, 2 and 3 do")
-        if self.optimizer not in KEPT:
-            raise PlanError(f"optimizer={self.optimizer} does not exist: {suggestion(str(self.optimizer), KEPT)}")
+        if self.optimizer not in IN_MEMORY:
+            raise PlanError(f"optimizer={self.optimizer} does not exist: {suggestion(str(self.optimizer), IN_MEMORY)}")
         self._check_together()
 
     def settled(self) -> "Plan":
@@ -198,9 +201,11 @@ class Plan:
             raise PlanError(f"{name}={value} does not exist: {suggestion(str(value), known)}")
 
     def _check_together(self) -> None:
-        if self.checkpoint == "none" and "host" in self._words("x"):
+        self._check_disk()
+        away = next((word for word in self._words("x") if word in ("host", "disk")), None)
+        if self.checkpoint == "none" and away:
             raise PlanError(
-                f"x='host' of recipe '{self.recipe}' means nothing with checkpoint='none', which keeps everything: "
+                f"x='{away}' of recipe '{self.recipe}' means nothing with checkpoint='none', which keeps everything: "
                 "use 'full'"
             )
         if self.checkpoint == "none" and self.tile is not None:
@@ -209,3 +214,14 @@ class Plan:
             )
         if self.chunk is not None and self.tile is not None and self.tile > self.chunk:
             raise PlanError(f"tile={self.tile} is longer than chunk={self.chunk}: a tile of {self.chunk} fits")
+
+    def _check_disk(self) -> None:
+        if self.disk is not None and (not isinstance(self.disk, str) or not self.disk):
+            raise PlanError(f"disk={self.disk!r} is no folder: '/scratch' would be one")
+        using = next((name for name in ("x", "o") if "disk" in self._words(name)), None)
+        if using and self.disk is None:
+            raise PlanError(
+                f"{using}='{getattr(self, using)}' needs a folder on a disk: name it, as disk='/scratch', or use 'host'"
+            )
+        if self.disk is not None and not using:
+            raise PlanError(f"disk='{self.disk}' does nothing without x='disk' or o='disk': use one, or leave it out")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ithaca.plans.places import REBUILD, RECOMPUTE, Placement
+from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, Placement
 
 Home = tuple[str, int]  # ("o", 31): the tape of layer 31's o
 LONGEST_PASSING = 4  # layers
@@ -38,7 +38,7 @@ def plan_rebuilds(placement: Placement, roomy: bool) -> Mapping[int, Rebuild]:
         o_serves = roomy and placement.o[layer] != RECOMPUTE
         if layer not in there:
             source = max(below for below in there if below < layer)
-            free.sort(key=lambda home: (_place(placement, home) != "device", home))
+            free.sort(key=lambda home: (KEPT.index(_place(placement, home)), home))
             homes = dict(zip(range(layer, source, -1), free, strict=False))
             del free[: len(homes)]
             if not homes and o_serves and layer == last and layer - 1 > source:

@@ -1,32 +1,36 @@
-"""Whether the tapes of a Plan fit this device and this node; what does not is refused before anything is allocated."""
+"""Whether the tapes of a Plan fit this device, this node and its disk; what does not is refused before anything is
+allocated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ithaca.errors import PlanError
 from ithaca.model.spec import Spec
-from ithaca.plans.needs import Need, device_bytes, passing_bytes, slot_bytes
+from ithaca.plans.needs import Need, device_bytes, passing_bytes, slot_bytes, staging_bytes
 from ithaca.plans.places import REBUILD, spell
 from ithaca.plans.plan import Plan
 from ithaca.plans.rebuild import layers_to_keep
 from ithaca.sizes import format_bytes
 from ithaca.tape.budget import host_budget
+from ithaca.tape.file import free_space
 from ithaca.tape.tiles import Tiles
 
 
 @dataclass(frozen=True)
 class Node:
-    """What tapes take of a node's memory, and how many ranks they are of."""
+    """What tapes take of a node's memory and of its disk, and how many ranks they are of."""
 
     bytes: int
     ranks: int
+    disk: int = 0
 
 
 def check_room(
     asked: list[Need], tiles: Tiles, sharing: int, plan: Plan, spec: Spec, device: torch.device, node: Node
 ) -> None:
-    """Refuse what does not fit this device or, all its ranks together, this node, before anything is allocated.
+    """Refuse what does not fit this device or, all its ranks together, this node or its disk, before anything is
+    allocated.
 
     `sharing`: ranks that share a sequence, each of them with such tiles.
     """
@@ -40,11 +44,18 @@ def check_room(
     budget, reason = host_budget()
     if plan.host_memory is not None and plan.host_memory < budget:
         budget, reason = plan.host_memory, "plan.host_memory"
-    fixed = 0 if device.type == "cuda" else node.ranks * slot_bytes(asked, tiles)
+    fixed = node.ranks * staging_bytes(asked, tiles)
+    fixed += 0 if device.type == "cuda" else node.ranks * slot_bytes(asked, tiles)
     ways = _fewer_x(asked, tiles, plan, spec, node.ranks)
     if device.type == "cuda":
         ways += _elsewhere(asked, tiles, "host", "device", node.ranks)
+    ways += _to_disk(asked, tiles, node.ranks)
     _refuse_over(node.bytes, fixed, budget, reason, ways, tiles.length * sharing, node.ranks)
+    if node.disk:
+        assert plan.disk is not None
+        ways = _elsewhere(asked, tiles, "disk", "host", node.ranks)
+        reason = f"the free space of plan.disk='{plan.disk}'"
+        _refuse_over(node.disk, 0, free_space(plan.disk), reason, ways, tiles.length * sharing, node.ranks)
 
 
 def _refuse_over(needed: int, fixed: int, free: int, reason: str, ways: list[str], tokens: int, ranks: int = 1) -> None:
@@ -68,6 +79,14 @@ def _elsewhere(asked: list[Need], tiles: Tiles, place: str, other: str, ranks: i
         return []
     largest = max(options, key=lambda option: options[option])
     return [f"plan.{largest}={other} frees {format_bytes(options[largest])}"]
+
+
+def _to_disk(asked: list[Need], tiles: Tiles, ranks: int) -> list[str]:
+    """What o, which goes to a disk more cheaply than x, would free of the host there."""
+    hosted = [need for need in asked if need.name == "o" and need.place == "host"]
+    freed = sum(need.bytes_of(tiles.length) for need in hosted)
+    freed -= staging_bytes([replace(need, place="disk") for need in hosted], tiles)
+    return [f"plan.o=disk with a folder in plan.disk frees {format_bytes(ranks * freed)}"] if freed > 0 else []
 
 
 def _fewer_x(asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec, ranks: int) -> list[str]:

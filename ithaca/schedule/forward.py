@@ -84,7 +84,7 @@ def _whole(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
     attention = Attention(spec, kernel, Pieces.documents(batch.bounds), job.exchange, job.rounds)
     places, checkpoint = plan.placement(spec.layers).x, plan.checkpoint or "full"
     for layer, (block, turns) in enumerate(zip(decoder.blocks, spec.rope_layers, strict=True)):
-        rotation, tapes = rope if turns else None, job.tapes if places[layer] == "host" else None
+        rotation, tapes = rope if turns else None, job.tapes if places[layer] != "device" else None
         x = block(run_block, x, BlockCall(attention, layer, rotation, checkpoint, plan.tile, tapes))
     return x
 

@@ -1,8 +1,8 @@
 """The tapes of a model's pass, as memory for the needs of a Plan (needs.py).
 
-`Tapes` takes the memory once for a number of tokens: host tapes of all layers lie in one slab, device tapes are
-tensors, and each kind of host tape has its few slots on the device. A forward pass that will be followed by backward
-begins a `Pass`, and no other may begin while that one waits for its backward.
+`Tapes` takes the memory once for a number of tokens: host tapes of all layers lie in one slab, disk tapes in one file,
+device tapes are tensors, and each kind of tape elsewhere has its few slots on the device. A forward pass that will be
+followed by backward begins a `Pass`, and no other may begin while that one waits for its backward.
 """
 
 import gc
@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ithaca.model.precision import at_least_fp32
-from ithaca.plans.needs import Need
+from ithaca.plans.needs import Need, disk_bytes, staging_bytes
 from ithaca.plans.rebuild import Home, Rebuild
+from ithaca.tape.blocks import STAGED, Stretch, stretch_bytes, whole_blocks
+from ithaca.tape.disk import Disk, DiskTape
 from ithaca.tape.engine import Engine
+from ithaca.tape.file import TapeFile
 from ithaca.tape.slab import Slab
 from ithaca.tape.slots import Slots
 from ithaca.tape.tape import DeviceTape, HostTape, StandIn, Tape
@@ -33,15 +36,23 @@ class Tapes:
         engine: Engine,
         say: Callable[[str], None],
         held: int | None = None,
+        folder: str | None = None,
     ):
-        """`held`: tiles of each host tape that stand for all of them; None: all are there."""
+        """`held`: tiles of each host or disk tape that are in memory and stand for all of them; None: all are there.
+        `folder`: where the disk's file is made."""
         self.tiles, self._engine, self._rebuilds = tiles, engine, rebuilds
         self._host_tape = StandIn if held else HostTape
-        hosted = [need for need in asked if need.place == "host"]
+        in_slab = ("host", "disk") if held else ("host",)
+        hosted = [need for need in asked if need.place in in_slab]
         sizes = [_host_rows(need.tiles(tiles), held) * need.row for need in hosted for _ in need.layers]
-        slab = Slab(sizes, engine.device, say)
+        on_disk = 0 if held else disk_bytes(asked, tiles)
+        # Before the slab, which takes its time: a full disk tells at once
+        file = _open(folder, on_disk, say) if on_disk else None
+        staging = STAGED * [staging_bytes(asked, tiles) // STAGED] if file else []
+        slab = Slab(sizes + staging, engine.device, say)
         self._let_go = slab.belong_to(self, engine)
-        parts = iter(slab.parts)
+        self._disk = Disk(file, slab.parts[len(sizes) :], engine) if file else None
+        parts, start = iter(slab.parts), 0
         self._slots: dict[str, Slots] = {}
         self._tapes: dict[str, dict[int, Tape]] = {}
         for need in asked:
@@ -52,12 +63,19 @@ class Tapes:
                 for layer in need.layers:
                     memory = torch.empty(cut.length, *need.features, dtype=kind, device=engine.device)
                     tapes[layer] = DeviceTape(memory, cut)
-            else:
-                slots = Slots(engine, min(cut.size, cut.length), need.features, kind, need.slots)
-                shape = _host_rows(cut, held), *need.features
-                for layer in need.layers:
+                continue
+            if need.name not in self._slots:
+                self._slots[need.name] = Slots(engine, min(cut.size, cut.length), need.features, kind, need.slots)
+            slots = self._slots[need.name]
+            for layer in need.layers:
+                if need.place in in_slab:
+                    shape = _host_rows(cut, held), *need.features
                     tapes[layer] = self._host_tape(next(parts).view(kind).view(shape), cut, slots)
-                self._slots[need.name] = slots
+                else:
+                    assert self._disk is not None
+                    stretch = Stretch(start, whole_blocks(cut.size * need.row))
+                    tapes[layer] = DiskTape(self._disk, stretch, cut, slots)
+                    start += stretch_bytes(cut, need.row)
         features = next((need.features for need in asked if need.name == "x"), ())
         self._homes = {
             home: self._x_at(home, features) for rebuild in rebuilds.values() for home in rebuild.homes.values()
@@ -72,6 +90,9 @@ class Tapes:
             return tape
         if isinstance(tape, DeviceTape):
             return DeviceTape(tape.memory, self.tiles, features)
+        if isinstance(tape, DiskTape):
+            return DiskTape(tape.disk, tape.stretch, self.tiles, self._slots["x"])
+        assert isinstance(tape, HostTape)
         return self._host_tape(tape.memory, self.tiles, self._slots["x"], features)
 
     def begin(self, kept: bool) -> "Pass":
@@ -99,14 +120,26 @@ class Tapes:
             tape.drop()
         if any(slots.held for slots in self._slots.values()):
             self._engine.settle()
+            if self._disk:
+                self._disk.settle()
             for slots in self._slots.values():
                 slots.reclaim()
 
     def close(self) -> None:
+        if self._disk:
+            self._disk.close()
         self._let_go()
         self._tapes.clear()
         self._homes.clear()
         self._slots.clear()
+
+
+def _open(folder: str | None, size: int, say: Callable[[str], None]) -> TapeFile:
+    assert folder is not None
+    file = TapeFile(folder, size)
+    if not file.direct:
+        say(f"plan.disk='{folder}' is on a file system that reads and writes through the page cache only: slower")
+    return file
 
 
 def _host_rows(tiles: Tiles, held: int | None) -> int:

@@ -1,7 +1,7 @@
 """What copies tiles between the device and the host while the device computes.
 
 A copy is queued and returns at once with a mark; marks say what must have happened before something else may. On a GPU
-there is one stream for each direction and marks are events, so nothing here ever waits on the host. On a CPU each
+there is one stream for each direction and marks are events, so nothing here waits on the host unasked. On a CPU each
 direction is a thread, and marks are waited for: slower than no copy at all, but the same order of events, with
 `before_copy` to delay copies at random, so that a missing wait is found without a GPU.
 """
@@ -24,6 +24,9 @@ class Engine(ABC):
     def __init__(self, device: torch.device):
         self.device = device
         self.before_copy: Callable[[], None] | None = None  # run by the copying side: tests delay copies with it
+        self.before_disk: Callable[[], None] | None = (
+            None  # the same for what threads read from the disk or write to it
+        )
         self.poison = False  # fill freed slots with NaN: tests find what reads one
 
     @abstractmethod
@@ -41,6 +44,14 @@ class Engine(ABC):
     @abstractmethod
     def hold(self, mark: Mark | None) -> None:
         """The computation goes on after the mark."""
+
+    @abstractmethod
+    def wait(self, mark: Mark | None) -> None:
+        """Wait, on the host and in any thread, for the mark of a copy."""
+
+    @abstractmethod
+    def reached(self, mark: Mark | None) -> bool:
+        """Whether that would be no wait at all."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -74,7 +85,7 @@ class CudaEngine(Engine):
             target.copy_(source, non_blocking=True)
             if spoil:
                 source.fill_(torch.nan)
-        return stream.record_event()
+        return stream.record_event(torch.cuda.Event(blocking=True))  # a thread that waits for it takes no core
 
     def computed(self) -> Mark:
         return torch.cuda.current_stream(self.device).record_event()
@@ -82,6 +93,14 @@ class CudaEngine(Engine):
     def hold(self, mark: Mark | None) -> None:
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def wait(self, mark: Mark | None) -> None:
+        if mark is not None:
+            with torch.cuda.device(self.device):  # a new thread's is the first GPU, where it would take memory
+                mark.synchronize()
+
+    def reached(self, mark: Mark | None) -> bool:
+        return mark is None or mark.query()
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -141,6 +160,13 @@ class ThreadEngine(Engine):
         if self._problem is not None:
             problem, self._problem = self._problem, None
             raise problem
+
+    def wait(self, mark: Mark | None) -> None:
+        if mark is not None:
+            mark.wait()
+
+    def reached(self, mark: Mark | None) -> bool:
+        return mark is None or mark.is_set()
 
     def settle(self) -> None:
         for (_, process), work in self._queues.items():

@@ -7,7 +7,8 @@ they live.
     tape.release(tile)         what read gave is no longer needed
 
 A device tape is one tensor and its tiles are views of it. A host tape is one piece of host memory; its tiles pass
-through slots on the device, and `read` and `prefetch` queue copies ahead of their use. The order that keeps this right:
+through slots on the device, and `read` and `prefetch` queue copies ahead of their use. So do those of a disk tape
+(disk.py), which has a stretch of a file. The order that keeps this right:
 
     a tile is computed on      after it has arrived
     it arrives                 after it was written out, and after its slot is free
@@ -16,7 +17,8 @@ through slots on the device, and `read` and `prefetch` queue copies ahead of the
 """
 
 import math
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +30,6 @@ from ithaca.tape.tiles import Tiles
 
 class Tape(Protocol):
     tiles: Tiles
-    memory: Tensor
 
     def read(self, index: int, toward: int = 0) -> Tensor:
         """Tile `index`; with `toward` ±1 its neighbour in that direction is fetched ahead."""
@@ -84,27 +85,43 @@ class DeviceTape(_Memory):
         pass
 
 
-class HostTape(_Memory):
-    def __init__(self, memory: Tensor, tiles: Tiles, slots: Slots, features: tuple[int, ...] | None = None):
-        super().__init__(memory, tiles, features)
+class SlotTape(ABC):
+    """A tape whose tiles pass through slots."""
+
+    def __init__(self, tiles: Tiles, slots: Slots):
+        self.tiles = tiles
         self._slots, self._engine = slots, slots.engine
-        self._arriving: dict[int, tuple[Tensor, Mark]] = {}
-        self._written: dict[int, Mark] = {}
+        self._arriving: dict[int, tuple[Tensor, Any]] = {}  # what `_fetch` gave
+
+    @abstractmethod
+    def _fetch(self, index: int, tile: Tensor, free: Mark | None) -> Any:
+        """Begin to fill a slot, which is free at the mark, with tile `index`."""
+
+    @abstractmethod
+    def _arrived(self, coming: Any) -> Mark:
+        """The mark at which what is fetched is there."""
+
+    @abstractmethod
+    def _dropped(self, coming: Any) -> Mark | None:
+        """The mark at which the slot of what is fetched is free, since nobody will read it."""
+
+    @abstractmethod
+    def _store(self, index: int, tile: Tensor) -> Mark:
+        """Begin to take a tile away; its slot is free at the mark."""
 
     def read(self, index: int, toward: int = 0) -> Tensor:
         self.prefetch(index)
-        tile, arrived = self._arriving.pop(index)
+        tile, coming = self._arriving.pop(index)
         if toward:
             self.prefetch(index + toward)
-        self._engine.hold(arrived)
+        self._engine.hold(self._arrived(coming))
         return tile
 
     def prefetch(self, index: int) -> None:
         if index in self._arriving or not 0 <= index < self.tiles.count:
             return
         tile, free = self._slots.take(self.tiles.rows_in(index))
-        arrived = self._engine.copy_in(tile, self.place(index), after=(free, self._written.get(index)))
-        self._arriving[index] = tile, arrived
+        self._arriving[index] = tile, self._fetch(index, tile, free)
 
     def blank(self, index: int) -> Tensor:
         tile, free = self._slots.take(self.tiles.rows_in(index))
@@ -113,9 +130,7 @@ class HostTape(_Memory):
 
     def write(self, index: int, tile: Tensor) -> None:
         assert index not in self._arriving, "a tile is written while its old content is being fetched"
-        copied = self._engine.copy_out(self.place(index), tile, after=(self._engine.computed(),))
-        self._written[index] = copied
-        self._slots.give(tile, copied)
+        self._slots.give(tile, self._store(index, tile))
 
     def release(self, tile: Tensor) -> None:
         if self._engine.poison:
@@ -123,13 +138,34 @@ class HostTape(_Memory):
         self._slots.give(tile, self._engine.computed())
 
     def drop(self) -> None:
-        for tile, arrived in self._arriving.values():
-            self._slots.give(tile, arrived)
+        for tile, coming in self._arriving.values():
+            self._slots.give(tile, self._dropped(coming))
         self._arriving.clear()
 
 
+class HostTape(_Memory, SlotTape):
+    def __init__(self, memory: Tensor, tiles: Tiles, slots: Slots, features: tuple[int, ...] | None = None):
+        _Memory.__init__(self, memory, tiles, features)
+        SlotTape.__init__(self, tiles, slots)
+        self._written: dict[int, Mark] = {}
+
+    def _fetch(self, index: int, tile: Tensor, free: Mark | None) -> Mark:
+        return self._engine.copy_in(tile, self.place(index), after=(free, self._written.get(index)))
+
+    def _arrived(self, coming: Mark) -> Mark:
+        return coming
+
+    def _dropped(self, coming: Mark) -> Mark:
+        return coming
+
+    def _store(self, index: int, tile: Tensor) -> Mark:
+        self._written[index] = self._engine.copy_out(self.place(index), tile, after=(self._engine.computed(),))
+        return self._written[index]
+
+
 class StandIn(HostTape):
-    """A host tape of which a few tiles are there and stand for all in turn: for rehearsals, its values are wrong."""
+    """A host or disk tape of which a few tiles are in memory and stand for all in turn: for rehearsals, its values are
+    wrong."""
 
     def place(self, index: int) -> Tensor:
         count, held = self.tiles.rows_in(index), len(self.memory) // self.tiles.size

@@ -10,7 +10,17 @@ import ithaca
 from ithaca.errors import PlanError
 from ithaca.model.heads import Heads
 from ithaca.parallel.heads import split_heads
-from ithaca.plans.needs import device_bytes, has_room_for_x, layout_of, needs, passing_bytes, rebuilds_of, tiles_of
+from ithaca.plans.needs import (
+    device_bytes,
+    disk_bytes,
+    has_room_for_x,
+    host_bytes,
+    layout_of,
+    needs,
+    passing_bytes,
+    rebuilds_of,
+    tiles_of,
+)
 from ithaca.plans.places import RECOMPUTE
 from ithaca.plans.rebuild import LONGEST_PASSING, passing_layers, rebuild_passes
 
@@ -57,6 +67,44 @@ def test_place_prefers_o_to_x_and_the_device_to_the_host() -> None:
     assert lean.o == "host"
     assert lean.placement(32).x.count("host") == 4
     assert rebuild_passes(lean.placement(32), has_room_for_x(SPEC)) == 28
+
+
+def placed(disk: str | int, tokens: int = TOKENS, **options) -> ithaca.Plan:
+    plan = ithaca.Plan(recipe="sweep", chunk=2**14)
+    budgets = {"device": "5GiB", "host": "20GiB", "folder": "/d"} | options
+    return ithaca.place(plan, SPEC, tokens, disk=disk, **budgets)
+
+
+@settings(max_examples=10, deadline=None)
+@given(host=st.integers(2**30, 60 * 2**30), disk=st.integers(1, 60 * 2**30))
+def test_place_stays_within_its_budgets_on_the_disk_too(host: int, disk: int) -> None:
+    try:
+        plan = placed(disk, host=host)
+    except PlanError:
+        assert host + disk < 40 * 2**30
+        return
+    asked = needs(plan.settled(), SPEC, 2)
+    tiles = tiles_of(plan, layout_of(plan, TOKENS, 1))
+    assert host_bytes(asked, tiles, gpu=True) <= host
+    assert disk_bytes(asked, tiles) <= disk
+    assert (plan.disk is not None) == (disk_bytes(asked, tiles) > 0)
+
+
+def test_place_uses_the_disk_last_and_before_attention_runs_again() -> None:
+    assert placed("1TiB", host="70GiB") == placed(0, host="70GiB")
+    long, little = 2**20, {"device": "40GiB", "host": "60GiB"}
+    spilled = placed("1TiB", long, **little).placement(32)
+    assert RECOMPUTE not in spilled.o
+    on_disk = [layer for layer, word in enumerate(spilled.o) if word == "disk"]
+    assert on_disk
+    assert on_disk == [*range(len(on_disk))]  # what is needed last
+    assert "disk" not in spilled.x  # which mix and feed give in less time than a disk
+    with pytest.raises(PlanError, match="no room in device=40 GiB and host=60 GiB, even"):
+        placed(0, long, **little)
+    with pytest.raises(PlanError, match="no room in device=40 GiB and host=60 GiB and disk=1 GiB, even"):
+        placed("1GiB", long, **little)
+    with pytest.raises(PlanError, match="disk=1 GiB is of no use without a folder: name one, as folder='/scratch'"):
+        placed("1GiB", folder=None)
 
 
 def test_place_knows_that_a_device_alone_needs_no_slots() -> None:

@@ -1,8 +1,12 @@
-"""x and o of each layer on the device, on the host, rebuilt or recomputed: the same bits, wherever they are."""
+"""x and o of each layer on the device, the host or the disk, rebuilt or recomputed: the same bits wherever they are."""
 
+import errno
+import os
 import random
+import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ithaca
-from ithaca.errors import PlanError
-from ithaca.plans.places import KEPT, Placement, spell
+from ithaca.errors import PlanError, RunError
+from ithaca.plans.needs import disk_bytes
+from ithaca.plans.places import IN_MEMORY, Placement, spell
 from tests.models import make_model, save
 from tests.plans.placements import placements
 from tests.schedule.steps import Outcome, assert_same, compare, model_step, naive_step, random_batch
@@ -31,8 +36,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def swept(placement: Placement, **options) -> ithaca.Plan:
-    return ithaca.Plan(recipe="sweep", x=spell(placement.x), o=spell(placement.o), **options)
+def sweep(folder: Path, **options) -> ithaca.Plan:
+    """With a folder for what goes to the disk, where something does."""
+    on_disk = any("disk" in options.get(name, "") for name in ("x", "o"))
+    return ithaca.Plan(recipe="sweep", disk=str(folder) if on_disk else None, **options)
 
 
 def step(folder: Path, plan: ithaca.Plan, batches: list) -> Outcome:
@@ -54,27 +61,37 @@ HARD = [  # x only in passing, on tapes of o here and there, through layers that
     ("host, rebuild*5", "host*5, recompute"),
     ("host, rebuild*2, host*2, rebuild", "host*3, recompute, host*2"),
 ]
+ON_DISK = [
+    ("untied", "disk, rebuild*5", "disk"),
+    ("wide", "device, rebuild*5", "disk*3, host*2, device"),
+    ("narrow", "disk*2, rebuild*2, host, rebuild", "host, disk, disk, device*2, disk"),
+]
 
 
-@pytest.mark.parametrize(("x", "o"), HARD)
-@pytest.mark.parametrize("kind", ["untied", "wide", "narrow"])
-def test_hard_ones(folders, kind: str, x: str, o: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "x", "o"), [*((kind, *words) for kind in ("untied", "wide", "narrow") for words in HARD), *ON_DISK]
+)
+def test_hard_ones(folders, tmp_path: Path, kind: str, x: str, o: str) -> None:
     batches, cut = [random_batch(1, 30, documents=True, ignored=0.2, seed=7)], {"chunk": 4, "tile": 3}
     plain = step(folders[kind], ithaca.Plan(recipe="sweep", **cut), batches)
-    assert_same_bits(step(folders[kind], ithaca.Plan(recipe="sweep", x=x, o=o, **cut), batches), plain)
+    assert_same_bits(step(folders[kind], sweep(tmp_path, x=x, o=o, **cut), batches), plain)
 
 
 @settings(max_examples=8, deadline=None)
 @given(placement=placements(LAYERS), others=st.data(), seed=st.integers(0, 10**6))
 @pytest.mark.parametrize("kind", ["untied", "tied", "wide", "narrow"])
-def test_every_mix_gives_the_same_bits(folders, kind: str, placement: Placement, others, seed: int) -> None:
-    places = {name: others.draw(st.sampled_from(KEPT)) for name in ("lse", "gradient", "kv")}
+def test_every_mix_gives_the_same_bits(
+    folders, tmp_path_factory, kind: str, placement: Placement, others, seed: int
+) -> None:
+    places = {name: others.draw(st.sampled_from(IN_MEMORY)) for name in ("lse", "gradient", "kv")}
     chunk = others.draw(st.sampled_from((4, 9, 30)))
     batches = [random_batch(1, 30, documents=True, ignored=0.2, seed=seed), random_batch(1, 23, True, 0.2, seed + 1)]
     cut = {"chunk": min(chunk, 23), "tile": min(chunk, 5)}
     plain = step(folders[kind], ithaca.Plan(recipe="sweep", **cut), batches)
     assert_same(plain, naive_step(folders[kind], batches))
-    assert_same_bits(step(folders[kind], swept(placement, **places, **cut), batches), plain)
+    words = {"x": spell(placement.x), "o": spell(placement.o)}
+    plan = sweep(tmp_path_factory.getbasetemp(), **words, **places, **cut)
+    assert_same_bits(step(folders[kind], plan, batches), plain)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -93,15 +110,36 @@ def test_recomputed_on_two_ranks(ranks, folders, zero: int) -> None:
     compare(ranks(2), folders["untied"], plan, [random_batch(3, 23, documents=True, ignored=0.2, seed=zero)])
 
 
+def own_file(folder: Path, disk: Path) -> tuple[int, list[str]]:
+    """The file of this rank's tapes, and what others see of it."""
+    plan = ithaca.Plan(recipe="sweep", o="disk", disk=str(disk))
+    model = ithaca.apply(ithaca.load_model(folder, "float64"), plan, ithaca.mesh())
+    model.reserve(2, 64)
+    file = os.fstat(model._tapes[True]._disk._file._file)  # pyrefly: ignore
+    assert file.st_size == disk_bytes(model._needs(True), model._tapes[True].tiles)
+    return file.st_ino, os.listdir(disk)
+
+
+def test_two_ranks_on_one_disk(ranks, folders, tmp_path: Path) -> None:
+    (first, seen), (second, also_seen) = ranks(2).run(own_file, folders["tied"], tmp_path)
+    assert first != second
+    assert seen == also_seen == []
+    plan = sweep(tmp_path, x="disk, rebuild*2, host*3", o="disk*2, host", chunk=7, tile=3)
+    compare(ranks(2), folders["wide"], plan, [random_batch(3, 23, documents=True, ignored=0.2, seed=4)])
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("kind", ["wide", "narrow"])
-def test_late_copies_change_no_bit(folders, kind: str) -> None:
+def test_late_copies_change_no_bit(folders, tmp_path: Path, kind: str) -> None:
     batches = [random_batch(1, 41, documents=True, ignored=0.1, seed=1)] * 2
     plain = step(folders[kind], ithaca.Plan(recipe="sweep", chunk=9, tile=4), batches)
-    for seed, words in enumerate(("host, rebuild*5", "host*2, rebuild, host, rebuild*2", "device, rebuild*5")):
-        plan = ithaca.Plan(recipe="sweep", x=words, lse="host", kv="host", chunk=9, tile=4)
+    some = (("host, rebuild*5", "host"), ("host*2, rebuild, disk, rebuild*2", "disk"), ("device, rebuild*5", "host"))
+    for seed, (x, o) in enumerate(some):
+        plan = sweep(tmp_path, x=x, o=o, lse="host", kv="host", chunk=9, tile=4)
         model, chance = ithaca.apply(ithaca.load_model(folders[kind], "float64"), plan), random.Random(seed)
         model.engine.poison = True
         model.engine.before_copy = lambda chance=chance: time.sleep(chance.random() * 0.002)
+        model.engine.before_disk = lambda chance=chance: time.sleep(chance.choice((0, 0, 0.002)))
         assert_same_bits(model_step(model, batches), plain)
 
 
@@ -112,6 +150,67 @@ def test_whole_blocks_with_x_of_some_layers_on_the_host(ranks, folders, recipe: 
     model = ithaca.apply(ithaca.load_model(folders["tied"], "float64"), plan)
     model.reserve(1, 64)
     assert model.describe_tapes()[1] == f"tapes: on the host x of 4 layers {4 * 64 * 48 * 8 / 1024:.3g} KiB"
+
+
+def test_whole_blocks_with_x_on_the_disk(folders, tmp_path: Path) -> None:
+    batches, cut = [random_batch(1, 30, documents=True, ignored=0.2, seed=7)], {"recipe": "alst", "tile": 7}
+    plain = step(folders["tied"], ithaca.Plan(**cut), batches)
+    plan = ithaca.Plan(x="device, disk*2", disk=str(tmp_path), **cut)
+    model, moved = ithaca.apply(ithaca.load_model(folders["tied"], "float64"), plan), []
+    model.engine.before_disk = lambda: moved.append(1)
+    assert_same_bits(model_step(model, batches), plain)
+    assert len(moved) == 2 * 4 * 5  # there and back, of four layers, five tiles
+
+
+def test_a_disk_that_fails_ends_the_pass_and_not_the_model(folders, tmp_path: Path, monkeypatch) -> None:
+    batch = random_batch(1, 30, documents=True, ignored=0.2, seed=7)
+    plan = sweep(tmp_path, x="disk", o="disk", chunk=4, tile=3)
+    model = ithaca.apply(ithaca.load_model(folders["wide"], "float64"), plan)
+    model.engine.poison = True
+    model.reserve(1, 30)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        with pytest.raises(
+            RunError, match=r"of a tape could not be written to plan.disk='.*' \(No space left on device\): "
+        ):
+            model(model.shard(*batch))
+    plain = step(folders["wide"], ithaca.Plan(recipe="sweep", chunk=4, tile=3), [batch])
+    assert_same_bits(model_step(model, [batch]), plain)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_on_the_disk_is_said_and_counted(folders, tmp_path: Path) -> None:
+    plan = sweep(tmp_path, x="host*2, disk*4", o="disk", chunk=32)
+    model = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), plan)
+    model.reserve(1, 64)
+    said, row = model.describe_tapes()[1], 64 * 48 * 8 / 1024
+    assert f"on the disk x of 4 layers {4 * row:.3g} KiB, o {6 * row:.3g} KiB" in said
+    on_host = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), ithaca.Plan(recipe="sweep", chunk=32))
+    staging = 6 * 32 * 48 * 8
+    assert on_host.host_bytes(1, 64) - model.host_bytes(1, 64) == 10 * row * 1024 - staging
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_way_through_the_page_cache_is_said(folders, tmp_path: Path, monkeypatch, direct: bool) -> None:
+    monkeypatch.setattr("ithaca.tape.file._go_direct", lambda _: direct)
+    said: list[str] = []
+    model = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), sweep(tmp_path, o="disk", chunk=32))
+    model.reserve(1, 64, said.append)
+    wanted = f"plan.disk='{tmp_path}' is on a file system that reads and writes through the page cache only: slower"
+    assert said == ([] if direct else [wanted])
+
+
+def test_a_rehearsal_needs_no_disk(folders) -> None:
+    plan = ithaca.Plan(recipe="sweep", x="disk, rebuild*5", o="disk", disk="/nowhere", chunk=4, tile=4)
+    model = ithaca.apply(ithaca.load_model(folders["wide"], "float64"), plan)
+    model.tiles_held = 2
+    loss = model(model.shard(*random_batch(1, 30, documents=False, ignored=0.0, seed=7)))
+    loss.backward()
+    assert loss.isfinite()
 
 
 def test_what_is_made_again_is_said(folders) -> None:
@@ -129,7 +228,18 @@ REFUSED = [
     ({"x": "rebuild"}, "x='rebuild' keeps nothing that layer 0 could be rebuilt from: begin with 'host'"),
     ({"x": "host, rebuild*0"}, "has no number of layers in 'rebuild\\*0': write rebuild\\*7"),
     ({"x": "host, rebild*3"}, "x=host, rebild\\*3 does not exist: did you mean 'rebuild'?"),
-    ({"o": "rebuild"}, "o=rebuild does not exist: known are device, host, recompute"),
+    ({"o": "rebuild"}, "o=rebuild does not exist: known are device, host, disk, recompute"),
+    ({"o": "disk"}, "o='disk' needs a folder on a disk: name it, as disk='/scratch', or use 'host'"),
+    ({"x": "host, disk"}, "x='host, disk' needs a folder on a disk"),
+    ({"disk": "/tmp"}, "disk='/tmp' does nothing without x='disk' or o='disk': use one, or leave it out"),
+    ({"o": "disk", "disk": ""}, "disk='' is no folder: '/scratch' would be one"),
+    ({"o": "disk", "disk": "/nowhere"}, "plan.disk='/nowhere' is no folder in which a file can be made .No such file"),
+    ({"lse": "disk", "disk": "/tmp"}, "lse=disk does not exist: known are device, host"),
+    ({"optimizer": "disk", "disk": "/tmp"}, "optimizer=disk does not exist: known are device, host"),
+    (
+        {"recipe": "dense", "x": "disk", "disk": "/tmp", "checkpoint": "none"},
+        "x='disk' of recipe 'dense' means nothing with checkpoint",
+    ),
     ({"o": "host*7"}, "o names 7 layers, but the model has 6: name 6, or fewer, to be repeated"),
     ({"x": "host, rebuild", "o": "recompute"}, "x of layer 1 is to be rebuilt from o of layer 0, which is not kept"),
     ({"recipe": "alst", "x": "host, rebuild"}, "x=host, rebuild means nothing under recipe 'alst'"),
@@ -147,3 +257,24 @@ def test_refused(folders, options: dict, sentence: str) -> None:
 
     with pytest.raises(PlanError, match=sentence):
         run()
+
+
+def with_little_disk(folder: Path, disk: Path, rows: int) -> str:
+    plan = ithaca.Plan(recipe="sweep", o="disk", disk=str(disk), chunk=32)
+    model = ithaca.apply(ithaca.load_model(folder, "float64"), plan, ithaca.mesh())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=200 * 2**10))
+        try:
+            model.check_room(rows, 64)
+        except PlanError as error:
+            return str(error)
+    return "fits"
+
+
+def test_ranks_of_a_node_share_its_disk(ranks, folders, tmp_path: Path) -> None:
+    assert ranks(1).run(with_little_disk, folders["untied"], tmp_path, 1) == ["fits"]
+    text, _ = ranks(2).run(with_little_disk, folders["untied"], tmp_path, 2)
+    assert text == (
+        f"tapes for 64 tokens need 288 KiB for the 2 ranks of this node, and the free space of plan.disk='{tmp_path}' "
+        "is 200 KiB: 88 KiB are missing; plan.o=host frees 288 KiB, or 44 tokens would fit"
+    )

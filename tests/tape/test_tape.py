@@ -1,4 +1,5 @@
-"""Tapes on the device and on the host are one interface, and copies that run beside the computation change nothing.
+"""Tapes on the device, on the host and on the disk are one interface, and copies that run beside the computation change
+nothing. (What only the disk's have: test_disk.py.)
 
 The host's copies are made by threads here, delayed at random, with slots that turn to NaN as soon as they are free:
 what is read too early or kept too long does not go unseen. That this would find a missing wait is held, too.
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ithaca.tape.disk import DiskTape
 from ithaca.tape.engine import Engine, Mark, ThreadEngine, make_engine
 from ithaca.tape.slots import Slots
 from ithaca.tape.tape import DeviceTape, HostTape, Tape
 from ithaca.tape.tiles import Tiles
+from tests.tape.disks import disk_tapes, read_all
 
 CPU = torch.device("cpu")
 TILES = Tiles(11, 4)  # three tiles, the last of three rows
@@ -49,18 +53,20 @@ def engine() -> Iterator[ThreadEngine]:
     engine.settle()
 
 
-@pytest.fixture(params=["device", "host", "host, poisoned"])
-def tape(request: pytest.FixtureRequest, engine: ThreadEngine) -> Tape:
+@pytest.fixture(params=["device", "host", "host, poisoned", "disk", "disk, poisoned"])
+def tape(request: pytest.FixtureRequest, engine: ThreadEngine, tmp_path: Path) -> Tape:
     """A tape that holds numbers(0)."""
     if request.param == "device":
         return DeviceTape(numbers(), TILES)
-    engine.poison = request.param == "host, poisoned"
+    engine.poison = "poisoned" in request.param
+    if "disk" in request.param:
+        return disk_tapes([numbers()], TILES, make_slots(engine, 3), tmp_path)[0]
     return host_tape(engine, 3)[0]
 
 
 def content(tape: Any, engine: Engine) -> Tensor:
     engine.settle()
-    return tape.memory
+    return read_all(tape) if isinstance(tape, DiskTape) else tape.memory
 
 
 def in_thread(way: str, act: Callable[[], object]) -> Callable[[], None]:
@@ -73,7 +79,7 @@ def in_thread(way: str, act: Callable[[], object]) -> Callable[[], None]:
     return before_copy
 
 
-# Both kinds
+# All kinds
 
 
 def test_a_cpu_has_threads_for_copies() -> None:
@@ -108,7 +114,9 @@ def test_the_last_tile_is_as_short_as_its_rows(tape: Tape, engine: ThreadEngine)
     tile = tape.blank(LAST)
     assert tile.shape == (3, *FEATURES)
     tape.write(LAST, tile.fill_(5))
-    assert tape.read(LAST).shape == (3, *FEATURES)
+    tile = tape.read(LAST)
+    assert tile.shape == (3, *FEATURES)
+    tape.release(tile)
     wanted = numbers()
     wanted[8:] = 5
     assert torch.equal(content(tape, engine), wanted)
