@@ -41,7 +41,9 @@ POINTS: dict[str, dict[str, list[str]]] = {
             "--set", "plan.x=host",
         ],
         "32B sweep 256K of 8": ["qwen3-32b", "--ranks", "8", "--tokens", "256K", "--layers", "2"],
-        "3B untied 512K of 8": ["llama3.2-3b", "--ranks", "8", "--tokens", "512K", "--layers", "2", "--recipe", "untied"],
+        "3B untied 512K of 8": [
+            "llama3.2-3b", "--ranks", "8", "--tokens", "512K", "--layers", "2", "--recipe", "untied",
+        ],
         "8B sweep, x rebuilt, 512K of 16": [
             "llama3-8b", "--ranks", "16", "--tokens", "512K", "--layers", "4", "--set", "plan.x=host, rebuild",
             "--set", "plan.chunk=128K",

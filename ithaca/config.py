@@ -242,8 +242,8 @@ def _read_plan(table: Any) -> Plan | None:
     others = [name for name in table if name != "recipe"]
     if others:
         raise ConfigError(
-            f"plan.{others[0]}={table[others[0]]} goes with a recipe, and plan.recipe is '{AUTO}', which chooses all of "
-            "the Plan: leave it out, or name a recipe, as plan.recipe=sweep"
+            f"plan.{others[0]}={table[others[0]]} goes with a recipe, but plan.recipe='{AUTO}' chooses all of it: "
+            "leave it out, or name a recipe, as plan.recipe=sweep"
         )
     return None
 

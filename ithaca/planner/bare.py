@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,16 +78,9 @@ def attention_seconds(
         assert isinstance(pieces, Pieces)
         q, do = (torch.randn(q_shape, device=device, dtype=dtype) for _ in range(2))
         k, v = (torch.randn(k_shape, device=device, dtype=dtype) for _ in range(2))
-        scale = q_shape[-1] ** -0.5
-        o, lse = kernel.forward(q, k, v, pieces, scale)
-        if backward:
-            found["backward"] += count * _seconds(
-                lambda: kernel.backward(do, q, k, v, o, lse, pieces, scale),
-                ATTENDED,
-                device,  # noqa: B023
-            )
-        else:
-            found["forward"] += count * _seconds(lambda: kernel.forward(q, k, v, pieces, scale), ATTENDED, device)  # noqa: B023
+        forward = partial(kernel.forward, q, k, v, pieces, q_shape[-1] ** -0.5)
+        work = partial(kernel.backward, do, q, k, v, *forward(), pieces, q_shape[-1] ** -0.5) if backward else forward
+        found["backward" if backward else "forward"] += count * _seconds(work, ATTENDED, device)
     return found
 
 

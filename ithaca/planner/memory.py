@@ -20,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ithaca.model.heads import Heads
 from ithaca.model.spec import Spec
@@ -85,7 +86,8 @@ def predict_memory(
     `present`: layers that are run, where others are only held, as in a rehearsal; all of them when not given.
     """
     job = Job(spec, plan.settled(), tokens, ulysses, ring, shard, spec.layers if present is None else present)
-    moments = {name: job.always + moment for name, moment in job.moments()}
+    always = job.always()
+    moments = {name: always + moment for name, moment in job.moments()}
     name = max(moments, key=lambda name: moments[name].total())
     parts = Counter({owner: round(size) for owner, size in moments[name].items() if size})
     parts[ALLOCATOR] = round(job.left_over)
@@ -135,7 +137,6 @@ class Job:
     def my_lse(self) -> int:
         return self.T * self.ulysses * len(self.mine.q) * FP32
 
-    @property
     def always(self) -> Counter[str]:
         """Weights, moments, tapes, the batch, and what is held for layers that are not run."""
         weights = self.spec.layers * self.block.mine + self.table.mine
@@ -329,6 +330,7 @@ class _Numbers:
     unit_mine: int
 
 
+@lru_cache(maxsize=256)  # a search asks for the same ones again and again
 def _numbers(spec: Spec, ranks: int, block: bool) -> _Numbers:
     """Of one block, or of all that is in none: embedding, final norm, head."""
     shapes = spec.block_shapes() if block else {name: shape for name, shape in spec.shapes() if ".layers." not in name}

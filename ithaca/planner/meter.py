@@ -123,7 +123,7 @@ def _owner(frame: FrameType | None) -> str:
             return frame.f_locals["owner"]
         for (part, function), owner in _FILES.items():
             if part in file and (not function or function in names):
-                return _EXACTLY.get(owner, lambda _: owner)(frame)
+                return _EXACTLY[owner](frame) if owner in _EXACTLY else owner
         frame = frame.f_back
     return OTHER
 

@@ -8,6 +8,8 @@ has room in none is made again; the other recipes are tried from what computes l
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from ithaca.errors import PlanError
 from ithaca.model.spec import Spec
@@ -17,7 +19,7 @@ from ithaca.planner.memory import Memory, predict_memory
 from ithaca.planner.meshes import choose
 from ithaca.planner.owners import KEYS, TAPES
 from ithaca.planner.seconds import Seconds, predict_seconds
-from ithaca.plans.fill import place
+from ithaca.plans.fill import Kept, every_choice, least_choices, some_choices, try_place
 from ithaca.plans.needs import host_bytes
 from ithaca.plans.places import RECOMPUTE
 from ithaca.plans.plan import CHUNK, Plan
@@ -27,6 +29,7 @@ RUNTIME = 1_500_000_000  # bytes of a GPU that the driver and NCCL take: assumed
 MARGIN = 0.04  # of a GPU, by which a prediction may be off (bench/results/rehearsals-fresh.json)
 KEPT_BACK = 0.05  # of a node's memory, for the programs themselves (tape/budget.py)
 LOCAL_CHUNK = 8192  # tokens of a rank from which on its matrix products run at their best
+CHUNKS = 4  # of them are tried, each half of the one before
 LONGEST = 2**32  # tokens
 STEP = 2**16  # tokens by which the longest context is told
 SAME = 1.02  # rates within that are no difference
@@ -119,7 +122,21 @@ def search(
         found += [answer] if answer else []
         if len(found) == 2:  # with more GPUs to a sequence there is only more to exchange
             break
-    return _preferred(found)
+    best = _preferred(found)
+    return best and _refined(spec, cluster, best)
+
+
+def _refined(spec: Spec, cluster: Cluster, answer: Answer) -> Answer:
+    """The same with every choice of what is kept."""
+    if not answer.plan.sweeps:
+        return answer
+    mesh = answer.ulysses, answer.ring
+    settled = replace(answer.plan, x=None, o=None, gradient=None, disk=None)
+    fitted = _fit(spec, cluster, settled, answer.tokens, *mesh, answer.shard, every_choice(spec.layers))
+    if fitted is None:
+        return answer
+    seconds = predict_seconds(spec, fitted[0], cluster.gpu, cluster.machine, answer.tokens, *mesh)
+    return replace(answer, plan=fitted[0], memory=fitted[1], seconds=seconds)
 
 
 def longest(
@@ -135,9 +152,9 @@ def longest(
         return _mesh(spec, cluster, Plan(recipe=recipe), steps * STEP, cluster.count)
 
     def fits(steps: int, mesh: tuple[int, int] | None) -> bool:
-        answer = next(_fitting(spec, cluster, steps * STEP, recipe, mesh), None)
-        return answer is not None and (recomputing or not answer.plan.sweeps or not answer.recomputed(spec))
+        return next(_fitting(spec, cluster, steps * STEP, recipe, mesh, choices), None) is not None
 
+    choices = least_choices(spec.layers, recomputing)
     low = from_ // STEP
     if not fits(low, best := mesh(low)):
         return 0
@@ -167,7 +184,9 @@ def _best_of(
     """The fastest when so many GPUs share a sequence."""
     names = [recipe] if recipe else [name for name in PREFERRED if _suits(Plan(recipe=name), sharing, mesh)]
     meshes = {name: mesh or _mesh(spec, cluster, Plan(recipe=name), tokens, sharing) for name in names}
-    return _preferred([answer for name in names for answer in _fitting(spec, cluster, tokens, name, meshes[name])])
+    some = some_choices(spec.layers)
+    found = (answer for name in names for answer in _fitting(spec, cluster, tokens, name, meshes[name], some))
+    return _preferred([*found])
 
 
 def _suits(plan: Plan, sharing: int, mesh: tuple[int, int] | None) -> bool:
@@ -184,24 +203,34 @@ def _preferred(answers: list[Answer]) -> Answer | None:
     return min(good, key=lambda answer: (PREFERRED.index(answer.plan.recipe), -answer.rate), default=None)
 
 
-def _fitting(spec: Spec, cluster: Cluster, tokens: int, recipe: str, mesh: tuple[int, int] | None) -> Iterator[Answer]:
+def _fitting(
+    spec: Spec, cluster: Cluster, tokens: int, recipe: str, mesh: tuple[int, int] | None, choices: list[Kept]
+) -> Iterator[Answer]:
     if mesh is None:
         return
     sharing = mesh[0] * mesh[1]
     shard = cluster.count // sharing
     for plan in _plans(recipe, tokens, sharing):
-        fitted = _fit(spec, cluster, plan, tokens, *mesh, shard)
+        fitted = _fit(spec, cluster, plan, tokens, *mesh, shard, choices)
         if fitted is not None:
             seconds = predict_seconds(spec, fitted[0], cluster.gpu, cluster.machine, tokens, *mesh)
-            yield Answer(fitted[0], tokens, *mesh, shard, fitted[1], seconds)
+            answer = Answer(fitted[0], tokens, *mesh, shard, fitted[1], seconds)
+            yield answer
+            if recipe == "sweep" and not answer.recomputed(spec):
+                return  # smaller chunks are no faster
 
 
 def _mesh(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, sharing: int) -> tuple[int, int] | None:
     """The best ulysses × ring of so many; None where there is none."""
     if not plan.shares or sharing == 1:
         return (1, 1) if sharing == 1 else None
+    return _best_mesh(spec, plan, cluster.machine, 2 ** (tokens.bit_length() - 1), sharing)
+
+
+@lru_cache(maxsize=1024)  # which is nearly the same for all lengths, and asked for again and again
+def _best_mesh(spec: Spec, plan: Plan, machine: Machine, tokens: int, sharing: int) -> tuple[int, int] | None:
     try:
-        best = choose(spec, plan, cluster.machine, tokens, sharing)[0]
+        best = choose(spec, plan, machine, tokens, sharing)[0]
     except PlanError:
         return None
     return best.ulysses, best.ring
@@ -210,17 +239,16 @@ def _mesh(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, sharing: int) -
 def _plans(recipe: str, tokens: int, sharing: int) -> Iterator[Plan]:
     """What a recipe may be told, from what computes least to what holds least."""
     if recipe == "sweep":
-        chunk = min(max(CHUNK, LOCAL_CHUNK * sharing), tokens)
-        while chunk >= min(CHUNK // 8, tokens):
+        largest = min(max(CHUNK, LOCAL_CHUNK * sharing), tokens)
+        for chunk in dict.fromkeys(max(largest >> halved, min(SHORTEST, tokens)) for halved in range(CHUNKS)):
             yield Plan(recipe="sweep", chunk=chunk, tile=min(LOCAL_CHUNK, chunk))
-            chunk //= 2
         return
     for optimizer in ("device", "host"):
         for options in _options(recipe):
             yield Plan(recipe=recipe, optimizer=optimizer, **options)
 
 
-def _options(recipe: str) -> list[dict[str, object]]:
+def _options(recipe: str) -> list[dict[str, Any]]:
     if recipe == "untied":
         return [{"x": "device"}, {"x": "host"}]
     tile = {"tile": 8192}
@@ -229,12 +257,12 @@ def _options(recipe: str) -> list[dict[str, object]]:
 
 
 def _fit(
-    spec: Spec, cluster: Cluster, plan: Plan, tokens: int, ulysses: int, ring: int, shard: int
+    spec: Spec, cluster: Cluster, plan: Plan, tokens: int, ulysses: int, ring: int, shard: int, choices: list[Kept]
 ) -> tuple[Plan, Memory] | None:
     """The Plan as it fits, with what it takes; None where it does not."""
-    variants = _places(plan) if plan.sweeps else [plan]
+    variants = _places(plan) if plan.sweeps and plan.kv is None else [plan]
     for variant in variants:
-        fitted = _placed(spec, cluster, variant, tokens, ulysses, ring, shard) if plan.sweeps else variant
+        fitted = _placed(spec, cluster, variant, tokens, ulysses, ring, shard, choices) if plan.sweeps else variant
         if fitted is None:
             continue
         memory = predict_memory(spec, fitted, tokens, ulysses, ring, shard)
@@ -250,7 +278,9 @@ def _places(plan: Plan) -> Iterator[Plan]:
             yield replace(plan, optimizer=optimizer, kv=kv, lse=lse)
 
 
-def _placed(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, ulysses: int, ring: int, shard: int) -> Plan | None:
+def _placed(
+    spec: Spec, cluster: Cluster, plan: Plan, tokens: int, ulysses: int, ring: int, shard: int, choices: list[Kept]
+) -> Plan | None:
     """x and o of every layer in what all else leaves of GPU, host and disk."""
     least = predict_memory(spec, replace(plan, x="host", o="host", gradient="host"), tokens, ulysses, ring, shard)
     device = cluster.capacity - least.total + least.parts.get(TAPES, 0) + least.parts.get(KEYS, 0)
@@ -258,12 +288,7 @@ def _placed(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, ulysses: int,
     host, disk = cluster.of_host() - states, cluster.of_disk()
     if min(device, host) <= 0 or _least(spec, least) > device + host + disk:
         return None
-    try:
-        return place(
-            plan, spec, tokens, device=int(device), host=host, disk=disk, folder=SCRATCH, ulysses=ulysses, ring=ring
-        )
-    except PlanError:
-        return None
+    return try_place(plan, spec, tokens, device, host, disk, ulysses, ring, SCRATCH, choices)
 
 
 def _least(spec: Spec, memory: Memory) -> int:

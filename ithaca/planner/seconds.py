@@ -5,17 +5,17 @@ forward (half of the square) and N_b parameters a block:
 
     attention    F forward, 2.5 F backward, F once more where a block or its attention is run again; the rank with most
                  heads is waited for. A walk over tiles also merges: o and dq in fp32, read and written at each visit
-    linear       2 L N_b forward, 4 backward, and what is run again; 6 · vocabulary · hidden for the loss; and what norms,
-                 gates, rope and residuals read and write
+    linear       2 L N_b forward, 4 backward, and what is run again; 6 · vocabulary · hidden for the loss; and what
+                 norms, gates, rope and residuals read and write
     exchange     what plans/traffic.py says, by link; `sweep` and travelling K and V hide it (meshes.py)
     copies       host tapes, each written and read once, over the link to the host, those on disk over the disk's:
                  hidden behind the rest
     weights      gathered for each pass and reduced in fp32 over all ranks: hidden behind all but the shortest blocks
     optimizer    reads and writes of 28 bytes a parameter of the shard, or of moments through the link to the host
 
-Three shares were measured on the H200: heads of up to 64 features run slower; so does one call over a whole sequence than
-a walk over tiles; and what lies between a block's products, gathering and reducing its weights included, adds to them.
-Left out: padding, documents.
+Three shares were measured on the H200: heads of up to 64 features run slower; so does one call over a whole sequence
+than a walk over tiles; and what lies between a block's products, gathering and reducing its weights included, adds to
+them. Left out: padding, documents.
 """
 
 from dataclasses import dataclass

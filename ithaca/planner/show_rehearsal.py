@@ -36,6 +36,8 @@ def run(
     wrong = [word for word in sets if not word.startswith(("plan.", "mesh."))]
     if wrong:
         raise ConfigError(f"--set {wrong[0]} has no part in a rehearsal: options of plan and mesh have")
+    if config.plan is None:
+        raise ConfigError("--recipe auto cannot be rehearsed: ithaca plan chooses a recipe, which can")
     axes = _axes(model, ranks, tokens, config.plan, dict(vars(config.mesh)), any(w.startswith("mesh.") for w in sets))
     from ithaca.planner.rehearse import Scene, rehearse  # only now: torch takes its time
 
@@ -90,7 +92,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines = [
         f"{found['model']}, {format_tokens(found['tokens'])} tokens, recipe '{found['recipe']}', rank 0 of "
         f"{found['ranks']} ({mesh}), {found['layers']} of {found['model_layers']} layers, on this {found['device']}",
-        f"memory at its peak: {format_bytes(found['peak_bytes'])}{_against(found['peak_bytes_predicted'], format_bytes)}",
+        f"memory at its peak: {format_bytes(found['peak_bytes'])}"
+        + _against(found["peak_bytes_predicted"], format_bytes),
     ]
     width = max(map(len, found["memory"]))
     lines += [f"  {owner:{width}}  {format_bytes(size)}" for owner, size in found["memory"].items()]

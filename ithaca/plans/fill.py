@@ -37,6 +37,7 @@ from ithaca.tape.blocks import STAGED, staged_bytes
 from ithaca.tape.tiles import Tiles
 
 CROSSING = 75_000  # multiplications that a rank does while a byte goes to a disk or comes back: 300 T/s against 4 GB/s
+FEW = 16  # choices
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}  # bytes of a number
 
 
@@ -60,23 +61,10 @@ def place(
     also for slots, and for weights that are gathered beyond a layer's own to make an x in passing; the host's also for
     what passes through on its way to the disk. `folder` is where the disk's tapes go; not given: where the Plan says.
     """
-    if not plan.sweeps:
-        raise PlanError(f"recipe '{plan.recipe}' keeps no o that could be placed: recipe 'sweep' does")
-    if dtype not in ITEMSIZES:
-        raise PlanError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), ITEMSIZES)}")
-    tokens = parse_tokens(tokens)
-    layout_of(plan, tokens, ulysses, ring)  # whose chunk fits
-    share = split_heads(spec.heads, spec.kv_heads, ulysses)
-    fullest = max(range(ulysses), key=lambda rank: (len(share.kv[rank]), len(share.q[rank])))
-    free = _Budget(*(parse_bytes(given) if given else 0 for given in (device, host, disk)))
-    folder = folder or plan.disk
-    if free.disk and folder is None:
-        raise PlanError(f"disk={format_bytes(free.disk)} is of no use without a folder: name one, as folder='/scratch'")
-    mine = Heads(share.q[fullest], share.kv[fullest])
-    where = _Where(ITEMSIZES[dtype], mine, ulysses, ring, folder if free.disk else None)
+    tokens, where, free = _read(plan, spec, tokens, device, host, disk, ulysses, ring, dtype, folder)
     placed = _cheapest_that_fits(plan, spec, where, tokens, free, [*_choices(spec.layers)])
     if placed is None:
-        least = [*_choices(spec.layers)][-spec.layers - 1 :: spec.layers]  # fewest x with every o; every x with no o
+        least = least_choices(spec.layers, recomputing=True)
 
         def too_many(count: int) -> bool:
             return _cheapest_that_fits(plan, spec, where, count, free, least) is None
@@ -91,8 +79,70 @@ def place(
     return placed
 
 
+def try_place(
+    plan: Plan,
+    spec: Spec,
+    tokens: int,
+    device: int,
+    host: int,
+    disk: int,
+    ulysses: int,
+    ring: int,
+    folder: str,
+    choices: list["Kept"],
+) -> Plan | None:
+    """The same with some choices of what is kept, for those who try many; None where there is no room."""
+    tokens, where, free = _read(plan, spec, tokens, device, host, disk, ulysses, ring, "bfloat16", folder)
+    return _cheapest_that_fits(plan, spec, where, tokens, free, choices)
+
+
+def every_choice(layers: int) -> list["Kept"]:
+    return [*_choices(layers)]
+
+
+def some_choices(layers: int) -> list["Kept"]:
+    """A few of all, evenly: good enough to compare Plans by."""
+    every = [*_choices(layers)]
+    return [*every[:: max(len(every) // FEW, 1)], *least_choices(layers, recomputing=True)]
+
+
+def least_choices(layers: int, recomputing: bool) -> list["Kept"]:
+    """What takes the fewest bytes: every o with the fewest x; or, where attention may run again, every x alone."""
+    every = [*_choices(layers)]
+    return every[-layers - 1 :: layers] if recomputing else [every[-layers - 1]]
+
+
+def _read(
+    plan: Plan,
+    spec: Spec,
+    tokens: int | str,
+    device: int | str,
+    host: int | str,
+    disk: int | str,
+    ulysses: int,
+    ring: int,
+    dtype: str,
+    folder: str | None,
+) -> tuple[int, "_Where", "_Budget"]:
+    """What is asked for, if it makes sense."""
+    if not plan.sweeps:
+        raise PlanError(f"recipe '{plan.recipe}' keeps no o that could be placed: recipe 'sweep' does")
+    if dtype not in ITEMSIZES:
+        raise PlanError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), ITEMSIZES)}")
+    tokens = parse_tokens(tokens)
+    layout_of(plan, tokens, ulysses, ring)  # whose chunk fits
+    share = split_heads(spec.heads, spec.kv_heads, ulysses)
+    fullest = max(range(ulysses), key=lambda rank: (len(share.kv[rank]), len(share.q[rank])))
+    free = _Budget(*(parse_bytes(given) if given else 0 for given in (device, host, disk)))
+    folder = folder or plan.disk
+    if free.disk and folder is None:
+        raise PlanError(f"disk={format_bytes(free.disk)} is of no use without a folder: name one, as folder='/scratch'")
+    mine = Heads(share.q[fullest], share.kv[fullest])
+    return tokens, _Where(ITEMSIZES[dtype], mine, ulysses, ring, folder if free.disk else None), free
+
+
 def _cheapest_that_fits(
-    plan: Plan, spec: Spec, where: "_Where", tokens: int, free: "_Budget", choices: list["_Kept"]
+    plan: Plan, spec: Spec, where: "_Where", tokens: int, free: "_Budget", choices: list["Kept"]
 ) -> Plan | None:
     tiles = tiles_of(plan, layout_of(plan, tokens, where.ulysses, where.ring, shorten=True))
     best, least = None, float("inf")
@@ -109,8 +159,8 @@ def _cheapest_that_fits(
 
 
 def _possible(
-    plan: Plan, spec: Spec, where: "_Where", tiles: Tiles, free: "_Budget", choices: list["_Kept"]
-) -> Iterator["_Kept"]:
+    plan: Plan, spec: Spec, where: "_Where", tiles: Tiles, free: "_Budget", choices: list["Kept"]
+) -> Iterator["Kept"]:
     """Those that are not too much for all places together, whatever goes where: most need no closer look."""
     asked = _needs(replace(plan, x="host", o="host"), spec, where)
     x, o = (next(need.row for need in asked if need.name == name) * tiles.length for name in ("x", "o"))
@@ -119,7 +169,7 @@ def _possible(
     return (kept for kept in choices if len(kept[0]) * x + len(kept[1]) * o <= room)
 
 
-_Kept = tuple[set[int], set[int]]  # layers that keep x, and layers that keep o
+Kept = tuple[set[int], set[int]]  # layers that keep x, and layers that keep o
 
 
 def _work_again(spec: Spec, tokens: int, kept_x: set[int], kept_o: set[int]) -> int:
@@ -166,7 +216,7 @@ class _Budget:
         return self.device <= other.device and self.host <= other.host and self.disk <= other.disk
 
 
-def _choices(layers: int) -> Iterator[_Kept]:
+def _choices(layers: int) -> Iterator[Kept]:
     """What can be kept: every o with x of ever fewer layers, then o of ever fewer."""
     every, fewest = set(range(layers)), fewest_kept(layers)
     for count in range(layers, fewest - 1, -1):

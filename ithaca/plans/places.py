@@ -38,7 +38,8 @@ class Placement:
                 )
 
 
-def read_places(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+@lru_cache(maxsize=4096)  # every Plan reads its own, several times
+def read_places(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     """'host, rebuild*2' -> host, rebuild, rebuild. Refuses what is not a list of known words."""
     words: list[str] = []
     for item in text.split(","):

@@ -8,9 +8,10 @@ from ithaca.config import Config, MeshSection
 from ithaca.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.parallel.mesh import Mesh
+from ithaca.planner.explain import Asked, explain
 from ithaca.planner.hardware import nearest, read_gpus
 from ithaca.planner.search import KEPT_BACK, Cluster, binding, longest, search
-from ithaca.planner.show_plan import Asked, explain, refusal
+from ithaca.planner.show_plan import refusal
 from ithaca.plans.plan import Plan
 from ithaca.tape.budget import host_budget
 

@@ -1,0 +1,212 @@
+"""An answer that explains itself: where bytes and seconds go, what binds, what else there is, how to use it."""
+
+import shlex
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ithaca.model.spec import Spec
+from ithaca.planner.hardware import Gpu
+from ithaca.planner.owners import KEYS, STATES
+from ithaca.planner.search import KEPT_BACK, RUNTIME, Answer, Cluster, longest, search
+from ithaca.plans.needs import has_room_for_x
+from ithaca.plans.plan import RECIPE_OPTIONS, Plan
+from ithaca.plans.rebuild import rebuild_passes
+from ithaca.sizes import format_bytes, format_seconds, format_tokens
+
+LIMITS = {"GPU": "the GPU's memory", "host": "the host's memory (--host)", "disk": "the disk (--disk)"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is planned for; `tokens` None: the longest."""
+
+    model: str
+    spec: Spec
+    cluster: Cluster
+    tokens: int | None
+    recipe: str | None
+
+
+def explain(asked: Asked, answer: Answer, most: int, limit: str) -> list[str]:
+    """The answer in lines: where bytes and seconds go, what binds, what else there is."""
+    spec, cluster, parts = asked.spec, asked.cluster, answer.memory.parts
+    mesh = " × ".join(
+        f"{name} {size}"
+        for name, size in (("shard", answer.shard), ("ring", answer.ring), ("ulysses", answer.ulysses))
+        if size > 1
+    )
+    lines = [
+        f"{asked.model} at {format_tokens(answer.tokens)} tokens on {cluster.count}x{cluster.gpu.name}: fits, with "
+        f"recipe '{answer.plan.recipe}'" + (f" on {mesh}" if mesh else ""),
+        "",
+        f"a GPU, at its peak ({answer.memory.moment})  {format_bytes(answer.memory.total)} of "
+        f"{format_bytes(cluster.capacity)}",
+    ]
+    how = arithmetic(asked, answer)
+    width = max(map(len, parts))
+    lines += [
+        f"  {owner:{width}}  {format_bytes(size):>9}" + (f"  = {how[owner]}" if owner in how else "")
+        for owner, size in sorted(parts.items(), key=lambda item: -item[1])
+        if size >= answer.memory.total / 1000
+    ]
+    gpus = cluster.machine.gpus
+    lines.append(f"a node's host   {format_bytes(answer.memory.host * gpus)} of {format_bytes(cluster.host)}")
+    if cluster.disk:
+        lines.append(f"a node's disk   {format_bytes(answer.memory.disk * gpus)} of {format_bytes(cluster.disk)}")
+    lines += [f"{name:15} {text}" for name, text in kept(spec, answer).items()]
+    free = cluster.capacity - answer.memory.total
+    lines.append(f"free on a GPU   {format_bytes(free)}{reinvested(spec, answer)}")
+    seconds = answer.seconds
+    lines += [
+        "",
+        f"a step          {format_seconds(seconds.step)}: {answer.rate:.0f} tokens/s on each GPU, "
+        f"{100 * mfu(asked, answer):.1f} % causal MFU",
+        "  "
+        + ", ".join(
+            f"{name.replace('_', ' ')} {format_seconds(value)}"
+            for name, value in vars(seconds).items()
+            if name != "step"
+        )
+        + _hidden(answer),
+        "",
+        f"the longest context is {format_tokens(most)}, and what limits it is {LIMITS[limit]}",
+    ]
+    lines += [f"  {text}" for text in alternatives(asked, answer, most)]
+    lines += ["", "assumed: " + "; ".join(_assumed(cluster)), "", train_line(asked, answer)]
+    return lines
+
+
+def _assumed(cluster: Cluster) -> list[str]:
+    return [text for text in assumptions(cluster.gpu, cluster.machine.nodes) if "data sheet" not in text]
+
+
+def _hidden(answer: Answer) -> str:
+    return (
+        "; exchange, copies and weights beside the computing"
+        if answer.plan.sweeps
+        else "; copies and weights beside the computing"
+    )
+
+
+def arithmetic(asked: Asked, answer: Answer) -> dict[str, str]:
+    """How the numbers that a user could check come about."""
+    spec, plan, ranks = asked.spec, answer.plan, asked.cluster.count
+    each = 12 if plan.optimizer == "device" else 4
+    found = {
+        STATES: f"{spec.parameters():,} parameters × {each} bytes / {ranks}",
+    }
+    keys = next((need for need in answer.memory.tapes if need.name == "keys" and need.place == "device"), None)
+    if keys:
+        tokens = answer.memory.tiles.length * keys.ranks
+        found[KEYS] = f"{tokens:,} tokens × {keys.features[0]} heads × {keys.features[1]} × 2 × (2 + 4) bytes"
+    return found
+
+
+def kept(spec: Spec, answer: Answer) -> dict[str, str]:
+    """Where block inputs and attention outputs are."""
+    placement = answer.plan.placement(spec.layers)
+    found = {"block inputs x": _words(placement.x)}
+    if answer.plan.sweeps:
+        passes = rebuild_passes(placement, has_room_for_x(spec))
+        found["block inputs x"] += f" ({passes} passes of mix and feed to rebuild)" if passes else ""
+        found["outputs o"] = _words(placement.o)
+    else:
+        found["checkpoint"] = answer.plan.checkpoint or "full"
+    again = answer.recomputed(spec)
+    found["attention"] = "runs once" if not again else f"runs again in backward, in {again} of {spec.layers} layers"
+    return found
+
+
+def _words(words: tuple[str, ...]) -> str:
+    return ", ".join(f"{word} {words.count(word)}" for word in dict.fromkeys(words)) + " layers"
+
+
+def reinvested(spec: Spec, answer: Answer) -> str:
+    """What of the memory beyond the least was used to have fewer copies."""
+    placement, settled = answer.plan.placement(spec.layers), answer.plan.settled()
+    if not answer.plan.sweeps:
+        return ""
+    there = [
+        f"{name} of {words.count('device')} layers"
+        for name, words in (("x", placement.x), ("o", placement.o))
+        if words.count("device")
+    ]
+    there += [
+        name for name, place in (("the gradient", settled.gradient), ("log-sum-exps", settled.lse)) if place == "device"
+    ]
+    return f"; what was left went into {', '.join(there)} on the device" if there else ""
+
+
+def alternatives(asked: Asked, answer: Answer, most: int) -> list[str]:
+    """The nearest other answers: longer, faster, fewer GPUs."""
+    spec, cluster, recipe = asked.spec, asked.cluster, asked.recipe
+    found = []
+    if most > answer.tokens and (other := search(spec, cluster, most, recipe)):
+        found.append(f"longer: {format_tokens(most)} tokens, {format_seconds(other.seconds.step)} a step")
+    if recipe in (None, "sweep"):
+        again = longest(spec, cluster, recipe, recomputing=True, from_=most) if most else 0
+        if again > 1.01 * most:
+            found.append(f"longer: {format_tokens(again)} tokens where attention may run again in backward")
+    before = format_seconds(answer.seconds.step / answer.shard)
+    for count, word in ((2 * cluster.count, "faster"), (cluster.count // 2, "fewer GPUs")):
+        if not count or (count > cluster.node_gpus and count % cluster.node_gpus):
+            continue
+        other = search(spec, _resized(cluster, count), answer.tokens, recipe)
+        if other:
+            after = format_seconds(other.seconds.step / other.shard)
+            found.append(f"{word}: {count}x{cluster.gpu.name}, {after} a sequence instead of {before}")
+        elif word == "fewer GPUs":
+            found.append(f"fewer GPUs: {count}x{cluster.gpu.name} do not hold it")
+    return found
+
+
+def _resized(cluster: Cluster, count: int) -> Cluster:
+    """With more or fewer GPUs. A node keeps its memory; part of one has its share."""
+    share = min(count, cluster.node_gpus) / cluster.machine.gpus
+    return replace(cluster, count=count, host=cluster.host * share, disk=cluster.disk * share)
+
+
+def mfu(asked: Asked, answer: Answer) -> float:
+    return answer.rate * asked.spec.flops_per_token(answer.tokens) / asked.cluster.gpu.flops
+
+
+def assumptions(gpu: Gpu, nodes: int) -> list[str]:
+    """What no machine has measured, or another one has."""
+    names = [name for name in gpu.sources if name != "across" or nodes > 1]
+    found = [
+        f"{name} {gpu_number(gpu, name)}: {gpu.sources[name]}"
+        for name in names
+        if "measured here" not in gpu.sources[name]
+    ]
+    return [
+        *found,
+        f"{format_bytes(RUNTIME)} of a GPU for the driver and NCCL",
+        f"{KEPT_BACK:.0%} of the host kept back",
+    ]
+
+
+def gpu_number(gpu: Gpu, name: str) -> str:
+    value, unit = getattr(gpu, name), "FLOP/s" if name in ("flops", "matmul") or "attention" in name else "B"
+    return f"{value:.3g} {unit}" + ("/s" if name in ("bandwidth", "inside", "across", "host") else "")
+
+
+def train_line(asked: Asked, answer: Answer) -> str:
+    sets = {
+        "model.source": asked.model,
+        "train.tokens": format_tokens(answer.tokens),
+        **{f"plan.{name}": value for name, value in options(answer.plan).items()},
+        "mesh.ulysses": answer.ulysses,
+        "mesh.ring": answer.ring,
+    }
+    return "ithaca train " + " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in sets.items())
+
+
+def options(plan: Plan) -> dict[str, Any]:
+    """What differs from a Plan that is told nothing but its recipe."""
+    default = Plan(recipe=plan.recipe)
+    names = ("recipe", *RECIPE_OPTIONS, "disk", "zero", "optimizer")
+    return {
+        name: getattr(plan, name)
+        for name in names
+        if getattr(plan, name) is not None and (name == "recipe" or getattr(plan, name) != getattr(default, name))
+    }
