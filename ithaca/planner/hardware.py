@@ -60,7 +60,8 @@ def parse_gpus(text: str, known: Mapping[str, Gpu]) -> tuple[int, Gpu]:
     if len(meant) > 1:
         raise PlanError(f"GPU '{name}' is one of several: {' or '.join(gpu.name for gpu in meant)}")
     if not meant:
-        raise PlanError(f"GPU '{name}' is not known: {suggestion(name, known)}")
+        near = suggestion(name.upper().split("-")[0], {other.split("-")[0]: None for other in known})
+        raise PlanError(f"GPU '{name}' is not known: {near if 'mean' in near else suggestion(name, known)}")
     return count, meant[0]
 
 

@@ -142,14 +142,15 @@ def _refined(spec: Spec, cluster: Cluster, answer: Answer) -> Answer:
 def longest(
     spec: Spec, cluster: Cluster, recipe: str | None = None, recomputing: bool = False, from_: int = STEP
 ) -> int:
-    """The most tokens, in whole `STEP`s, that fit when all GPUs share a sequence; 0 where not even one does.
+    """The most tokens, in whole `STEP`s, that fit when all GPUs that can share a sequence; 0 where not even one does.
 
     Under `sweep` attention runs once, unless `recomputing` is allowed. `from_`: a length that is known to fit.
     """
     recipe = recipe or "sweep"
 
     def mesh(steps: int) -> tuple[int, int] | None:
-        return _mesh(spec, cluster, Plan(recipe=recipe), steps * STEP, cluster.count)
+        plan = Plan(recipe=recipe)
+        return _mesh(spec, cluster, plan, steps * STEP, cluster.count if plan.shares else 1)
 
     def fits(steps: int, mesh: tuple[int, int] | None) -> bool:
         return next(_fitting(spec, cluster, steps * STEP, recipe, mesh, choices), None) is not None

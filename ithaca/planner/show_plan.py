@@ -64,8 +64,8 @@ def refusal(asked: Asked, most: int) -> str:
         limit = binding(spec, cluster, asked.recipe, most)
         have = {"GPU": cluster.gpu.memory, "host": cluster.host, "disk": cluster.disk}[limit]
         return (
-            f"{format_tokens(asked.tokens)} tokens of {name} do not fit: the longest is {format_tokens(most)} (--tokens "
-            f"{format_tokens(most)}), by {format_bytes(have)} of {LIMITS[limit]}"
+            f"{format_tokens(asked.tokens)} tokens of {name} do not fit: --tokens {format_tokens(most)} is the "
+            f"longest, by {format_bytes(have)} of {LIMITS[limit]}"
         )
     return (
         f"{name} does not fit at any length: a GPU has {format_bytes(cluster.capacity)}, a node "
