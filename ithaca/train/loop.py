@@ -34,15 +34,18 @@ from ithaca.train.stop import StopRequest
 PEAK_FLOPS = 989e12  # Hopper's dense bf16, the base of causal MFU
 
 
-def train(config: Config, path: Path) -> None:
-    """Train in a run folder on this job's ranks, from its last checkpoint on if it has one."""
+def train(config: Config, path: Path, launched: bool = False) -> None:
+    """Train in a run folder on this job's ranks, from its last checkpoint on if it has one.
+
+    `launched` ranks leave it to their launcher to end them at once (stop.py).
+    """
     join_free_memory()
     grid = mesh(**vars(config.mesh), device=None if config.train.device == "auto" else config.train.device)
     with answering(grid.group):
-        _train(config, RunFolder(path), grid)
+        _train(config, RunFolder(path), grid, launched)
 
 
-def _train(config: Config, run: RunFolder, grid: Mesh) -> None:
+def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool) -> None:
     lock = together(grid.group, lambda: run.hold() if grid.rank == 0 else None)
     try:
         check_shared(run, lock, grid)
@@ -50,7 +53,7 @@ def _train(config: Config, run: RunFolder, grid: Mesh) -> None:
         resumed = from_first(grid.group, run.has_checkpoints)
         data = together(grid.group, lambda: open_data(config))
         source = together(grid.group, lambda: open_source(config, run, resumed, data))
-        Run(config, run, apply(source, config.plan, grid), data).go()
+        Run(config, run, apply(source, config.plan, grid), data).go(launched)
     finally:
         if lock:
             lock.close()
@@ -102,12 +105,12 @@ class Run:
                 "a larger number goes on"
             )
 
-    def go(self) -> None:
+    def go(self, launched: bool) -> None:
         """All steps that are left, whatever ends them."""
         if self.first:
             self.folder.cut_metrics(self.done)
         self.sinks = together(self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first))
-        self.stop = StopRequest(self.mesh)
+        self.stop = StopRequest(self.mesh, launched)
         self.patience = self.config.run.patience or patience(self._step_seconds())
         set_patience(self.mesh.groups, self.patience)
         self._announce()
