@@ -9,6 +9,7 @@ kills them, also where they hang.
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from ithaca.model.source import load_model
 from ithaca.train.loop import train
 from ithaca.train.nodes import ALONE, Meeting, Place, meet, read_place
 from ithaca.train.processes import Watch, leave, run_ranks
+from ithaca.train.progress import tell
 from ithaca.train.run import RunFolder
 from ithaca.train.slurm import Step, read_step
 
@@ -36,6 +38,7 @@ def launch(
     """Train on this machine's GPUs, or on `ranks` processes, and on other nodes too; raises what ended the job."""
     options = {"--ranks": ranks, "--nodes": nodes, "--meet": meeting_place}
     if "RANK" in os.environ:
+        _check_environment()
         _join(config, options, path, fresh, "torchrun")
         return
     step = read_step(os.environ) if nodes is None else None  # a number that is given is what is wanted
@@ -83,6 +86,27 @@ def _join(config: Config, options: Mapping[str, object], path: Path | None, fres
         leave(f"error: {lost}; the run goes on from its last checkpoint with ithaca train --run {path}")
 
 
+def _check_environment() -> None:
+    """Refuse a RANK that no torchrun has set."""
+    rank = os.environ["RANK"]
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ConfigError(
+                f"RANK is {rank} in the environment, as of one of torchrun's ranks, but {name} is not given: "
+                "unset RANK, and this machine's GPUs train"
+            )
+    ranks = os.environ["WORLD_SIZE"]
+    if not (_is_number(rank) and _is_number(ranks) and int(rank) < int(ranks)):
+        raise ConfigError(
+            f"RANK is {rank} and WORLD_SIZE {ranks} in the environment, which no rank of a job has: "
+            "unset both, and this machine's GPUs train"
+        )
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
 def _task_environment(step: Step) -> dict[str, str]:
     """A task as a rank; where the user has said where ranks meet, or SLURM shows each task one GPU, so it is."""
     given = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
@@ -92,11 +116,14 @@ def _task_environment(step: Step) -> dict[str, str]:
 
 def _place(nodes: int | None, meeting_place: str | None, path: Path | None, fresh: bool) -> Place:
     """Where the launchers of several nodes meet."""
-    if nodes is None and meeting_place is not None:
-        raise ConfigError(f"--meet {meeting_place} is for several nodes: give their number too, as --nodes 2")
     if nodes is not None and nodes < 1:
         raise ConfigError(f"--nodes {nodes} cannot train: 1 or more can")
     if nodes is None or nodes == 1:
+        if meeting_place is not None:
+            number = "is not given" if nodes is None else "is 1"
+            raise ConfigError(
+                f"--meet {meeting_place} is for several nodes, but --nodes {number}: give how many, as --nodes 2"
+            )
         return ALONE
     if meeting_place is None:
         raise ConfigError(f"--meet is missing: name the one of the {nodes} nodes where they meet, as --meet node0")
@@ -132,10 +159,10 @@ def _start(config: Config, ranks: int | None, path: Path, place: Place, nodes: i
     with Watch() as watch, meet(place, nodes, lambda: watch.asked) as meeting:
         count = _count(config, ranks)
         if nodes > 1:
-            print(f"{meeting.name} waits for {nodes} nodes at {place}", flush=True)
-        meeting.number_ranks(count)
+            tell(f"{meeting.name} waits for {nodes} nodes at {place}", sys.stdout)
+        meeting.number_ranks(count, _options(config))
         if nodes > 1:
-            print(f"{meeting.name} has {count} of {meeting.world} ranks, from {meeting.ranks[0]} on", flush=True)
+            tell(f"{meeting.name} has {count} of {meeting.world} ranks, from {meeting.ranks[0]} on", sys.stdout)
         for attempt in range(RESTARTS + 1):
             how = _attempt(config, path, attempt, meeting, watch)
             if how is None:
@@ -143,7 +170,16 @@ def _start(config: Config, ranks: int | None, path: Path, place: Place, nodes: i
             if attempt == RESTARTS:
                 raise RunError(f"{how}, the {RESTARTS + 1}th time over: mend the cause, then ithaca train --run {path}")
             again = f"starting again from the last checkpoint ({attempt + 1} of {RESTARTS})"
-            print(f"{how}: {again}", file=sys.stderr)
+            tell(f"{how}: {again}", sys.stderr)
+
+
+def _options(config: Config) -> dict[str, str]:
+    """train.steps and so on, as text that nodes can compare."""
+    return {
+        f"{section.name}.{name}": repr(value)
+        for section in fields(config)
+        for name, value in vars(getattr(config, section.name)).items()
+    }
 
 
 def _attempt(config: Config, path: Path, attempt: int, meeting: Meeting, watch: Watch) -> str | None:

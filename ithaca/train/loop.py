@@ -22,6 +22,7 @@ from ithaca.parallel.batch import Batch
 from ithaca.parallel.lost import answering, lost_touch
 from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.parallel.patience import patience, set_patience, step_seconds
+from ithaca.planner.advice import Rank, out_of_memory
 from ithaca.sizes import format_bytes, format_seconds, format_tokens
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.metrics import Sink, draw_loss, open_sinks
@@ -35,15 +36,18 @@ from ithaca.train.stop import StopRequest
 PEAK_FLOPS = 989e12  # Hopper's dense bf16, the base of causal MFU
 
 
-def train(config: Config, path: Path) -> None:
-    """Train in a run folder on this job's ranks, from its last checkpoint on if it has one."""
+def train(config: Config, path: Path, launched: bool = False) -> None:
+    """Train in a run folder on this job's ranks, from its last checkpoint on if it has one.
+
+    `launched` ranks leave it to their launcher to end them at once (stop.py).
+    """
     join_free_memory()
     grid = mesh(**vars(config.mesh), device=None if config.train.device == "auto" else config.train.device)
     with answering(grid.group):
-        _train(config, RunFolder(path), grid)
+        _train(config, RunFolder(path), grid, launched)
 
 
-def _train(config: Config, run: RunFolder, grid: Mesh) -> None:
+def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool) -> None:
     lock = together(grid.group, lambda: run.hold() if grid.rank == 0 else None)
     try:
         check_shared(run, lock, grid)
@@ -53,7 +57,7 @@ def _train(config: Config, run: RunFolder, grid: Mesh) -> None:
         resumed = from_first(grid.group, run.has_checkpoints)
         data = together(grid.group, lambda: open_data(config))
         source = together(grid.group, lambda: open_source(config, run, resumed, data))
-        Run(config, run, apply(source, plan, grid), data, why).go()
+        Run(config, run, apply(source, plan, grid), data, why).go(launched)
     finally:
         if lock:
             lock.close()
@@ -106,12 +110,12 @@ class Run:
                 "a larger number goes on"
             )
 
-    def go(self) -> None:
+    def go(self, launched: bool) -> None:
         """All steps that are left, whatever ends them."""
         if self.first:
             self.folder.cut_metrics(self.done)
         self.sinks = together(self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first))
-        self.stop = StopRequest(self.mesh)
+        self.stop = StopRequest(self.mesh, launched)
         self.patience = self.config.run.patience or patience(self._step_seconds())
         set_patience(self.mesh.groups, self.patience)
         self._announce()
@@ -122,6 +126,8 @@ class Run:
             self.checkpoints.wait()
             self._report_problem(final=True)
             self._conclude(stopped)
+        except torch.OutOfMemoryError as error:
+            raise RunError(self._out_of_memory(error)) from None
         except RuntimeError as error:
             if lost_touch(error):
                 self.checkpoints.abandon()
@@ -133,6 +139,15 @@ class Run:
                     sink.close()
             self.progress.close()
             self.stop.close()
+
+    def _out_of_memory(self, error: Exception) -> str:
+        grid, (rows, tokens) = self.mesh, self._pass_size()
+        sequences = math.ceil(rows / grid.data_ranks)
+        spec, plan = self.model.spec, self.model.plan
+        rank = Rank(spec, plan, sequences * tokens, grid.ulysses, grid.ring, grid.parameter_ranks // grid.context_ranks)
+        first = str(error).split(". ")[0]
+        total = torch.cuda.mem_get_info(grid.device)[1]
+        return out_of_memory(rank, first, torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total)
 
     def _step_seconds(self) -> float:
         """What a step should take at most on the rank that has the most sequences."""

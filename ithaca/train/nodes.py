@@ -1,34 +1,39 @@
 """Launchers on several nodes that go through a run together: who takes part, how each attempt ended, when all leave.
 
 They meet at a notice board, which the launcher on the node that `--meet` names has; a launcher alone is a meeting of
-one. A node's ranks are numbered after those of the nodes before it: first the node that was named, which says what the
-run does, then the others by name, so that ranks lie the same whoever comes first.
+one, with a board that nobody can reach. A node's ranks are numbered after those of the nodes before it: first the node
+that was named, which says what the run does, then the others by name, so that ranks lie the same whoever comes first.
 
 An attempt ends for all: who has lost a rank says so, the others end theirs, and all go on to the next attempt when each
 has said that its ranks are gone. An attempt's ranks have a store of their own, in the launcher that has the board, so
 that whoever dies, the others can still ask there. What ends the run on one node is called off for all, in its words.
+Nodes have a time to come; once they are there they are waited for, since the board knows who has gone.
 """
 
 import contextlib
-import os
 import re
+import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from ithaca.errors import ConfigError, IthacaError, RunError
 from ithaca.sizes import format_seconds
-from ithaca.train.board import CAME, LEFT, OFF, Board, Line, host_board
+from ithaca.train.board import CAME, LEFT, OFF, Board, Line, host_board, listen
 
-COME_SECONDS = 600.0  # that nodes have to come, and to come back after an attempt
+COME_SECONDS = 600.0  # that nodes have to come
 LEAVE_SECONDS = 10.0  # that the others have to read their last notes
+STORE_SECONDS = 30.0  # that the launcher has to reach the store that it has opened
 POLL_SECONDS = 0.2
 PORT = 29500
+
+OPTIONS = "options"  # the topic of what the run does, as the node with the board has it
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Place:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-ALONE = Place("localhost", 0)
+ALONE = Place("127.0.0.1", 0)  # what the ranks of one node need: none of them comes from elsewhere
 
 
 def read_place(text: str) -> Place:
@@ -63,32 +68,27 @@ def meet(place: Place, nodes: int, asked: Callable[[], int]) -> Iterator["Meetin
     `asked` counts requests to stop: one that comes while this waits for others ends it. An error from the body is one
     on all nodes, and they have read it when this leaves.
     """
-    board = host_board(place.host, place.port)
+    line = Board() if nodes == 1 else host_board(place.host, place.port) or _reach(place, nodes, asked)
+    meeting = Meeting(line, place, nodes, asked)
     try:
-        place = Place(place.host, board.port) if board else place
-        line = _reach(place, nodes, asked)
-        meeting = Meeting(line, board, place, nodes, asked)
-        try:
-            meeting.come()
-            yield meeting
-        except BaseException as error:
-            meeting.call_off(error)
-            raise
-        finally:
-            meeting.leave()
-            line.close()
+        meeting.come()
+        yield meeting
+    except BaseException as error:
+        meeting.call_off(error)
+        raise
     finally:
-        if board:
-            board.close()
+        meeting.leave()
+        line.close()
 
 
 class Meeting:
     """What a launcher knows of the others."""
 
-    def __init__(self, line: Line, board: Board | None, place: Place, nodes: int, asked: Callable[[], int]):
+    def __init__(self, line: Board | Line, place: Place, nodes: int, asked: Callable[[], int]):
         self.nodes, self.name = nodes, socket.gethostname()
         self.ranks, self.world = range(0), 0  # this node's, and how many all have; known when all have come
-        self._line, self._board, self._place, self._asked = line, board, place, asked
+        self._line, self._place, self._asked = line, place, asked
+        self._hosts = isinstance(line, Board)
         self._counts = False  # whether the run needs this node
         self._store: dist.TCPStore | None = None
 
@@ -108,12 +108,23 @@ class Meeting:
                 "give the same number on all nodes"
             )
 
-    def number_ranks(self, ranks: int) -> None:
-        """Tell how many this node has, and wait until all nodes have come and told."""
-        me = [self._board is None, self.name, os.getpid(), ranks]
-        told = sorted(self._gather("ranks", me, "came"))
+    def number_ranks(self, ranks: int, options: Mapping[str, str]) -> None:
+        """Tell how many this node has, and wait until all nodes have come and told; all must have the same options."""
+        if self._hosts:
+            self._line.pin(OPTIONS, options)
+        me = [not self._hosts, self.name, secrets.token_hex(8), ranks]  # names may be the same, in containers
+        told = sorted(self._gather("ranks", me, until=time.monotonic() + COME_SECONDS))
         first = sum(node[-1] for node in told[: told.index(me)])
         self.ranks, self.world = range(first, first + ranks), sum(node[-1] for node in told)
+        self._compare(options, self._line.read(OPTIONS)[0], told[0][1])
+
+    def _compare(self, ours: Mapping[str, str], theirs: Mapping[str, str], host: str) -> None:
+        for option, value in ours.items():
+            if theirs.get(option) != value:
+                raise ConfigError(
+                    f"{option} is {value} on {self.name}, but {theirs.get(option)} on {host}: "
+                    "start the same line on all nodes"
+                )
 
     def environments(self, attempt: int) -> list[dict[str, str]]:
         """What each of this node's ranks must find in its environment to join the others in this attempt."""
@@ -130,10 +141,10 @@ class Meeting:
     def _open_store(self, attempt: int) -> int:
         """The port, on the node with the board, where the ranks of this attempt have their store."""
         port = None
-        if self._board:
-            self._store = dist.TCPStore(self._place.host, 0, is_master=True, wait_for_workers=False)
+        if self._hosts:
+            self._store = _make_store(self._place.host)
             port = self._store.port
-        return next(port for port in self._gather(f"store {attempt}", port, "came back") if port)
+        return next(port for port in self._gather(f"store {attempt}", port) if port)
 
     def troubled(self, attempt: int) -> bool:
         """Whether another node has lost a rank; an error where the run is called off."""
@@ -142,7 +153,7 @@ class Meeting:
 
     def settle(self, attempt: int, how: str | None) -> str | None:
         """Tell how a rank of this node ended, if wrongly; who was the first of any node, once all have told."""
-        told = self._gather(_end(attempt), how, "came back", asked=self._asked())
+        told = self._gather(_end(attempt), how, asked=1)  # who is asked once waits for what the others still save
         return next((how for how in told if how), None)
 
     def call_off(self, error: BaseException) -> None:
@@ -155,34 +166,50 @@ class Meeting:
             code, text = 1, f"the run was stopped on {self.name}"
         else:
             code, text = 1, f"the launcher on {self.name} failed ({type(error).__name__}: {error})"
-        with contextlib.suppress(RunError):
+        with contextlib.suppress(RunError, KeyboardInterrupt):
             self._line.pin(OFF, {"code": code, "text": text})
 
     def leave(self) -> None:
         """Say goodbye; who has the board stays until all have."""
-        with contextlib.suppress(RunError):
+        with contextlib.suppress(RunError, KeyboardInterrupt):
             self._line.pin(LEFT, self.name)
-        if self._board:
+        if self._hosts:
             until = time.monotonic() + LEAVE_SECONDS
-            while len(self._board.pin(LEFT)) < len(self._board.pin(CAME)) and time.monotonic() < until:
+            while len(self._line.read(LEFT)) < len(self._line.read(CAME)) and time.monotonic() < until:
                 time.sleep(POLL_SECONDS / 4)
 
     def _look(self) -> None:
         if off := self._line.read(OFF):
             _end_with(**off[0])
 
-    def _gather(self, topic: str, note: Any, came: str, asked: int = 0) -> list[Any]:
+    def _gather(self, topic: str, note: Any, asked: int = 0, until: float | None = None) -> list[Any]:
         """Pin a note, and wait until every node has pinned its own, or one is asked to stop more often than `asked`."""
-        notes, until = self._line.pin(topic, note), time.monotonic() + COME_SECONDS
+        notes = self._line.pin(topic, note)
         while len(notes) < self.nodes:
             self._look()
             if self._asked() > asked:
                 raise KeyboardInterrupt
-            if time.monotonic() > until:
-                _missing(len(notes), self.nodes, came, self._place)
+            if until and time.monotonic() > until:
+                _missing(len(notes), self.nodes, self._place)
             time.sleep(POLL_SECONDS)
             notes = self._line.read(topic)
         return notes
+
+
+def _make_store(host: str) -> dist.TCPStore:
+    """At a port that is free; torch's own socket would take connections on every interface, whatever the host."""
+    try:
+        listener = listen(host, 0)
+        assert listener, "where the board is, a store can be"
+        port, fd = listener.getsockname()[1], listener.detach()
+        wait = timedelta(seconds=STORE_SECONDS)
+        return dist.TCPStore(host, port, None, True, timeout=wait, wait_for_workers=False, master_listen_fd=fd)
+    except (OSError, dist.DistError) as problem:
+        reason = str(problem).splitlines()[0]
+        raise RunError(
+            f"the store of the ranks cannot be opened at {host} ({reason}): another address of this machine may work "
+            "as --meet, or more open files, as ulimit -n 4096"
+        ) from None
 
 
 def _reach(place: Place, nodes: int, asked: Callable[[], int]) -> Line:
@@ -190,18 +217,18 @@ def _reach(place: Place, nodes: int, asked: Callable[[], int]) -> Line:
     until = time.monotonic() + COME_SECONDS
     while True:
         try:
-            return Line(place.host, place.port)
+            return Line(place.host, place.port, lambda: asked() > 1)
         except OSError:
             if asked():
                 raise KeyboardInterrupt from None
             if time.monotonic() > until:
-                _missing(1, nodes, "came", place)
+                _missing(1, nodes, place)
             time.sleep(POLL_SECONDS)
 
 
-def _missing(count: int, nodes: int, came: str, place: Place) -> NoReturn:
+def _missing(count: int, nodes: int, place: Place) -> NoReturn:
     raise RunError(
-        f"{count} of {nodes} nodes {came} to {place} within {format_seconds(COME_SECONDS)}: start the same line on "
+        f"{count} of {nodes} nodes came to {place} within {format_seconds(COME_SECONDS)}: start the same line on "
         "all of them, that of --meet included"
     )
 

@@ -1,7 +1,8 @@
 """The ranks of one node as processes: started, watched, and ended as soon as one of them dies.
 
-What a user did wrong is told through a file: the rank leaves its sentence there. Signals are blocked while ranks start,
-so that none is lost or kills a rank that cannot handle it yet. No rank outlives its launcher.
+What a user did wrong is told through a pipe: the rank leaves its sentence there. Signals are blocked while ranks start,
+so that none is lost or kills a rank that cannot handle it yet, and mean nothing to one that has done its work. No rank
+outlives its launcher.
 """
 
 import contextlib
@@ -10,41 +11,52 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-import psutil
 import torch
+import torch.distributed as dist
 
 from ithaca.config import Config
 from ithaca.errors import IthacaError, LostRankError, RunError
 from ithaca.train.loop import train
-from ithaca.train.stop import SAME_SECONDS, SIGNALS
+from ithaca.train.progress import tell
+from ithaca.train.stop import SIGNALS, Requests, heeded
 
 POLL_SECONDS = 0.2
+GONE_SECONDS = 10.0  # that killed ranks have to be gone when the launcher has a reason to end without them
+SENTENCE = 2000  # characters, which a pipe takes at once: no rank waits for its launcher to read
 
 
 class Watch:
-    """Ctrl-C and SIGTERM at the launcher: the first is passed on to the ranks, the second kills them.
+    """Ctrl-C, SIGTERM and SIGHUP at the launcher: the first is passed on to the ranks, the second kills them.
 
     While it watches, the main thread blocks the signals, so that processes it starts begin with them blocked; a thread
     that does not block them is there to receive them, and Python runs the handler in the main thread all the same.
     """
 
     def __init__(self) -> None:
-        self.asked, self._last, self._number = 0, -SAME_SECONDS, signal.SIGINT
+        self.ranks: list[BaseProcess] = []  # those that have been started
+        self._requests = Requests()
+
+    @property
+    def asked(self) -> int:
+        """How often."""
+        return self._requests.count
 
     def __enter__(self) -> "Watch":
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         resource_tracker.ensure_running()  # it unblocks signals when it starts, so it must have started before
-        self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._handlers = {number: signal.signal(number, self._handle) for number in heeded()}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return self
 
@@ -54,78 +66,116 @@ class Watch:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        if time.monotonic() - self._last > SAME_SECONDS:
-            self.asked += 1
-        self._last, self._number = time.monotonic(), signal.Signals(number)
-        self.pass_on()
+        if self._requests.add(number):
+            self.pass_on()
 
     def pass_on(self) -> None:
         """Tell the ranks that are there what was asked, if anything was."""
-        for child in psutil.Process().children() if self.asked else []:
-            with contextlib.suppress(psutil.Error):  # it may end just now
-                if "spawn_main" in " ".join(child.cmdline()):
-                    child.send_signal(self._number if self.asked == 1 else signal.SIGKILL)
+        for rank in self.ranks if self.asked else []:
+            rank.terminate() if self.asked == 1 else rank.kill()
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank as its launcher has it."""
+
+    number: str
+    process: BaseProcess
+    pipe: Connection  # where it says what the user did wrong
 
 
 def run_ranks(
-    config: Config, path: Path, environment: list[dict[str, str]], watch: Watch, elsewhere: Callable[[], bool]
+    config: Config, path: Path, environments: list[dict[str, str]], watch: Watch, elsewhere: Callable[[], bool]
 ) -> str | None:
     """Run ranks to their end, each with its environment; how the first that died did so, None where none has.
 
     When `elsewhere` tells of trouble on another node they are ended too. A user's mistake is raised.
     """
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="ithaca-") as notes:
-        ranks = [spawn.Process(target=worker, args=(config, path, one, Path(notes))) for one in environment]
-        try:
-            for rank in ranks:
-                rank.start()
-            watch.pass_on()  # a signal may have come before they were there
-            how = None
-            while not how and any(rank.exitcode is None for rank in ranks) and not elsewhere():
-                time.sleep(POLL_SECONDS)
-                how = _death(ranks, environment)
-        finally:
-            for rank in ranks:
-                if rank.pid is not None:
-                    rank.kill()
-                    rank.join()
-        if watch.asked and any(rank.exitcode for rank in ranks):
-            raise KeyboardInterrupt
-        if how:
-            _raise_sentence(Path(notes))
+    ranks: list[Rank] = []
+    try:
+        for environment in environments:
+            ranks.append(_start(config, path, environment))
+            watch.ranks.append(ranks[-1].process)
+        watch.pass_on()  # a signal may have come before they were there
+        while not _death(ranks) and _alive(ranks) and not elsewhere():
+            time.sleep(POLL_SECONDS)
+        how = _death(ranks)
+        _kill(ranks)
+        while _alive(ranks) and watch.asked < 2:  # one that a disk or a driver holds takes its time
+            elsewhere()
+            time.sleep(POLL_SECONDS)
+    finally:
+        _kill(ranks)
+        until = time.monotonic() + GONE_SECONDS
+        for rank in ranks:
+            rank.process.join(max(until - time.monotonic(), 0))
+        watch.ranks.clear()
+    _raise_sentence(ranks)
+    if watch.asked and any(rank.process.exitcode != 0 for rank in ranks):
+        raise KeyboardInterrupt
     return how
 
 
-def _death(ranks: list, environment: list[dict[str, str]]) -> str | None:
+def _start(config: Config, path: Path, environment: dict[str, str]) -> Rank:
+    spawn = multiprocessing.get_context("spawn")
+    try:
+        ours, theirs = spawn.Pipe(duplex=False)
+        process = spawn.Process(target=worker, args=(config, path, environment, theirs))
+        process.start()
+        theirs.close()
+    except OSError as problem:
+        raise RunError(
+            f"rank {environment['LOCAL_RANK']} of the {environment['LOCAL_WORLD_SIZE']} on this node could not be "
+            f"started ({problem.strerror}): allow more files and processes, as ulimit -n 4096 -u 4096, or fewer --ranks"
+        ) from None
+    return Rank(environment["RANK"], process, ours)
+
+
+def _alive(ranks: list[Rank]) -> bool:
+    return any(rank.process.exitcode is None for rank in ranks)
+
+
+def _kill(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.process.kill()
+
+
+def _death(ranks: list[Rank]) -> str | None:
     """Killed ones first: those that end with a code may do so because they miss them."""
-    died = [(rank.exitcode, one["RANK"]) for rank, one in zip(ranks, environment, strict=True) if rank.exitcode]
+    died = [(rank.process.exitcode, rank.number) for rank in ranks if rank.process.exitcode]
     if not died:
         return None
-    code, rank = min(died)
-    return f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} ended with code {code}"
+    code, number = min(died)
+    return f"rank {number} was killed by signal {-code}" if code < 0 else f"rank {number} ended with code {code}"
 
 
-def _raise_sentence(notes: Path) -> None:
+def _raise_sentence(ranks: list[Rank]) -> None:
     """What the first rank that met a user's mistake said of it, as that error."""
-    for file in sorted(notes.glob("*.sentence"), key=lambda file: file.stat().st_mtime_ns):
-        code, _, text = file.read_text(encoding="utf-8").partition(" ")
-        error = RunError(text) if code == "1" else IthacaError(text)
-        raise error from None
+    said = []
+    for rank in ranks:
+        with contextlib.suppress(EOFError, OSError):  # where it said nothing
+            if rank.pipe.poll():
+                said.append(rank.pipe.recv())
+    if said:
+        _, code, text = min(said)
+        raise RunError(text) if code == RunError.code else IthacaError(text)
 
 
-def worker(config: Config, path: Path, environment: dict[str, str], notes: Path) -> None:
-    """One rank of the job; what it has to say of a user's mistake goes into a file of `notes`."""
+def worker(config: Config, path: Path, environment: dict[str, str], pipe: Connection) -> None:
+    """One rank of the job; what it has to say of a user's mistake goes into the pipe."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its launcher
     launcher = multiprocessing.parent_process()
     if launcher and launcher.pid != os.getppid():
         _exit(1)  # which has died before
+    for number in heeded():
+        signal.signal(number, _ignore)  # one that comes after the last step must not kill a rank that did well
     os.environ.update(environment)
     if not torch.cuda.is_available():
         torch.set_num_threads(max((os.cpu_count() or 1) // int(environment["LOCAL_WORLD_SIZE"]), 1))
     try:
-        train(config, path)
-        return
+        train(config, path, launched=True)
+        dist.destroy_process_group()  # NCCL complains of a job that is not left
+        _exit(0)
     except LostRankError as lost:
         leave(str(lost))
     except IthacaError as error:
@@ -133,23 +183,28 @@ def worker(config: Config, path: Path, environment: dict[str, str], notes: Path)
     except (MemoryError, torch.OutOfMemoryError) as error:
         code, text = 1, out_of_memory(error)
     except Exception:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         _exit(1)
-    partial = notes / f"{environment['RANK']}.partial"
-    partial.write_text(f"{code} {text}", encoding="utf-8")
-    partial.rename(partial.with_suffix(".sentence"))
+    pipe.send((time.monotonic(), code, text[:SENTENCE]))
     _exit(code)
 
 
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """As a handler, since what SIG_IGN ignores while it is blocked is lost, and StopRequest has to find it."""
+
+
 def leave(text: str) -> NoReturn:
-    print(text, file=sys.stderr)
+    tell(text, sys.stderr)
     _exit(1)
 
 
 def _exit(code: int) -> NoReturn:
     """At once: while Python takes itself apart, a thread of gloo that comes back to it now and then aborts it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream:  # None where it was closed from the beginning
+            with contextlib.suppress(OSError):
+                stream.flush()
     os._exit(code)
 
 

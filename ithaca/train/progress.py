@@ -1,19 +1,41 @@
 """One live line: step, loss, speed, memory, time left. Where no terminal watches, a line now and then instead.
 
-Rank 0 speaks, the others are silent; all that is said goes into the run's log as well.
+Rank 0 speaks, the others are silent; all that is said goes into the run's log as well. Where whoever watched has gone
+(`| head`, a terminal that was closed), the run goes on in silence, and the log gets the rest.
 """
 
 import contextlib
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from ithaca.sizes import format_bytes
+
+
+def tell(text: str, stream: IO[str]) -> None:
+    """A line to whoever is still there to read it."""
+    with may_be_gone(stream):
+        print(text, file=stream, flush=True)
+
+
+@contextmanager
+def may_be_gone(stream: IO[str] | None) -> Iterator[None]:
+    """Write to a stream in the body; where it takes nothing any more, it leads nowhere from then on."""
+    try:
+        yield
+    except (OSError, SystemExit):  # rich ends the program where it meets a broken pipe
+        with contextlib.suppress(OSError, AttributeError):  # it may be no file of the system
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())  # pyrefly: ignore
+            os.close(nowhere)
 
 
 class Progress:
@@ -28,19 +50,22 @@ class Progress:
         self._every = max((steps - first) // 12, 1)
         self._began = time.perf_counter()
         if self._live:
-            self._live.start()
+            with may_be_gone(sys.stdout):
+                self._live.start()
 
     def say(self, text: str) -> None:
         """A line that stays."""
         if self._log:
-            self._console.print(Text(text))
+            with may_be_gone(sys.stdout):
+                self._console.print(Text(text))
             with contextlib.suppress(OSError):  # a full disk takes the log, not the run
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=self._log, flush=True)
 
     def live(self, text: str) -> None:
         """A line that the next one replaces; where no terminal watches, none."""
         if self._live:
-            self._live.update(Text(text), refresh=True)
+            with may_be_gone(sys.stdout):
+                self._live.update(Text(text), refresh=True)
 
     def warn(self, text: str) -> None:
         self.say(f"warning: {text}")
@@ -53,7 +78,7 @@ class Progress:
         if self._live:
             self.live(self._line(metrics))
         elif (done - self._first) % self._every == 0 or done in (self._first + 1, self._steps):
-            print(self._line(metrics), file=sys.stdout, flush=True)
+            tell(self._line(metrics), sys.stdout)
 
     def _line(self, metrics: dict[str, Any]) -> str:
         done = metrics["step"]
@@ -73,7 +98,8 @@ class Progress:
     def end_live(self) -> None:
         """Leave the live line where it is; what is said from now on comes below."""
         if self._live:
-            self._live.stop()
+            with may_be_gone(sys.stdout):
+                self._live.stop()
             self._live = None
 
     def close(self) -> None:

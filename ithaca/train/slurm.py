@@ -48,13 +48,13 @@ class Step:
 
 def read_step(environ: Mapping[str, str]) -> Step | None:
     """The step of several tasks that this process is one of, None where it is of none."""
-    if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) < 2 or "SLURM_PTY_PORT" in environ:
+    if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PTY_PORT" in environ:
         return None
     try:
-        return _read_step(environ)
+        return _read_step(environ) if int(environ["SLURM_STEP_NUM_TASKS"]) > 1 else None
     except (KeyError, ValueError) as problem:
         raise ConfigError(
-            f"SLURM says that this is one of {environ['SLURM_STEP_NUM_TASKS']} tasks, but its other variables cannot "
+            f"SLURM says that this is one of {environ['SLURM_STEP_NUM_TASKS']} tasks, but its variables cannot "
             f"be read ({type(problem).__name__}: {problem}): --nodes 1 trains on this node alone"
         ) from None
 

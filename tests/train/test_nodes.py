@@ -19,11 +19,13 @@ from ithaca.train.loop import train
 from ithaca.train.processes import Watch, run_ranks, worker
 from ithaca.train.run import RunFolder
 from ithaca.train.slurm import FIRST_PORT, PORTS
+from ithaca.train.stop import StopRequest
 from tests.nursery import Ended, Nursery
 from tests.train.conftest import SMALL
 from tests.train.test_mistakes import assert_one_sentence
 
 SWEEP = ["plan.recipe=sweep", "mesh.ulysses=2", "mesh.ring=2", "plan.chunk=32", "train.steps=9"]
+ENDLESS = "train.steps=1000000"
 
 
 def free_port() -> int:
@@ -78,6 +80,19 @@ def wait_for_steps(path: Path, steps: int) -> None:
 
 
 @dataclass(frozen=True)
+class KillThenStop:
+    """Kill the rank of one node and, when the run goes on after that, ask that node to stop."""
+
+    path: Path
+
+    def __call__(self, launchers: list[int]) -> None:
+        wait_for_steps(self.path, 5)
+        ranks_of(launchers[1])[0].kill()
+        wait_for_steps(self.path, len(losses(self.path)) + 3)  # those that are left take one more at most
+        os.kill(launchers[1], signal.SIGINT)
+
+
+@dataclass(frozen=True)
 class StopOneAndKillOne:
     """Ask one node of a job to stop, and kill a rank of another job's."""
 
@@ -104,17 +119,43 @@ class StopAtOnce:
             time.sleep(1)
 
 
-def train_with_threads(config: Config, path: Path, ranks: int) -> None:
-    """As the launcher lets each of so many ranks of a node have its share of the cores."""
+def train_with_threads(config: Config, path: Path, ranks: int, steps: int | None = None) -> None:
+    """As the launcher lets each of so many ranks of a node have its share of the cores; stop after some steps."""
     torch.set_num_threads(max((os.cpu_count() or 1) // ranks, 1))
+    if steps is not None:
+        asked = iter(range(1, steps + 1))
+        StopRequest.agreed = lambda _: next(asked) == steps
     train(config, path)
 
 
 def test_two_nodes(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    """Both launchers go round once and end well, and the losses are those of two undisturbed ranks on one node."""
+    disturb = KillThenStop(tmp_path / "run")
+    for end in nursery.commands(*two_nodes("run", 1, small_model, ENDLESS), folder=tmp_path, disturb=disturb):
+        check_went_round(end)
+    found = losses(tmp_path / "run")
+    assert len(found) >= 8
+    assert (tmp_path / "run" / "checkpoints" / f"step-{len(found):08d}").exists()
+    config = read_config(None, [*SMALL, f"model.source={small_model}", "model.dtype=float32", ENDLESS])
+    for end in nursery.job(train_with_threads, config, tmp_path / "one", 1, len(found), ranks=2):
+        assert end.code == 0, end.err
+    assert losses(tmp_path / "one") == found
+
+
+def check_went_round(end: Ended) -> None:
+    assert end.code == 0, end.err
+    assert "Traceback" not in end.err
+    assert f"was killed by signal 9 on {socket.gethostname()}: starting again" in end.err
+    assert "(1 of 3)" in end.err
+    assert "(2 of 3)" not in end.err
+
+
+@pytest.mark.full
+def test_two_nodes_of_two_ranks_and_two_of_one(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
     """A job whose rank is killed, and one that is stopped, at the same time: processes take long to start."""
     commands = [
         *two_nodes("killed", 2, small_model, *SWEEP),
-        *two_nodes("stopped", 1, small_model, "train.steps=1000000"),
+        *two_nodes("stopped", 1, small_model, ENDLESS),
     ]
     ends = nursery.commands(*commands, folder=tmp_path, disturb=StopOneAndKillOne(tmp_path))
     check_killed(nursery, small_model, tmp_path, ends[:2])
@@ -124,11 +165,7 @@ def test_two_nodes(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
 def check_killed(nursery: Nursery, model: Path, folder: Path, ends: list[Ended]) -> None:
     """Both launchers have gone round once, and the losses are those of four undisturbed ranks on one node."""
     for end in ends:
-        assert end.code == 0, end.err
-        assert "Traceback" not in end.err
-        assert f"was killed by signal 9 on {socket.gethostname()}: starting again" in end.err
-        assert "(1 of 3)" in end.err
-        assert "(2 of 3)" not in end.err
+        check_went_round(end)
     config = read_config(None, [*SMALL, f"model.source={model}", "model.dtype=float32", *SWEEP])
     for end in nursery.job(train_with_threads, config, folder / "one", 2, ranks=4):
         assert end.code == 0, end.err
@@ -147,7 +184,7 @@ def check_stopped(folder: Path, ends: list[Ended]) -> None:
 @pytest.mark.full
 def test_two_nodes_stopped_at_once(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
     """The node that was not asked is told why."""
-    commands = two_nodes("run", 1, small_model, "train.steps=1000000", "run.checkpoint_every=0")
+    commands = two_nodes("run", 1, small_model, ENDLESS, "run.checkpoint_every=0")
     asked, other = nursery.commands(*commands, folder=tmp_path, disturb=StopAtOnce(tmp_path))
     assert asked.code == 130, asked
     assert other.code == 1, other
@@ -182,7 +219,9 @@ def test_a_request_to_stop_that_comes_before_the_ranks(nursery, small_config: Co
 
 def die_early(config: Config, path: Path) -> None:
     """As a launcher, whose store goes with it, while its rank is still on its way."""
-    rank = multiprocessing.get_context("spawn").Process(target=worker, args=(config, path, lonely(free_port()), path))
+    spawn = multiprocessing.get_context("spawn")
+    _, pipe = spawn.Pipe(duplex=False)
+    rank = spawn.Process(target=worker, args=(config, path, lonely(free_port()), pipe))
     rank.start()
     print(rank.pid, flush=True)
     os._exit(0)
@@ -200,47 +239,56 @@ def test_no_rank_outlives_a_launcher_that_dies_early(nursery, small_config: Conf
 def nobody(_: list[int]) -> None: ...
 
 
-def test_under_srun(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
-    """A task for each rank, which trains; and a task for each node, which starts ranks that meet a mistake."""
-    tasks, nodes = free_port(), free_port()
-    wrong = [*words("wrong", small_model, "mesh.ulysses=2"), "--ranks", "1"]
-    commands = [
-        *((words("run", small_model), slurm("2,1", node, local, tasks)) for node, local in ((0, 0), (0, 1), (1, 0))),
-        *((wrong, slurm("1,1", node, 0, nodes)) for node in (0, 1)),
+def test_a_task_of_srun_for_each_rank(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    tasks = [
+        (words("run", small_model, "train.steps=5"), slurm("2,1", *place, port)) for place in ((0, 0), (0, 1), (1, 0))
     ]
-    *right, first, second = nursery.commands(*commands, folder=tmp_path, disturb=nobody)
-    for end in right:
+    for end in nursery.commands(*tasks, folder=tmp_path, disturb=nobody):
         assert end.code == 0, end.err
-    config = read_config(None, [*SMALL, f"model.source={small_model}", "model.dtype=float32"])
+    config = read_config(None, [*SMALL, f"model.source={small_model}", "model.dtype=float32", "train.steps=5"])
     nursery.job(train, config, tmp_path / "one", ranks=3)
+    assert len(losses(tmp_path / "one")) == 5
     assert losses(tmp_path / "run") == losses(tmp_path / "one")
-    for end in (first, second):
+
+
+@pytest.mark.full
+def test_a_task_of_srun_for_each_node(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    """Each starts a rank, which meets a mistake."""
+    wrong, port = [*words("wrong", small_model, "mesh.ulysses=2"), "--ranks", "1"], free_port()
+    tasks = [(wrong, slurm("1,1", node, 0, port)) for node in (0, 1)]
+    for end in nursery.commands(*tasks, folder=tmp_path, disturb=nobody):
         assert end.code == 2
         assert_one_sentence(end)
         assert "recipe 'dense' has no context parallelism" in end.err
     assert not RunFolder(tmp_path / "wrong").begun()
 
 
+TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "20001"}
+
 REFUSED: dict[str, tuple[list[str], dict[str, str]]] = {
     "--meet is missing": (["--nodes", "2", "--run", "run"], {}),
     "--run is missing": (["--nodes", "2", "--meet", "localhost"], {}),
     "--fresh cannot be given with --nodes 2": (["--nodes", "2", "--meet", "localhost", "--run", "run", "--fresh"], {}),
     "--nodes 0 cannot train": (["--nodes", "0"], {}),
-    "is for several nodes": (["--meet", "localhost"], {}),
+    "--meet localhost is for several nodes, but --nodes is not given": (["--meet", "localhost"], {}),
+    "--meet localhost is for several nodes, but --nodes is 1": (["--nodes", "1", "--meet", "localhost"], {}),
     "names port 'x'": (["--nodes", "2", "--meet", "localhost:x", "--run", "run"], {}),
     "is not known here": (["--nodes", "2", "--meet", "node.invalid", "--run", "run"], {}),
-    "--nodes 2 cannot be given under torchrun": (["--nodes", "2"], {"RANK": "0", "WORLD_SIZE": "2"}),
+    "--nodes 2 cannot be given under torchrun": (["--nodes", "2"], {**TORCHRUN, "RANK": "0"}),
+    "RANK is 0 in the environment, as of one of torchrun's ranks, but WORLD_SIZE is not given": ([], {"RANK": "0"}),
+    "RANK is 2 and WORLD_SIZE 2 in the environment": ([], {**TORCHRUN, "RANK": "2"}),
     "--ranks 2 cannot be given under srun, which started 3": (["--ranks", "2"], slurm("2,1", 0, 0, 20001)),
     "--run is missing: under srun": ([], slurm("2,1", 0, 0, 20001)),
     "--run is missing: name the run folder, on a disk that all 2": ([], slurm("1,1", 0, 0, 20001)),
 }
 
 
-@pytest.mark.parametrize("sentence", REFUSED)
-def test_options_that_cannot_be(nursery: Nursery, tmp_path: Path, sentence: str) -> None:
-    more, environ = REFUSED[sentence]
-    (end,) = nursery.commands((["train", *more], environ), folder=tmp_path, disturb=nobody)
-    assert end.code == 2, end
-    assert_one_sentence(end)
-    assert sentence in end.err
+def test_options_that_cannot_be(nursery: Nursery, tmp_path: Path) -> None:
+    commands = [(["train", *more], environ) for more, environ in REFUSED.values()]
+    ends = nursery.commands(*commands, folder=tmp_path, disturb=nobody)
+    for sentence, end in zip(REFUSED, ends, strict=True):
+        assert end.code == 2, end
+        assert_one_sentence(end)
+        assert sentence in end.err
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,170 @@
+"""A node's ranks and their launcher: signals at any moment, what ends them, what a user reads. Stubs for training.
+
+Ranks are forked, not spawned as they are for users, who wait seconds for each to import torch.
+"""
+
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ithaca.errors import IthacaError, RunError
+from ithaca.train import processes, stop
+from ithaca.train.processes import Rank, Watch, run_ranks, worker
+from ithaca.train.stop import StopRequest
+from tests.nursery import Nursery
+
+
+def worker_like_spawned(*args: Any) -> None:
+    """Without the handlers that a fork inherits."""
+    for number in stop.SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    worker(*args)
+
+
+def launch(train: Callable[..., None], asked: bool = False, elsewhere: Callable[[Watch], bool] | None = None) -> None:
+    """Run two ranks that train so, on a machine without a folder for temporary files; print how it ended."""
+    fork = multiprocessing.get_context("fork")
+    processes.multiprocessing.get_context = lambda _: fork  # pyrefly: ignore
+    processes.train, processes.worker = train, worker_like_spawned  # pyrefly: ignore
+    tempfile.tempdir = "/nonexistent"
+    environments = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for rank in range(2)
+    ]
+    with Watch() as watch:
+        if asked:
+            watch._handle(signal.SIGTERM, None)
+        try:
+            print(run_ranks(None, Path(), environments, watch, lambda: bool(elsewhere and elsewhere(watch))))  # pyrefly: ignore
+        except (IthacaError, KeyboardInterrupt) as error:
+            print(type(error).__name__, error)
+
+
+def train_well(config: Any, path: Path, launched: bool) -> None:  # noqa: ARG001
+    """Be sent what the launcher passes on too late for the last step."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    StopRequest(SimpleNamespace(first_on_node=False), launched).close()  # pyrefly: ignore
+    for number in stop.SIGNALS:
+        os.kill(os.getpid(), number)
+
+
+def train_well_without_output(config: Any, path: Path, launched: bool) -> None:
+    """As Python has it where the shell was told `>&-`."""
+    sys.stdout = None  # pyrefly: ignore
+    train_well(config, path, launched)
+
+
+@pytest.mark.parametrize("train", [train_well, train_well_without_output])
+def test_a_signal_after_the_last_step_harms_no_rank(nursery: Nursery, train: Callable[..., None]) -> None:
+    (end,) = nursery.job(launch, train)
+    assert (end.code, end.out, end.err) == (0, "None\n", "")
+
+
+def fill_the_disk(config: Any, path: Path, launched: bool) -> None:  # noqa: ARG001
+    raise RunError("the disk is full" + 10**6 * "!" if os.environ["RANK"] == "1" else "the disk is full")
+
+
+def once_they_have_ended(watch: Watch) -> bool:
+    for rank in watch.ranks:
+        rank.join()
+    return True
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("elsewhere", [None, once_they_have_ended])
+def test_a_sentence_is_told_whatever_else_ended_the_ranks(
+    nursery: Nursery, asked: bool, elsewhere: Callable[[Watch], bool] | None
+) -> None:
+    (end,) = nursery.job(launch, fill_the_disk, asked, elsewhere)
+    assert (end.code, end.err) == (0, "")
+    assert end.out.startswith("RunError the disk is full")
+
+
+def launch_with_few_files() -> None:
+    few = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few + 2, few + 2))
+    launch(train_well)
+
+
+def test_too_few_open_files(nursery: Nursery) -> None:
+    (end,) = nursery.job(launch_with_few_files)
+    assert (end.code, end.err) == (0, "")
+    assert "of the 2 on this node could not be started (Too many open files): allow more" in end.out
+
+
+class Process:
+    """A rank's, whose exit code is read from a list, the last one for ever."""
+
+    def __init__(self, *codes: int | None):
+        self.codes, self.heard = list(codes), []
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
+
+    def terminate(self) -> None:
+        self.heard.append("asked")
+
+    def kill(self) -> None:
+        self.heard.append("killed")
+
+    def join(self, timeout: float) -> None: ...
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
+    """run_ranks over a process that is given, after so many requests."""
+    monkeypatch.setattr(processes, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(processes, "GONE_SECONDS", 0.001)
+
+    def run(process: Process, elsewhere: Callable[[], bool], asked: int = 0) -> str | None:
+        rank = Rank("0", process, multiprocessing.Pipe()[0])  # pyrefly: ignore
+        monkeypatch.setattr(processes, "_start", lambda *_: rank)
+        watch: Any = SimpleNamespace(ranks=[], asked=asked, pass_on=lambda: None)
+        return run_ranks(None, Path(), [{}], watch, elsewhere)  # pyrefly: ignore
+
+    return run
+
+
+def test_a_rank_that_is_slow_to_die(run: Callable[..., str | None]) -> None:
+    """It is waited for, and the other nodes are heard meanwhile, until all is over or one is asked twice."""
+    looks: list[None] = []
+
+    def elsewhere() -> bool:
+        looks.append(None)
+        if len(looks) == 20:
+            raise RunError("called off")
+        return True
+
+    assert run(Process(*8 * [None], -9), elsewhere) is None
+    assert 3 < len(looks) < 10
+    with pytest.raises(RunError, match="called off"):
+        run(Process(None), elsewhere)
+    with pytest.raises(KeyboardInterrupt):
+        run(Process(None), lambda: True, asked=2)
+
+
+def test_a_rank_that_dies_just_when_it_is_looked_at(run: Callable[..., str | None]) -> None:
+    assert run(Process(None, 1), lambda: False) == "rank 0 ended with code 1"
+
+
+def test_the_first_request_is_passed_on_and_the_second_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, rank = Watch(), Process(None)
+    watch.ranks.append(rank)  # pyrefly: ignore
+    watch.pass_on()
+    for number in (signal.SIGINT, signal.SIGTERM):  # together: one
+        watch._handle(number, None)
+    assert (watch.asked, rank.heard) == (1, ["asked"])
+    monkeypatch.setattr(stop, "SAME_SECONDS", -1.0)
+    watch._handle(signal.SIGHUP, None)
+    watch._handle(signal.SIGINT, None)
+    assert (watch.asked, rank.heard) == (2, ["asked", "killed"])

@@ -1,0 +1,69 @@
+"""Requests to stop: what counts as one, and who ends at the second."""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from ithaca.train import stop
+from ithaca.train.stop import SIGNALS, Requests, StopRequest
+from tests.nursery import Nursery
+
+
+def test_signals_that_come_together_are_one_request_and_a_closed_terminal_is_no_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = Requests()
+    assert [requests.add(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)] == [True, False, False]
+    monkeypatch.setattr(stop, "SAME_SECONDS", -1.0)
+    assert [requests.add(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP)] == [False, True, False]
+    assert requests.count == 2
+
+
+def be_asked(launched: bool, *numbers: int) -> None:
+    """Each signal a request of its own."""
+    stop.SAME_SECONDS = -1.0
+    StopRequest(SimpleNamespace(first_on_node=True), launched)  # pyrefly: ignore
+    for number in numbers:
+        os.kill(os.getpid(), number)
+    print("still there")
+
+
+def test_only_a_rank_without_a_launcher_ends_itself(nursery: Nursery) -> None:
+    """It left no code of its own behind."""
+    for launched, code in ((True, 0), (False, -signal.SIGKILL)):
+        (end,) = nursery.job(be_asked, launched, signal.SIGINT, signal.SIGTERM)
+        assert end.code == code, end
+        assert ("still there" in end.out) == launched
+        assert end.err.count("finishing this step") == 1
+    (end,) = nursery.job(be_asked, False, signal.SIGHUP)
+    assert end.code == 0
+    assert "finishing this step" in end.err
+
+
+def be_hung_up_under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = [signal.getsignal(number) for number in SIGNALS]
+    request = StopRequest(SimpleNamespace(first_on_node=True), launched=False)  # pyrefly: ignore
+    os.kill(os.getpid(), signal.SIGHUP)
+    request.close()
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_nohup_is_respected(nursery: Nursery) -> None:
+    (end,) = nursery.job(be_hung_up_under_nohup)
+    assert (end.code, end.err) == (0, "")
+
+
+def be_asked_when_nobody_listens() -> None:
+    """The terminal that was closed had the errors too."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+    be_asked(True, signal.SIGHUP)
+
+
+def test_a_terminal_that_was_closed(nursery: Nursery) -> None:
+    (end,) = nursery.job(be_asked_when_nobody_listens)
+    assert (end.code, end.out) == (0, "still there\n")
