@@ -60,14 +60,14 @@ POINTS: dict[str, dict[str, list[str]]] = {
     },
     "long": {
         "8B sweep 5M of 8": [
-            "llama3-8b", "--ranks", "8", "--tokens", "5M", "--layers", "1", "--once", "--bare", *CAP,
+            "llama3-8b", "--ranks", "8", "--tokens", "5M", "--layers", "1", "--bare", *CAP,
             "--set", "plan.lse=host", "--set", "plan.tile=4096",
         ],
     },
     "race": {
-        "8B sweep 2M of 8": ["llama3-8b", "--ranks", "8", "--tokens", "2M", "--layers", "1", "--once", "--bare", *CAP],
+        "8B sweep 2M of 8": ["llama3-8b", "--ranks", "8", "--tokens", "2M", "--layers", "1", "--bare", *CAP],
         "8B untied 2M of 8": [
-            "llama3-8b", "--ranks", "8", "--tokens", "2M", "--layers", "1", "--once", *CAP, "--recipe", "untied",
+            "llama3-8b", "--ranks", "8", "--tokens", "2M", "--layers", "1", *CAP, "--recipe", "untied",
         ],
     },
     "memory": {

@@ -119,7 +119,9 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b; its sizes alone count.")
     ],
-    gpus: Annotated[str, typer.Option(help="How many of which, as 8xH100-80GB.")] = "8xH100-80GB",
+    gpus: Annotated[
+        str | None, typer.Option(help="How many of which; 8xH100-80GB, or 8 of what is measured, when not given.")
+    ] = None,
     tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M; max: the longest that fits.")] = "max",
     host: Annotated[str | None, typer.Option(help="Memory of a node, as 1.9TB; what is usual when not given.")] = None,
     disk: Annotated[str, typer.Option(help="Disk of a node for tapes, as 28TB; 0: none.")] = "0",
@@ -158,9 +160,6 @@ def rehearse(
     memory_only: Annotated[
         bool, typer.Option("--memory-only", help="Leave attention's arithmetic out: any length in little time.")
     ] = False,
-    once: Annotated[
-        bool, typer.Option("--once", help="Time the first step, whose memory is watched; for long ones.")
-    ] = False,
     bare: Annotated[
         bool, typer.Option("--bare", help="Time the step's attention kernels and matrix products by themselves, too.")
     ] = False,
@@ -175,7 +174,7 @@ def rehearse(
     from ithaca.sizes import parse_bytes, parse_tokens
 
     limit = parse_bytes(cap) if cap else None
-    run(model, ranks, parse_tokens(tokens), layers, recipe, set_ or [], limit, memory_only, once, bare, hardware, json)
+    run(model, ranks, parse_tokens(tokens), layers, recipe, set_ or [], limit, memory_only, bare, hardware, json)
 
 
 def main() -> None:

@@ -199,6 +199,10 @@ def read_config(file: Path | None, overrides: list[str]) -> Config:
 
 def _change_recipe(content: dict[str, Any], recipe: Any) -> None:
     """Another recipe than the file's has no use for some of what the file says: leave that out, and say so."""
+    if recipe == AUTO and isinstance(content.get("plan"), dict):
+        for name in [name for name in content["plan"] if name != "recipe"]:
+            print(f"plan.{name}={content['plan'].pop(name)} is left out: the planner chooses", file=sys.stderr)
+        return
     if (
         not isinstance(recipe, str)
         or recipe not in RECIPES
@@ -238,7 +242,12 @@ def build(section: type[Section], content: dict[str, Any], where: str) -> Sectio
 
 def _read_plan(table: Any) -> Plan | None:
     if not isinstance(table, dict) or table.get("recipe") != AUTO:
-        return _typed(Plan, table, "plan")
+        plan = _typed(Plan, table, "plan")
+        if "recipe" not in table:
+            print(
+                f"plan.recipe is not given, but other options of the Plan are: '{plan.recipe}' it is", file=sys.stderr
+            )
+        return plan
     others = [name for name in table if name != "recipe"]
     if others:
         raise ConfigError(

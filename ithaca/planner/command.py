@@ -9,10 +9,12 @@ from ithaca.planner.search import LONGEST, SHORTEST, Cluster
 from ithaca.planner.show_plan import run as show
 from ithaca.sizes import parse_bytes, parse_tokens
 
+USUAL = "8xH100-80GB"
+
 
 def run(
     model: str,
-    gpus: str,
+    gpus: str | None,
     tokens: str,
     host: str | None,
     disk: str,
@@ -31,9 +33,10 @@ def run(
     if measure:
         from ithaca.planner.measure import measure_here  # only now: torch takes its time
 
-        measure_here(measure)
-        hardware = hardware or measure
-    count, gpu = parse_gpus(gpus, read_gpus(hardware))
+        if hardware:
+            raise PlanError(f"--measure {measure} and --hardware {hardware} both name rates: give one of them")
+        gpus, hardware = gpus or f"8x{measure_here(measure)}", measure
+    count, gpu = parse_gpus(gpus or USUAL, read_gpus(hardware))
     show(model, cluster_of(count, gpu, host, disk, node_gpus), wanted, recipe, as_json, picture)
 
 

@@ -5,14 +5,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ithaca.model.spec import Spec
-from ithaca.planner.hardware import Gpu
+from ithaca.planner.hardware import HERE, RATES, Gpu
 from ithaca.planner.owners import KEYS, STATES
-from ithaca.planner.search import KEPT_BACK, RUNTIME, Answer, Cluster, longest, search
+from ithaca.planner.search import KEPT_BACK, MARGIN, RUNTIME, Answer, Cluster, longest, search
+from ithaca.planner.seconds import DISK
 from ithaca.plans.needs import has_room_for_x
+from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE
 from ithaca.plans.plan import RECIPE_OPTIONS, Plan
 from ithaca.plans.rebuild import rebuild_passes
 from ithaca.sizes import format_bytes, format_seconds, format_tokens
 
+ON = {place: f"on the {place}" for place in KEPT} | {REBUILD: "rebuilt", RECOMPUTE: "recomputed"}
 LIMITS = {"GPU": "the GPU's memory", "host": "the host's memory (--host)", "disk": "the disk (--disk)"}
 
 
@@ -50,7 +53,9 @@ def explain(asked: Asked, answer: Answer, most: int, limit: str) -> list[str]:
         if size >= answer.memory.total / 1000
     ]
     gpus = cluster.machine.gpus
-    lines.append(f"a node's host   {format_bytes(answer.memory.host * gpus)} of {format_bytes(cluster.host)}")
+    lines.append(
+        f"a node's host   {format_bytes(answer.memory.host * gpus)} of {format_bytes(cluster.of_host() * gpus)}"
+    )
     if cluster.disk:
         lines.append(f"a node's disk   {format_bytes(answer.memory.disk * gpus)} of {format_bytes(cluster.disk)}")
     lines += [f"{name:15} {text}" for name, text in kept(spec, answer).items()]
@@ -59,8 +64,8 @@ def explain(asked: Asked, answer: Answer, most: int, limit: str) -> list[str]:
     seconds = answer.seconds
     lines += [
         "",
-        f"a step          {format_seconds(seconds.step)}: {answer.rate:.0f} tokens/s on each GPU, "
-        f"{100 * mfu(asked, answer):.1f} % causal MFU",
+        f"a step          {format_seconds(seconds.step)} for {_count(answer.shard * answer.rows, 'sequence')}: "
+        f"{answer.rate:.3g} tokens/s on each GPU, {100 * mfu(asked, answer):.1f} % causal MFU",
         "  "
         + ", ".join(
             f"{name.replace('_', ' ')} {format_seconds(value)}"
@@ -72,7 +77,8 @@ def explain(asked: Asked, answer: Answer, most: int, limit: str) -> list[str]:
         f"the longest context is {format_tokens(most)}, and what limits it is {LIMITS[limit]}",
     ]
     lines += [f"  {text}" for text in alternatives(asked, answer, most)]
-    lines += ["", "assumed: " + "; ".join(_assumed(cluster)), "", train_line(asked, answer)]
+    lines += ["", "assumed, or measured elsewhere:", *(f"  {text}" for text in _assumed(cluster))]
+    lines += ["", train_line(asked, answer)]
     return lines
 
 
@@ -98,7 +104,7 @@ def arithmetic(asked: Asked, answer: Answer) -> dict[str, str]:
     keys = next((need for need in answer.memory.tapes if need.name == "keys" and need.place == "device"), None)
     if keys:
         tokens = answer.memory.tiles.length * keys.ranks
-        found[KEYS] = f"{tokens:,} tokens × {keys.features[0]} heads × {keys.features[1]} × 2 × (2 + 4) bytes"
+        found[KEYS] = f"{tokens:,} tokens × {_count(keys.features[0], 'head')} × {keys.features[1]} × 2 × (2 + 4) bytes"
     return found
 
 
@@ -110,15 +116,15 @@ def kept(spec: Spec, answer: Answer) -> dict[str, str]:
         passes = rebuild_passes(placement, has_room_for_x(spec))
         found["block inputs x"] += f" ({passes} passes of mix and feed to rebuild)" if passes else ""
         found["outputs o"] = _words(placement.o)
-    else:
-        found["checkpoint"] = answer.plan.checkpoint or "full"
+    elif answer.plan.checkpoint:
+        found["checkpoint"] = answer.plan.checkpoint
     again = answer.recomputed(spec)
     found["attention"] = "runs once" if not again else f"runs again in backward, in {again} of {spec.layers} layers"
     return found
 
 
 def _words(words: tuple[str, ...]) -> str:
-    return ", ".join(f"{word} {words.count(word)}" for word in dict.fromkeys(words)) + " layers"
+    return "of " + ", ".join(f"{_count(words.count(word), 'layer')} {ON[word]}" for word in dict.fromkeys(words))
 
 
 def reinvested(spec: Spec, answer: Answer) -> str:
@@ -127,7 +133,7 @@ def reinvested(spec: Spec, answer: Answer) -> str:
     if not answer.plan.sweeps:
         return ""
     there = [
-        f"{name} of {words.count('device')} layers"
+        f"{name} of {_count(words.count('device'), 'layer')}"
         for name, words in (("x", placement.x), ("o", placement.o))
         if words.count("device")
     ]
@@ -151,7 +157,7 @@ def alternatives(asked: Asked, answer: Answer, most: int) -> list[str]:
     for count, word in ((2 * cluster.count, "faster"), (cluster.count // 2, "fewer GPUs")):
         if not count or (count > cluster.node_gpus and count % cluster.node_gpus):
             continue
-        other = search(spec, _resized(cluster, count), answer.tokens, recipe)
+        other = search(spec, resized(cluster, count), answer.tokens, recipe)
         if other:
             after = format_seconds(other.seconds.step / other.shard)
             found.append(f"{word}: {count}x{cluster.gpu.name}, {after} a sequence instead of {before}")
@@ -160,7 +166,7 @@ def alternatives(asked: Asked, answer: Answer, most: int) -> list[str]:
     return found
 
 
-def _resized(cluster: Cluster, count: int) -> Cluster:
+def resized(cluster: Cluster, count: int) -> Cluster:
     """With more or fewer GPUs. A node keeps its memory; part of one has its share."""
     share = min(count, cluster.node_gpus) / cluster.machine.gpus
     return replace(cluster, count=count, host=cluster.host * share, disk=cluster.disk * share)
@@ -171,23 +177,26 @@ def mfu(asked: Asked, answer: Answer) -> float:
 
 
 def assumptions(gpu: Gpu, nodes: int) -> list[str]:
-    """What no machine has measured, or another one has."""
+    """What was not measured on this GPU, each with its source."""
     names = [name for name in gpu.sources if name != "across" or nodes > 1]
-    found = [
-        f"{name} {gpu_number(gpu, name)}: {gpu.sources[name]}"
-        for name in names
-        if "measured here" not in gpu.sources[name]
-    ]
+    found = [f"{gpu_number(gpu, name)}: {gpu.sources[name]}" for name in names if gpu.sources[name] != HERE]
     return [
         *found,
-        f"{format_bytes(RUNTIME)} of a GPU for the driver and NCCL",
+        f"{format_bytes(RUNTIME)} of a GPU for the driver and NCCL, {MARGIN:.0%} of it for errors of prediction",
         f"{KEPT_BACK:.0%} of the host kept back",
+        f"a disk that writes and reads {DISK / 1e9:g} GB/s",
     ]
 
 
 def gpu_number(gpu: Gpu, name: str) -> str:
-    value, unit = getattr(gpu, name), "FLOP/s" if name in ("flops", "matmul") or "attention" in name else "B"
-    return f"{value:.3g} {unit}" + ("/s" if name in ("bandwidth", "inside", "across", "host") else "")
+    value, title = getattr(gpu, name), name.replace("_", " ")
+    if name in ("flops", *RATES):
+        return f"{title} {value / 1e12:.4g} TFLOP/s"
+    return f"{title} {value / 1e9:.4g} GB" + ("" if name in ("memory", "ram") else "/s")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def train_line(asked: Asked, answer: Answer) -> str:

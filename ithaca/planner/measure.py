@@ -16,10 +16,9 @@ from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels import choose_kernel
 from ithaca.errors import PlanError
 from ithaca.model.linear import add_product
-from ithaca.planner.hardware import nearest, read_gpus
+from ithaca.planner.hardware import HERE, nearest, read_gpus
 
 SECONDS = 2.0  # of each figure
-HERE = "measured here"
 TOKENS, HIDDEN, MLP = 8192, 4096, 14336  # a tile of Llama3-8B
 ATTENDED, HEADS = 65536, 4  # one tile of a sweep on 8 ranks, with one key/value head
 

@@ -39,6 +39,7 @@ from ithaca.train.optimizer import make_optimizer
 from ithaca.train.start import join_free_memory
 
 PEAK_FLOPS = 989e12  # Hopper's dense bf16, the base of causal MFU
+LONG = 20.0  # seconds
 TILES_HELD = 2  # of a host tape, where they stand for all
 
 
@@ -56,7 +57,6 @@ class Scene:
     cap: int | None = None  # bytes of the device that may be used
     memory_only: bool = False  # everything but the arithmetic of attention, and two tiles of each host tape
     hardware: Path | None = None  # a file of GPUs, whose rates predictions use
-    once: bool = False  # time the one step whose memory is watched, where kernels are long enough to hide that
     bare: bool = False  # time its kernels and products alone as well
 
     @property
@@ -101,7 +101,8 @@ def play(scene: Scene, grid: Mesh, say: Callable[[str], None] = lambda _: None) 
         ballast = hold(absent_bytes(model, spec, scene.tokens), grid.device)
         model.reserve(scene.shard, scene.tokens, say)
         batch = model.shard(*_tokens(scene, spec))
-    # The first step warms up and is watched, which takes longer; the second is timed, if there is one
+    # The first step warms up and is watched, which takes longer; the second is timed. A step whose kernels are long
+    # enough to hide all that is timed at once
     _synchronize(grid.device)
     if grid.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -110,7 +111,7 @@ def play(scene: Scene, grid: Mesh, say: Callable[[str], None] = lambda _: None) 
     with meter.running(), products if scene.bare else nullcontext():
         seconds = _step(model, optimizer, batch)
     peak = _peaks(meter, grid.device)
-    if not (scene.once or scene.memory_only):
+    if not scene.memory_only and sum(seconds.values()) < LONG:
         clock.restart()
         seconds = _step(model, optimizer, batch)
     seconds["attention"] = clock.seconds()

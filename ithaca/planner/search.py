@@ -84,14 +84,15 @@ class Answer:
     tokens: int
     ulysses: int
     ring: int
-    shard: int  # sequences at a time
+    shard: int  # times that sequences are at work beside each other
+    rows: int  # sequences of a pass for those that share them
     memory: Memory
     seconds: Seconds
 
     @property
     def rate(self) -> float:
         """Tokens a second and GPU."""
-        return self.tokens / self.seconds.step / (self.ulysses * self.ring)
+        return self.rows * self.tokens / self.seconds.step / (self.ulysses * self.ring)
 
     def recomputed(self, spec: Spec) -> int:
         """Layers whose attention runs twice."""
@@ -118,7 +119,7 @@ def search(
     found: list[Answer] = []
     for sharing in _divisors(cluster.count) if mesh is None else [mesh[0] * mesh[1]]:
         rows = -(-(sequences or 1) * sharing // cluster.count)
-        answer = _best_of(spec, cluster, tokens * rows, sharing, recipe, mesh)
+        answer = _best_of(spec, cluster, tokens, sharing, recipe, mesh, rows)
         found += [answer] if answer else []
         if len(found) == 2:  # with more GPUs to a sequence there is only more to exchange
             break
@@ -132,11 +133,17 @@ def _refined(spec: Spec, cluster: Cluster, answer: Answer) -> Answer:
         return answer
     mesh = answer.ulysses, answer.ring
     settled = replace(answer.plan, x=None, o=None, gradient=None, disk=None)
-    fitted = _fit(spec, cluster, settled, answer.tokens, *mesh, answer.shard, every_choice(spec.layers))
+    every = every_choice(spec.layers)
+    fitted = _fit(spec, cluster, settled, answer.rows * answer.tokens, *mesh, answer.shard, every)
     if fitted is None:
         return answer
-    seconds = predict_seconds(spec, fitted[0], cluster.gpu, cluster.machine, answer.tokens, *mesh)
+    seconds = _seconds(spec, cluster, fitted[0], answer.tokens, answer.rows, mesh)
     return replace(answer, plan=fitted[0], memory=fitted[1], seconds=seconds)
+
+
+def _seconds(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, rows: int, mesh: tuple[int, int]) -> Seconds:
+    """Of a pass over several sequences, none of which sees another."""
+    return predict_seconds(spec, plan, cluster.gpu, cluster.machine, rows * tokens, *mesh, attended=tokens)
 
 
 def longest(
@@ -180,13 +187,19 @@ def binding(spec: Spec, cluster: Cluster, recipe: str | None, most: int) -> str:
 
 
 def _best_of(
-    spec: Spec, cluster: Cluster, tokens: int, sharing: int, recipe: str | None, mesh: tuple[int, int] | None
+    spec: Spec,
+    cluster: Cluster,
+    tokens: int,
+    sharing: int,
+    recipe: str | None,
+    mesh: tuple[int, int] | None,
+    rows: int,
 ) -> Answer | None:
     """The fastest when so many GPUs share a sequence."""
     names = [recipe] if recipe else [name for name in PREFERRED if _suits(Plan(recipe=name), sharing, mesh)]
     meshes = {name: mesh or _mesh(spec, cluster, Plan(recipe=name), tokens, sharing) for name in names}
     some = some_choices(spec.layers)
-    found = (answer for name in names for answer in _fitting(spec, cluster, tokens, name, meshes[name], some))
+    found = (answer for name in names for answer in _fitting(spec, cluster, tokens, name, meshes[name], some, rows))
     return _preferred([*found])
 
 
@@ -205,17 +218,23 @@ def _preferred(answers: list[Answer]) -> Answer | None:
 
 
 def _fitting(
-    spec: Spec, cluster: Cluster, tokens: int, recipe: str, mesh: tuple[int, int] | None, choices: list[Kept]
+    spec: Spec,
+    cluster: Cluster,
+    tokens: int,
+    recipe: str,
+    mesh: tuple[int, int] | None,
+    choices: list[Kept],
+    rows: int = 1,
 ) -> Iterator[Answer]:
     if mesh is None:
         return
     sharing = mesh[0] * mesh[1]
     shard = cluster.count // sharing
-    for plan in _plans(recipe, tokens, sharing):
-        fitted = _fit(spec, cluster, plan, tokens, *mesh, shard, choices)
+    for plan in _plans(recipe, rows * tokens, sharing):
+        fitted = _fit(spec, cluster, plan, rows * tokens, *mesh, shard, choices)
         if fitted is not None:
-            seconds = predict_seconds(spec, fitted[0], cluster.gpu, cluster.machine, tokens, *mesh)
-            answer = Answer(fitted[0], tokens, *mesh, shard, fitted[1], seconds)
+            seconds = _seconds(spec, cluster, fitted[0], tokens, rows, mesh)
+            answer = Answer(fitted[0], tokens, *mesh, shard, rows, fitted[1], seconds)
             yield answer
             if recipe == "sweep" and not answer.recomputed(spec):
                 return  # smaller chunks are no faster
@@ -262,14 +281,19 @@ def _fit(
 ) -> tuple[Plan, Memory] | None:
     """The Plan as it fits, with what it takes; None where it does not."""
     variants = _places(plan) if plan.sweeps and plan.kv is None else [plan]
+    found: list[tuple[int, int, Plan, Memory]] = []  # layers that attend again, the number of the variant
     for variant in variants:
         fitted = _placed(spec, cluster, variant, tokens, ulysses, ring, shard, choices) if plan.sweeps else variant
         if fitted is None:
             continue
         memory = predict_memory(spec, fitted, tokens, ulysses, ring, shard)
-        if memory.total <= cluster.capacity and memory.host <= cluster.of_host() and memory.disk <= cluster.of_disk():
+        if memory.total > cluster.capacity or memory.host > cluster.of_host() or memory.disk > cluster.of_disk():
+            continue
+        again = fitted.placement(spec.layers).o.count(RECOMPUTE) if plan.sweeps else 0
+        if not again:
             return fitted, memory
-    return None
+        found.append((again, len(found), fitted, memory))
+    return min(found)[2:] if found else None
 
 
 def _places(plan: Plan) -> Iterator[Plan]:

@@ -32,6 +32,7 @@ from ithaca.plans.rebuild import rebuild_passes
 NARROW_HEADS = {"forward": 451 / 589, "backward": 419 / 516}  # head size 64 against 128, measured on an H200
 ONE_CALL = 522 / 589  # forward, a sequence of 512K at once against tiles of 64K
 BETWEEN = 1.12  # times what products and the bytes beside them take
+DISK = 4e9  # bytes a second that a node's disk writes, and reads: assumed
 BF16, FP32 = 2, 4
 
 
@@ -54,14 +55,21 @@ class Seconds:
 
 
 def predict_seconds(
-    spec: Spec, plan: Plan, gpu: Gpu, machine: Machine, tokens: int, ulysses: int, ring: int = 1, disk: float = 4e9
+    spec: Spec,
+    plan: Plan,
+    gpu: Gpu,
+    machine: Machine,
+    tokens: int,
+    ulysses: int,
+    ring: int = 1,
+    attended: int | None = None,
 ) -> Seconds:
-    """`disk`: bytes a second that a node's disk writes, and reads."""
+    """`attended`: the length of each of several sequences that are `tokens` together."""
     plan = plan.settled()
     sharing = ulysses * ring
     local, mesh = -(-tokens // sharing), weigh(spec, plan, machine, tokens, ulysses, ring)
     uneven = max(map(len, mesh.share.q)) * ulysses / spec.heads
-    forward = 2 * spec.layers * spec.heads * spec.head_size * tokens * local * uneven
+    forward = 2 * spec.layers * spec.heads * spec.head_size * (attended or tokens) * local * uneven
     share = dict(NARROW_HEADS) if spec.head_size <= 64 else dict.fromkeys(NARROW_HEADS, 1.0)
     share["forward"] *= 1.0 if plan.sweeps else ONE_CALL
     again = _attention_again(spec, plan)
@@ -73,7 +81,7 @@ def predict_seconds(
         "exchange": mesh.exchange,
         "copies": max(
             _copied_bytes(spec, plan, ("host", "disk")) * local / gpu.host,
-            _copied_bytes(spec, plan, ("disk",)) * local * machine.gpus / disk,
+            _copied_bytes(spec, plan, ("disk",)) * local * machine.gpus / DISK,
         ),
         "weights": _weights(spec, plan, machine),
         "optimizer": _optimizer(spec, plan, gpu, machine),

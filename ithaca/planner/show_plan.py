@@ -7,12 +7,24 @@ from typing import Any
 from ithaca.errors import PlanError
 from ithaca.model.named import find_config
 from ithaca.model.spec import read_spec
-from ithaca.planner.explain import LIMITS, Asked, alternatives, assumptions, explain, mfu, options, train_line
+from ithaca.planner.explain import (
+    LIMITS,
+    Asked,
+    alternatives,
+    assumptions,
+    explain,
+    mfu,
+    options,
+    resized,
+    train_line,
+)
+from ithaca.planner.machine import MOST_GPUS
 from ithaca.planner.owners import ALLOCATOR, GATHERED, GRADIENTS, KERNELS, STATES
 from ithaca.planner.search import Answer, Cluster, binding, longest, search
 from ithaca.plans.plan import Plan
 from ithaca.sizes import format_bytes, format_tokens
 
+PER_PARAMETER = 16  # bytes: a weight, its gradient and two moments, in fp32
 PEAK = {"states": (STATES, GRADIENTS), "workspace": (GATHERED, KERNELS, ALLOCATOR)}  # the rest are activations
 
 
@@ -27,9 +39,10 @@ def run(
     answer = search(asked.spec, cluster, wanted, recipe) if wanted else None
     if answer is None:
         text = refusal(asked, most)
-        if as_json:
-            print(json.dumps({"fits": False, "tokens": tokens, "max_tokens": most, "why": text}, indent=2))
-        raise PlanError(text)
+        if not as_json:
+            raise PlanError(text)
+        print(json.dumps({"fits": False, "tokens": tokens, "max_tokens": most, "why": text}, indent=2))
+        raise SystemExit(PlanError.code)
     limit = binding(asked.spec, cluster, recipe, most)
     if picture:
         from ithaca.planner.picture import draw
@@ -45,27 +58,21 @@ def refusal(asked: Asked, most: int) -> str:
     """Why nothing fits, with both numbers, and what would."""
     spec, cluster = asked.spec, asked.cluster
     name = f"{asked.model} on {cluster.count}x{cluster.gpu.name}"
-    per_parameter = 16
-    states = per_parameter * spec.parameters() / cluster.count
-    if states > cluster.capacity:
-        needed = cluster.count
-        while per_parameter * spec.parameters() / needed > cluster.capacity / 2:
-            needed *= 2
-        on_host = (
-            f", or plan.optimizer=host, which leaves {format_bytes(states / 2)}"
-            if states / 2 < cluster.capacity
-            else ""
-        )
-        return (
-            f"{name} does not fit: weights, gradients and moments alone take {format_bytes(states)} of each GPU, which "
-            f"has {format_bytes(cluster.capacity)}: {needed} GPUs hold them{on_host}"
-        )
     if asked.tokens and most:
         limit = binding(spec, cluster, asked.recipe, most)
         have = {"GPU": cluster.gpu.memory, "host": cluster.host, "disk": cluster.disk}[limit]
         return (
             f"{format_tokens(asked.tokens)} tokens of {name} do not fit: --tokens {format_tokens(most)} is the "
             f"longest, by {format_bytes(have)} of {LIMITS[limit]}"
+        )
+    states = PER_PARAMETER * spec.parameters() / cluster.count
+    if states > cluster.capacity:
+        needed = cluster.count
+        while needed < MOST_GPUS and not longest(spec, resized(cluster, needed), asked.recipe):
+            needed *= 2
+        return (
+            f"{name} does not fit: weights, gradients and moments take {format_bytes(states)} of each GPU, which has "
+            f"{format_bytes(cluster.capacity)}, and moments on the host leave too little: {needed} GPUs hold it"
         )
     return (
         f"{name} does not fit at any length: a GPU has {format_bytes(cluster.capacity)}, a node "

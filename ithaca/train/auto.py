@@ -15,6 +15,8 @@ from ithaca.planner.show_plan import refusal
 from ithaca.plans.plan import Plan
 from ithaca.tape.budget import host_budget
 
+UNKNOWN = "A100-80GB"  # what a GPU that nobody knows is taken to be like
+
 Chosen = tuple[Plan, MeshSection, list[str]]  # and what there is to say about it
 
 
@@ -42,6 +44,12 @@ def choose_plan(config: Config, spec: Spec, grid: Mesh, tokens: int) -> Chosen:
 
 def _here(grid: Mesh) -> Cluster:
     properties = torch.cuda.get_device_properties(grid.device)
-    known = nearest(properties.name, properties.total_memory, read_gpus())
-    gpu = replace(known, memory=float(properties.total_memory))
+    known = read_gpus()
+    try:
+        gpu = nearest(properties.name, properties.total_memory, known)
+    except PlanError:
+        # Which Plan is fastest depends little on the rates, and whether it fits not at all
+        like, why = known[UNKNOWN], f"assumed as of the {UNKNOWN}: {properties.name} is in no table"
+        gpu = replace(like, name=properties.name, sources=dict.fromkeys(like.sources, why))
+    gpu = replace(gpu, memory=float(properties.total_memory))
     return Cluster(grid.size, gpu, host=host_budget()[0] / (1 - KEPT_BACK), node_gpus=grid.node_ranks or grid.size)
