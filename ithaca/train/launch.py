@@ -11,10 +11,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from ithaca.config import Config
+from ithaca.config import AUTO, Config
 from ithaca.errors import ConfigError, LostRankError, RunError
 from ithaca.model.source import load_model
 from ithaca.train.loop import train
@@ -175,10 +176,12 @@ def _start(config: Config, ranks: int | None, path: Path, place: Place, nodes: i
 
 def _options(config: Config) -> dict[str, str]:
     """train.steps and so on, as text that nodes can compare."""
+    sections = {section.name: getattr(config, section.name) for section in fields(config)}
+    sections["plan"] = config.plan or SimpleNamespace(recipe=AUTO)
     return {
-        f"{section.name}.{name}": repr(value)
-        for section in fields(config)
-        for name, value in vars(getattr(config, section.name)).items()
+        f"{section}.{name}": repr(value)
+        for section, options in sections.items()
+        for name, value in vars(options).items()
     }
 
 
