@@ -5,10 +5,12 @@ What kernels reach on a GPU for which nobody has measured it is taken to be the 
 H200, and says so.
 """
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -48,47 +50,60 @@ def read_gpus(more: Path | None = None) -> dict[str, Gpu]:
     tables = dict(_own())
     for name, table in (_read(more) if more else {}).items():
         tables[name] = {**tables.get(name, {}), **table}
-    return {name: _gpu(name, table, tables[MEASURED_ON]) for name, table in tables.items()}
+    ours = tables[MEASURED_ON]
+    measured = {number: _figure(MEASURED_ON, number, ours[number])[0] for number in ("flops", *RATES)}
+    return {name: _gpu(name, table, measured) for name, table in tables.items()}
 
 
 def parse_gpus(text: str, known: Mapping[str, Gpu]) -> tuple[int, Gpu]:
     """'8xH100-80GB' -> 8 and that GPU; 'H100-80GB' is one, and where there is no other H100, 'H100' is it."""
     found = re.fullmatch(r"(?:(\d+)\s*[xX×]\s*)?(.+)", text.strip())
-    count, name = (int(found[1] or 1), found[2]) if found else (1, text)
+    # Twenty digits are enough to be refused
+    count, name = (int((found[1] or "1")[:20]), found[2]) if found else (1, text)
     if count < 1:
         raise PlanError(f"'{text}' has {count} GPUs: 1 or more can be planned for, as 8x{name}")
-    meant = [gpu for other, gpu in known.items() if name.lower() in (other.lower(), other.lower().split("-")[0])]
+    meant = [gpu for other, gpu in known.items() if name.upper() in (other.upper(), _stem(other))]
     if len(meant) > 1:
         raise PlanError(f"GPU '{name}' is one of several: {' or '.join(gpu.name for gpu in meant)}")
     if not meant:
-        near = suggestion(name.upper().split("-")[0], {other.split("-")[0]: None for other in known})
-        raise PlanError(f"GPU '{name}' is not known: {near if 'mean' in near else suggestion(name, known)}")
+        raise PlanError(f"GPU '{name}' is not known: {_suggested(name, known)}")
     return count, meant[0]
+
+
+def _suggested(name: str, known: Mapping[str, Gpu]) -> str:
+    """Of the GPUs whose name without the memory is nearest, the nearest."""
+    stems = get_close_matches(_stem(name), map(_stem, known), n=1)
+    alike = [other for other in known if _stem(other) in stems]
+    near = get_close_matches(name.upper(), alike, n=1, cutoff=0.0)
+    return f"did you mean '{near[0]}'?" if near else suggestion(name, known)
+
+
+def _stem(name: str) -> str:
+    return name.upper().split("-")[0]
 
 
 def nearest(name: str, memory: int, known: Mapping[str, Gpu]) -> Gpu:
     """The GPU of the table that a driver's name and a memory mean."""
     letters = name.upper().replace(" ", "")
-    meant = [gpu for gpu in known.values() if gpu.name.split("-")[0] in letters]
+    meant = [gpu for gpu in known.values() if _stem(gpu.name) in letters]
     if not meant:
         raise PlanError(f"'{name}' is in no table of GPUs: describe it in a file (--hardware), as hardware.toml does")
-    return min(meant, key=lambda gpu: (abs(gpu.memory - memory), -len(gpu.name)))
+    longest = max(len(_stem(gpu.name)) for gpu in meant)  # a GH200 is no H200
+    return min((gpu for gpu in meant if len(_stem(gpu.name)) == longest), key=lambda gpu: abs(gpu.memory - memory))
 
 
-def _gpu(name: str, table: Mapping[str, Any], measured: Mapping[str, Any]) -> Gpu:
+def _gpu(name: str, table: Mapping[str, Any], measured: Mapping[str, float]) -> Gpu:
     numbers: dict[str, float] = {}
     sources: dict[str, str] = {}
     for number in NUMBERS:
         if number in table:
             numbers[number], sources[number] = _figure(name, number, table[number])
         elif number in RATES and "flops" in numbers:
-            share = measured[number][0] / measured["flops"][0]
+            share = measured[number] / measured["flops"]
             numbers[number] = share * numbers["flops"]
             sources[number] = f"assumed: {100 * share:.0f} % of the peak, as measured on the {MEASURED_ON}"
         else:
-            raise PlanError(
-                f"GPU '{name}' has no {number}: a number and its source are needed, as [55e9, \"measured\"]"
-            )
+            raise PlanError(f"GPU '{name}' has no {number}: {NEEDED}")
     unknown = [word for word in table if word not in NUMBERS]
     if unknown:
         raise PlanError(f"GPU '{name}' has a '{unknown[0]}', which nobody reads: {suggestion(unknown[0], NUMBERS)}")
@@ -97,7 +112,7 @@ def _gpu(name: str, table: Mapping[str, Any], measured: Mapping[str, Any]) -> Gp
 
 def _figure(name: str, number: str, value: Any) -> tuple[float, str]:
     match value:
-        case [int() | float() as figure, str() as source] if figure > 0:
+        case [int() | float() as figure, str() as source] if 0 < figure < math.inf:
             return float(figure), source
     raise PlanError(f"{number} of GPU '{name}' is {value}: {NEEDED}")
 

@@ -43,12 +43,12 @@ from ithaca.planner.owners import (
 )
 from ithaca.plans.needs import (
     Need,
+    device_bytes,
     disk_bytes,
     host_bytes,
     layout_of,
     needs,
     passing_bytes,
-    slot_bytes,
     tiles_of,
 )
 from ithaca.plans.plan import Plan
@@ -141,13 +141,12 @@ class Job:
         """Weights, moments, tapes, the batch, and what is held for layers that are not run."""
         weights = self.spec.layers * self.block.mine + self.table.mine
         spec, plan, length = self.spec, self.plan, self.tiles.length
-        device = [need for need in self.tapes if need.place == "device"]
+        keys, others = ([need for need in self.tapes if (need.option == "kv") == wanted] for wanted in (True, False))
         return Counter(
             {
                 STATES: FP32 * weights * (3 if plan.optimizer == "device" else 1),
-                KEYS: sum(need.bytes_of(length) for need in device if need.option == "kv"),
-                TAPES: sum(need.bytes_of(length) for need in device if need.option != "kv")
-                + slot_bytes(self.tapes, self.tiles),
+                KEYS: device_bytes(keys, self.tiles),
+                TAPES: device_bytes(others, self.tiles),
                 BLOCKS: self._kept(spec.layers - self.present),
                 GRADIENTS: FP32 * (spec.layers - self.present) * self.block.mine,
                 GATHERED: passing_bytes(plan, spec, self.tapes)

@@ -208,8 +208,11 @@ def _predicted_seconds(scene: Scene, model: Model) -> float | None:
     """Without links between GPUs, which are looped back through this one's memory; None without a GPU that is known."""
     if model.mesh.device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(model.mesh.device)
-    gpu = nearest(properties.name, properties.total_memory, read_gpus(scene.hardware))
+    properties, known = torch.cuda.get_device_properties(model.mesh.device), read_gpus(scene.hardware)
+    try:
+        gpu = nearest(properties.name, properties.total_memory, known)
+    except PlanError:
+        return None
     machine = Machine(nodes=1, gpus=scene.ranks, inside=gpu.bandwidth / 2, across=gpu.bandwidth / 2)
     return predict_seconds(model.spec, model.plan, gpu, machine, scene.tokens, scene.ulysses, scene.ring).step
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ithaca.errors import PlanError
-from ithaca.planner.hardware import NUMBERS, parse_gpus, read_gpus
+from ithaca.planner.hardware import NUMBERS, RATES, nearest, parse_gpus, read_gpus
 
 WANTED = ("A100-40GB", "A100-80GB", "H100-80GB", "H200-141GB", "B200-180GB", "GH200-96GB", "RTX4090-24GB", "L40S-48GB")
 
@@ -20,6 +20,8 @@ def test_every_number_has_a_source() -> None:
         assert gpu.memory == float(name.split("-")[1].removesuffix("GB")) * 1e9
         assert gpu.attention_forward < gpu.matmul < gpu.flops
         assert gpu.across <= gpu.inside
+        assert all(0 < getattr(gpu, number) < 1e17 for number in NUMBERS)
+        assert gpu.ram > gpu.memory
 
 
 def test_what_was_not_measured_is_called_assumed() -> None:
@@ -41,14 +43,66 @@ def test_counts_and_names() -> None:
         parse_gpus("8xH100-80G", known)
     with pytest.raises(PlanError, match="has 0 GPUs: 1 or more"):
         parse_gpus("0xH100-80GB", known)
+    assert parse_gpus(5000 * "9" + "xH200", known)[0] > 2**60
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("H100-80G", "H100-80GB"),
+        ("h20", "H200-141GB"),
+        ("A100-60GB", "A100-80GB"),  # 'A100' alone would not do
+        ("A100-42GB", "A100-40GB"),
+        ("4090", "RTX4090-24GB"),
+    ],
+)
+def test_the_nearest_name_is_one_that_works(name: str, near: str) -> None:
+    known = read_gpus()
+    with pytest.raises(PlanError, match=rf"GPU '{name}' is not known: did you mean '{near}'\?"):
+        parse_gpus(f"8x{name}", known)
+    assert parse_gpus(f"8x{near}", known)[1].name == near
+
+
+def test_a_name_like_no_other() -> None:
+    with pytest.raises(PlanError, match="GPU 'TPU' is not known: known are A100-40GB, A100-80GB"):
+        parse_gpus("TPU", read_gpus())
+
+
+@pytest.mark.parametrize(
+    ("driver", "gigabytes", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 42, "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", 85, "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", 85, "H100-80GB"),
+        ("NVIDIA H100 NVL", 100, "H100-80GB"),
+        ("NVIDIA H200", 150, "H200-141GB"),
+        ("NVIDIA GH200 480GB", 102, "GH200-96GB"),
+        ("NVIDIA GH200 144G HBM3e", 150, "GH200-96GB"),  # not the H200, whose memory is nearer
+        ("NVIDIA GeForce RTX 4090", 25, "RTX4090-24GB"),
+        ("NVIDIA L40S", 48, "L40S-48GB"),
+    ],
+)
+def test_what_a_driver_calls_it(driver: str, gigabytes: int, name: str) -> None:
+    assert nearest(driver, gigabytes * 10**9, read_gpus()).name == name
+
+
+def test_a_gpu_of_another_file_is_found_by_its_driver(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('["v100-32GB"]\n' + made_up())
+    known = read_gpus(file)
+    assert nearest("Tesla V100-SXM2-32GB", 34 * 10**9, known).name == "v100-32GB"
+    with pytest.raises(PlanError, match="'Tesla V100-SXM2-32GB' is in no table of GPUs: describe it in a file"):
+        nearest("Tesla V100-SXM2-32GB", 34 * 10**9, read_gpus())
+
+
+def made_up() -> str:
+    """Numbers of a GPU, without those that can be derived."""
+    return "\n".join(f'{name} = [1e9, "made up"]' for name in NUMBERS if name not in RATES)
 
 
 def test_another_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text(
-        '["H100-80GB"]\nacross = [100e9, "two cards"]\n["New-1GB"]\n'
-        + "\n".join(f'{name} = [1e9, "made up"]' for name in NUMBERS[:6])
-    )
+    file.write_text('["H100-80GB"]\nacross = [100e9, "two cards"]\n["New-1GB"]\n' + made_up())
     known = read_gpus(file)
     assert (known["H100-80GB"].across, known["H100-80GB"].sources["across"]) == (100e9, "two cards")
     assert known["H100-80GB"].memory == 80e9
@@ -61,6 +115,10 @@ def test_another_file(tmp_path: Path) -> None:
     [
         ('["X"]\nmemory = 5', "memory of GPU 'X' is 5: a number and its source are needed"),
         ('["X"]\nmemory = [-5, "no"]', "memory of GPU 'X' is"),
+        ('["X"]\nmemory = [inf, "no"]', "memory of GPU 'X' is"),
+        ('["X"]\nmemory = [5]', "memory of GPU 'X' is"),
+        ('["H200-141GB"]\nmatmul = 5', "matmul of GPU 'H200-141GB' is 5: a number and its source are needed"),
+        ('["X"]\n' + made_up().replace("ram =", "# ="), "GPU 'X' has no ram: a number and its source are needed"),
         ('["X"]\nmemory = [5, "s"]', "GPU 'X' has no flops: a number and its source are needed"),
         (
             '["H100-80GB"]\nmemroy = [5, "s"]',

@@ -1,14 +1,25 @@
 """A rehearsed rank takes the memory that a real one does, and says who holds it."""
 
 import json
+import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import ithaca
+from ithaca.model.presets import PRESETS
+from ithaca.model.spec import read_spec
+from ithaca.planner import bare, rehearse
+from ithaca.planner.memory import predict_memory
+from ithaca.planner.owners import ALLOCATOR, GRADIENTS, HOST, KERNELS
 from ithaca.planner.rehearse import Scene, play
-from tests.nursery import Nursery
+from ithaca.planner.seconds import _linear_flops
+from ithaca.plans.plan import Plan
+from tests.nursery import Ended, Nursery
 
 SCENES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "sweep": ({"recipe": "sweep", "chunk": 512, "tile": 100}, {"ulysses": 2, "ring": 2}),
@@ -39,7 +50,9 @@ def rehearsed(nursery: Nursery, folder: Path, name: str, *words: str) -> dict[st
     return json.loads(end.out)
 
 
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("sweep", "dense") else pytest.mark.full) for name in SCENES]
+)
 def test_memory_is_that_of_a_real_rank(ranks, nursery: Nursery, tmp_path: Path, name: str) -> None:
     found, wanted = rehearsed(nursery, tmp_path, name), ranks(4).run(real, name)[0]
     assert found["peak_bytes"] == sum(found["memory"].values())
@@ -47,6 +60,10 @@ def test_memory_is_that_of_a_real_rank(ranks, nursery: Nursery, tmp_path: Path, 
     # gloo's threads let go of a message a moment after it has arrived
     assert found["memory"].pop("exchange", 0) == pytest.approx(wanted.pop("exchange", 0), rel=0.15)
     assert found["memory"] == wanted
+    assert found["memory"][GRADIENTS] > 0  # on their way to their owners
+    assert not {HOST, KERNELS, ALLOCATOR} & found["memory"].keys()  # of which the last two are a GPU's
+    assert found["fits"] is True
+    assert found["peak_bytes_predicted"] is found["memory_predicted"] is found["seconds_predicted"] is None
 
 
 def test_memory_only(nursery: Nursery, tmp_path: Path) -> None:
@@ -57,3 +74,152 @@ def test_memory_only(nursery: Nursery, tmp_path: Path) -> None:
     for owner in ("states", "K and V", "tapes", "gathered weights"):
         assert short["memory"][owner] == whole["memory"][owner]
     assert short["host_bytes"] == whole["host_bytes"]
+
+
+def test_a_gpu_that_is_in_no_table_is_rehearsed_on_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is not predicted, then."""
+    scene = Scene(model="tiny", plan=Plan(recipe="sweep"), tokens=2048, ulysses=2)
+    model: Any = SimpleNamespace(
+        mesh=SimpleNamespace(device=torch.device("cuda")), plan=scene.plan, spec=read_spec(PRESETS["tiny"])
+    )
+    found = {}
+    for name in ("Tesla V100-SXM2-32GB", "NVIDIA H200"):
+        properties = SimpleNamespace(name=name, total_memory=32 * 10**9)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
+        found[name] = rehearse._predicted_seconds(scene, model)
+    assert found["Tesla V100-SXM2-32GB"] is None
+    assert found["NVIDIA H200"] > 0
+
+
+# The bare work of a step
+T, E, Q, KV, MLP, V = 96, 256, 256, 64, 704, 256  # tokens, and sizes of `tiny`
+Sizes = tuple[tuple[int, int], tuple[int, int], bool]
+
+
+def count_bare(words: dict[str, Any], axes: dict[str, int], layers: int, file: Path) -> None:
+    """In a process of its own: what a step asks for, by shape, with every call timed as briefly as can be."""
+    bare.SAMPLED = bare.ATTENDED = 0.0
+    seen: dict[str, list[Any]] = {}
+    counted_products, counted_calls = rehearse.product_seconds, rehearse.attention_seconds
+
+    def products(counts: Counter, *more: Any) -> float:
+        seen["products"] = [(a[0], b[0], dtype == torch.float32, count) for (a, b, dtype), count in counts.items()]
+        return counted_products(counts, *more)
+
+    def calls(counts: Counter, *more: Any) -> dict[str, float]:
+        seen["calls"] = [(backward, q, k, count) for (backward, q, k, _), count in counts.items()]
+        return counted_calls(counts, *more)
+
+    rehearse.product_seconds, rehearse.attention_seconds = products, calls
+    scene = Scene(model="tiny", plan=Plan(**words), tokens=T, layers=layers, bare=True, **axes)
+    found = rehearse.rehearse(scene)
+    file.write_text(json.dumps(seen | {"found": found}))
+
+
+def bare_step(
+    nursery: Nursery, folder: Path, words: dict[str, Any], layers: int = 1, **axes: int
+) -> tuple[Counter[Sizes], dict[bool, int], dict[str, Any]]:
+    """Products by shape, attention calls forward and backward, and the report."""
+    end = nursery.job(count_bare, words, axes, layers, folder / "seen.json")[0]
+    assert end.code == 0, end.err
+    seen = json.loads((folder / "seen.json").read_text())
+    counted: Counter[Sizes] = Counter()
+    for a, b, adds, count in seen["products"]:
+        counted[tuple(a), tuple(b), adds] += count
+    calls = {which: sum(call[-1] for call in seen["calls"] if call[0] is which) for which in (False, True)}
+    return counted, calls, seen["found"]
+
+
+def test_products_and_attention_of_a_step(nursery: Nursery, tmp_path: Path) -> None:
+    """One block of `dense`: forward, forward again without the last product, and backward; and the loss."""
+    widths = [(E, Q), (E, KV), (E, KV), (Q, E), (E, MLP), (E, MLP), (MLP, E)]
+    wanted: Counter[Sizes] = Counter()
+    for inner, outer in (*widths, *widths[:-1], (E, V)):
+        wanted[(T, inner), (inner, outer), False] += 1
+    for inner, outer in (*widths, (E, V)):
+        wanted[(T, outer), (outer, inner), False] += 1  # gradients of inputs
+        wanted[(outer, T), (T, inner), True] += 1  # of weights, added to sums
+    products, calls, found = bare_step(nursery, tmp_path, {"recipe": "dense"})
+    assert products == wanted
+    assert calls == {False: 2, True: 1}
+    assert (
+        found["bare_seconds"] > found["bare_attention_forward_seconds"] + found["bare_attention_backward_seconds"] > 0
+    )
+    passes = found["forward_seconds"] + found["backward_seconds"]
+    assert found["over_bare"] == pytest.approx(passes / found["bare_seconds"])
+
+
+SWEEP = {"recipe": "sweep", "chunk": 32}  # three chunks, which see one, two and three
+BARE = {
+    "selective": ({"recipe": "dense", "checkpoint": "selective"}, {}, 1, (1, 1)),
+    "ulysses": ({"recipe": "ulysses"}, {"ulysses": 4}, 1, (2, 1)),
+    "untied": ({"recipe": "untied"}, {"ulysses": 2}, 1, (8, 4)),  # two heads at a time, of eight
+    "sweep": (SWEEP, {}, 2, (12, 12)),
+    "o recomputed": ({**SWEEP, "o": "recompute"}, {}, 2, (24, 12)),
+    "x rebuilt": ({**SWEEP, "x": "host, rebuild"}, {"ulysses": 2}, 2, (12, 12)),
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_predicted_flops_are_those_of_a_step(nursery: Nursery, tmp_path: Path, name: str) -> None:
+    words, axes, layers, calls = BARE[name]
+    products, counted, _ = bare_step(nursery, tmp_path, words, layers, **axes)
+    flops = sum(2 * a[0] * a[1] * b[1] * count for (a, b, _), count in products.items())
+    spec = read_spec(PRESETS["tiny"]).with_layers(layers)
+    predicted = _linear_flops(spec, Plan(**words).settled()) * T / axes.get("ulysses", 1)
+    # A sweep still has K and V of the last layer and of each last chunk; `untied` projects them once more
+    assert flops == pytest.approx(predicted, rel=0.015 if words["recipe"] in ("sweep", "untied") else 1e-12)
+    assert (counted[False], counted[True]) == calls
+
+
+def command_without_memory(words: list[str]) -> None:
+    """`ithaca rehearse` on a device that is full."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    from ithaca.cli import main
+
+    rehearse.play = full  # pyrefly: ignore
+    sys.argv = ["ithaca", "rehearse", *words]
+    main()
+
+
+def test_what_does_not_fit(nursery: Nursery) -> None:
+    words = ["tiny", "--ranks", "2", "--tokens", "2048", "--json"]
+    end = nursery.job(command_without_memory, words)[0]
+    assert end.code == 1
+    assert_one_sentence(end)
+    assert "2K tokens do not fit (CUDA out of memory): predicted were" in end.err
+    found = json.loads(end.out)
+    assert found["fits"] is False
+    predicted = predict_memory(read_spec(PRESETS["tiny"]), Plan(recipe="sweep"), 2048, ulysses=2)
+    assert found["peak_bytes_predicted"] == predicted.total
+    assert found["memory_predicted"] == predicted.parts
+
+
+def assert_one_sentence(end: Ended) -> None:
+    assert end.err.startswith("error: ")
+    assert len(end.err.strip().splitlines()) == 1, end.err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--recipe", "auto"], "--recipe auto cannot be rehearsed: ithaca plan chooses a recipe, which can"),
+        (["--bare", "--memory-only"], "--bare times kernels, which --memory-only leaves out: give one of them"),
+        (["--layers", "0"], "--layers 0 cannot be rehearsed: the model has 4, so 1 to 4 can"),
+        (["--layers", "5"], "--layers 5 cannot be rehearsed: the model has 4, so 1 to 4 can"),
+        (["--ranks", "0"], "--ranks 0 cannot be rehearsed: 1 or more can"),
+        (["--cap", "80GB"], "is for a GPU, and there is none here: leave it out"),
+        (["--set", "train.steps=3"], "--set train.steps=3 has no part in a rehearsal: options of plan and mesh have"),
+        (["--set", "mesh.ulysses=3", "--ranks", "4"], "is 3, but --ranks is 4: shard, ring and ulysses must make it"),
+        (["--recipe", "dense", "--set", "plan.checkpoint=none", "--layers", "2"], "rehearse all 4"),
+    ],
+)
+def test_refused(nursery: Nursery, tmp_path: Path, words: list[str], sentence: str) -> None:
+    end = nursery.command("rehearse", "tiny", "--tokens", "256", *words, folder=tmp_path)
+    assert end.code == 2
+    assert end.out == ""
+    assert_one_sentence(end)
+    assert sentence in end.err
