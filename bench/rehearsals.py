@@ -35,19 +35,6 @@ POINTS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "fresh": {
-        "3B sweep 1M of 8": ["llama3.2-3b", "--ranks", "8", "--tokens", "1M", "--layers", "2"],
-        "8B ulysses, x on the host, 256K of 4": [
-            "llama3-8b", "--ranks", "4", "--tokens", "256K", "--layers", "2", "--recipe", "ulysses",
-            "--set", "plan.x=host",
-        ],
-        "32B sweep 256K of 8": ["qwen3-32b", "--ranks", "8", "--tokens", "256K", "--layers", "2"],
-        "3B untied 512K of 8": [
-            "llama3.2-3b", "--ranks", "8", "--tokens", "512K", "--layers", "2", "--recipe", "untied",
-        ],
-        "8B sweep, x rebuilt, 512K of 16": [
-            "llama3-8b", "--ranks", "16", "--tokens", "512K", "--layers", "4", "--set", "plan.x=host, rebuild",
-            "--set", "plan.chunk=128K",
-        ],
         "1B sweep 128K of 4": ["llama3.2-1b", "--ranks", "4", "--tokens", "128K", "--layers", "4"],
         "3B hybrid 256K of 4 x 2": [
             "llama3.2-3b", "--ranks", "8", "--tokens", "256K", "--layers", "2", "--recipe", "hybrid",
@@ -57,6 +44,19 @@ POINTS: dict[str, dict[str, list[str]]] = {
             "llama3-8b", "--ranks", "8", "--tokens", "128K", "--layers", "4", "--recipe", "ulysses",
             "--set", "plan.checkpoint=selective",
         ],
+        "32B sweep 256K of 8": ["qwen3-32b", "--ranks", "8", "--tokens", "256K", "--layers", "2"],
+        "8B ulysses, x on the host, 256K of 4": [
+            "llama3-8b", "--ranks", "4", "--tokens", "256K", "--layers", "2", "--recipe", "ulysses",
+            "--set", "plan.x=host",
+        ],
+        "8B sweep, x rebuilt, 512K of 16": [
+            "llama3-8b", "--ranks", "16", "--tokens", "512K", "--layers", "4", "--set", "plan.x=host, rebuild",
+            "--set", "plan.chunk=128K",
+        ],
+        "3B untied 512K of 8": [
+            "llama3.2-3b", "--ranks", "8", "--tokens", "512K", "--layers", "2", "--recipe", "untied",
+        ],
+        "3B sweep 1M of 8": ["llama3.2-3b", "--ranks", "8", "--tokens", "1M", "--layers", "2"],
     },
     "long": {
         "8B sweep 5M of 8": [
@@ -132,10 +132,10 @@ def main() -> None:
         for name, words in POINTS[kind].items():
             rows[name] = rehearse(words, args.rates)
             print(_line(name, rows[name]), flush=True)
-        if kind == "race" and not any("error" in row for row in rows.values()):
-            print(_race(rows))
-        results = [{"point": name, "options": " ".join(POINTS[kind][name]), **row} for name, row in rows.items()]
-        record(f"rehearsals-{kind}", results, args.out, args.commit)
+            if kind == "race" and len(rows) == 2 and not any("error" in row for row in rows.values()):
+                print(_race(rows))
+            results = [{"point": point, "options": " ".join(POINTS[kind][point]), **row} for point, row in rows.items()]
+            record(f"rehearsals-{kind}", results, args.out, args.commit)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
 
-SAMPLED = 1.0  # seconds of each product
-ATTENDED = 4.0  # seconds of each attention call, which power limits
+SAMPLED = 0.3  # seconds of each product
+ATTENDED = 1.0  # seconds of each attention call; it comes after a step, so the clock has settled
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.addmm_.default, aten.addmm.dtype_out)
 
