@@ -145,7 +145,7 @@ class Run:
         sequences = math.ceil(rows / grid.data_ranks)
         spec, plan = self.model.spec, self.model.plan
         rank = Rank(spec, plan, sequences * tokens, grid.ulysses, grid.ring, grid.parameter_ranks // grid.context_ranks)
-        first = str(error).split(". ")[0]
+        first = next((words for words in str(error).split(". ") if "Tried" in words), str(error).split(". ")[0])
         total = torch.cuda.mem_get_info(grid.device)[1]
         return out_of_memory(rank, first, torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total)
 
