@@ -43,6 +43,9 @@ def explain(asked: Asked, answer: Answer, most: int, limit: str) -> list[str]:
         f"{format_bytes(cluster.capacity)}",
     ]
     how = arithmetic(asked, answer)
+    again = answer.plan.sweeps and answer.recomputed(spec)
+    most = most if again else max(most, answer.tokens)
+    once = " where attention runs once" if again and answer.tokens > most else ""
     width = max(map(len, parts))
     lines += [
         f"  {owner:{width}}  {format_bytes(size):>9}" + (f"  = {how[owner]}" if owner in how else "")
@@ -69,7 +72,7 @@ def explain(asked: Asked, answer: Answer, most: int, limit: str) -> list[str]:
         )
         + _hidden(answer),
         "",
-        f"the longest context is {format_tokens(most)}, and what limits it is {LIMITS[limit]}",
+        f"the longest context{once} is {format_tokens(most)}, and what limits it is {LIMITS[limit]}",
     ]
     lines += [f"  {text}" for text in alternatives(asked, answer, most)]
     lines += ["", "assumed: " + "; ".join(_assumed(cluster)), "", train_line(asked, answer)]
@@ -151,16 +154,16 @@ def alternatives(asked: Asked, answer: Answer, most: int) -> list[str]:
     for count, word in ((2 * cluster.count, "faster"), (cluster.count // 2, "fewer GPUs")):
         if not count or (count > cluster.node_gpus and count % cluster.node_gpus):
             continue
-        other = search(spec, _resized(cluster, count), answer.tokens, recipe)
-        if other:
-            after = format_seconds(other.seconds.step / other.shard)
-            found.append(f"{word}: {count}x{cluster.gpu.name}, {after} a sequence instead of {before}")
-        elif word == "fewer GPUs":
+        other = search(spec, resized(cluster, count), answer.tokens, recipe)
+        each = other.seconds.step / other.shard if other else 0.0
+        if other and (word != "faster" or each < answer.seconds.step / answer.shard):
+            found.append(f"{word}: {count}x{cluster.gpu.name}, {format_seconds(each)} a sequence instead of {before}")
+        if not other and word == "fewer GPUs":
             found.append(f"fewer GPUs: {count}x{cluster.gpu.name} do not hold it")
     return found
 
 
-def _resized(cluster: Cluster, count: int) -> Cluster:
+def resized(cluster: Cluster, count: int) -> Cluster:
     """With more or fewer GPUs. A node keeps its memory; part of one has its share."""
     share = min(count, cluster.node_gpus) / cluster.machine.gpus
     return replace(cluster, count=count, host=cluster.host * share, disk=cluster.disk * share)
