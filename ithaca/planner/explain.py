@@ -196,7 +196,7 @@ def gpu_number(gpu: Gpu, name: str) -> str:
 def train_line(asked: Asked, answer: Answer) -> str:
     sets = {
         "model.source": asked.model,
-        "train.tokens": format_tokens(answer.tokens),
+        "train.tokens": format_tokens(asked.tokens or answer.tokens),  # of a pass there may be more
         **{f"plan.{name}": value for name, value in options(answer.plan).items()},
         "mesh.ulysses": answer.ulysses,
         "mesh.ring": answer.ring,

@@ -43,15 +43,15 @@ def run(
         print("\n".join(explain(asked, answer, most, limit)))
 
 
-def refusal(asked: Asked, most: int) -> str:
-    """Why nothing fits, with both numbers, and what would."""
+def refusal(asked: Asked, most: int, option: str = "--tokens ") -> str:
+    """Why nothing fits, with both numbers, and what would; `option` is where the length is given."""
     spec, cluster = asked.spec, asked.cluster
     name = f"{asked.model} on {cluster.count}x{cluster.gpu.name}"
     if asked.tokens and most:
         limit = binding(spec, cluster, asked.recipe, most)
         have = {"GPU": cluster.gpu.memory, "host": cluster.host, "disk": cluster.disk}[limit]
         return (
-            f"{format_tokens(asked.tokens)} tokens of {name} do not fit: --tokens {format_tokens(most)} is the "
+            f"{format_tokens(asked.tokens)} tokens of {name} do not fit: {option}{format_tokens(most)} is the "
             f"longest, by {format_bytes(have)} of {LIMITS[limit]}"
         )
     enough = _enough(asked)
