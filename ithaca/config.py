@@ -205,12 +205,17 @@ def _change_recipe(content: dict[str, Any], recipe: Any) -> None:
         return
     if (
         not isinstance(recipe, str)
-        or recipe not in RECIPES
+        or recipe not in (*RECIPES, AUTO)
         or recipe == _recipe(content)
         or not isinstance(content.get("plan"), dict)
     ):
         return
     build(Config, content, "")  # what is left out must be right as well
+    if recipe == AUTO:
+        for name in [name for name in content["plan"] if name != "recipe"]:
+            value = content["plan"].pop(name)
+            print(f"plan.{name}={value} is left out: plan.recipe={AUTO} chooses it", file=sys.stderr)
+        return
     for name in RECIPE_OPTIONS:
         value = content["plan"].get(name)
         unknown = name not in RECIPES[recipe] or (name == "x" and REBUILD in str(value) and recipe != "sweep")

@@ -88,6 +88,59 @@ def test_another_recipe_leaves_out_what_it_has_no_use_for(tmp_path: Path, capsys
     assert read_config(file, ["plan.recipe=dense"]).plan.checkpoint == "selective"
 
 
+def test_a_plan_that_is_left_open(tmp_path: Path) -> None:
+    file = tmp_path / "auto.toml"
+    file.write_text('[plan]\nrecipe = "auto"\n[train]\nsteps = 3\n')
+    assert read_config(None, []).plan is None
+    assert read_config(None, ["plan.recipe=auto"]).plan is None
+    assert read_config(file, []).plan is None
+    assert read_config(file, ["plan.recipe=sweep", "plan.chunk=8K"]).plan == Plan(recipe="sweep", chunk=8192)
+    assert read_config(None, ["plan.zero=2"]).plan == Plan(zero=2)
+    # Whoever names an option names a Plan
+    for overrides in (["plan.recipe=auto", "plan.chunk=8K"], ["plan.chunk=8K", "plan.recipe=auto"]):
+        with pytest.raises(
+            IthacaError,
+            match=r"plan: plan.chunk=8K goes with a recipe, but plan.recipe='auto' chooses all of it: leave",
+        ):
+            read_config(None, overrides)
+    with pytest.raises(IthacaError, match=r"plan.zero=2 goes with a recipe"):
+        read_config(file, ["plan.zero=2"])
+    with pytest.raises(IthacaError, match="recipe 'autp' does not exist"):
+        read_config(None, ["plan.recipe=autp"])
+    for wrong in ("plan=auto", "plan=3"):
+        with pytest.raises(IthacaError, match="'plan' is a table of options, not"):
+            read_config(None, [wrong])
+
+
+def test_a_plan_of_the_file_is_left_open_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[plan]\nrecipe = "sweep"\nchunk = "32K"\nzero = 2\n')
+    assert read_config(file, ["plan.recipe=auto"]).plan is None
+    said = capsys.readouterr().err
+    assert said.splitlines() == [
+        "plan.chunk=32K is left out: plan.recipe=auto chooses it",
+        "plan.zero=2 is left out: plan.recipe=auto chooses it",
+    ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["plan.recipe=auto", "mesh.ulysses=2"],
+        ["plan.recipe=sweep", "plan.chunk=8K", "plan.x=host, rebuild*7", "plan.host_memory=64GB"],
+        ["plan.recipe=untied", "plan.optimizer=host", "train.tokens=1M"],
+        ["plan.o=disk", "plan.recipe=sweep", "plan.disk=/a b/c"],
+    ],
+)
+def test_a_configuration_comes_back_from_its_file(tmp_path: Path, overrides: list[str]) -> None:
+    config = read_config(None, overrides)
+    file = tmp_path / "config.toml"
+    file.write_text(config.toml())
+    assert read_config(file, []) == config
+    assert ("[plan]" in config.toml()) == (config.plan is not None)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_settled_plan_says_everything_and_comes_back(recipe: str) -> None:
     plan = Plan(recipe=recipe).settled()

@@ -46,6 +46,9 @@ def explain(asked: Asked, answer: Answer, most: int, limit: str) -> list[str]:
         f"{format_bytes(cluster.capacity)}",
     ]
     how = arithmetic(asked, answer)
+    again = answer.plan.sweeps and answer.recomputed(spec)
+    most = most if again else max(most, answer.tokens)
+    once = " where attention runs once" if again and answer.tokens > most else ""
     width = max(map(len, parts))
     lines += [
         f"  {owner:{width}}  {format_bytes(size):>9}" + (f"  = {how[owner]}" if owner in how else "")
@@ -74,7 +77,7 @@ def explain(asked: Asked, answer: Answer, most: int, limit: str) -> list[str]:
         )
         + _hidden(answer),
         "",
-        f"the longest context is {format_tokens(most)}, and what limits it is {LIMITS[limit]}",
+        f"the longest context{once} is {format_tokens(most)}, and what limits it is {LIMITS[limit]}",
     ]
     lines += [f"  {text}" for text in alternatives(asked, answer, most)]
     lines += ["", "assumed, or measured elsewhere:", *(f"  {text}" for text in _assumed(cluster))]
@@ -158,10 +161,10 @@ def alternatives(asked: Asked, answer: Answer, most: int) -> list[str]:
         if not count or (count > cluster.node_gpus and count % cluster.node_gpus):
             continue
         other = search(spec, resized(cluster, count), answer.tokens, recipe)
-        if other:
-            after = format_seconds(other.seconds.step / other.shard)
-            found.append(f"{word}: {count}x{cluster.gpu.name}, {after} a sequence instead of {before}")
-        elif word == "fewer GPUs":
+        each = other.seconds.step / other.shard if other else 0.0
+        if other and (word != "faster" or each < answer.seconds.step / answer.shard):
+            found.append(f"{word}: {count}x{cluster.gpu.name}, {format_seconds(each)} a sequence instead of {before}")
+        if not other and word == "fewer GPUs":
             found.append(f"fewer GPUs: {count}x{cluster.gpu.name} do not hold it")
     return found
 
@@ -202,7 +205,7 @@ def _count(number: int, what: str) -> str:
 def train_line(asked: Asked, answer: Answer) -> str:
     sets = {
         "model.source": asked.model,
-        "train.tokens": format_tokens(answer.tokens),
+        "train.tokens": format_tokens(asked.tokens or answer.tokens),  # of a pass there may be more
         **{f"plan.{name}": value for name, value in options(answer.plan).items()},
         "mesh.ulysses": answer.ulysses,
         "mesh.ring": answer.ring,

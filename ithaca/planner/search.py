@@ -121,8 +121,8 @@ def search(
         rows = -(-(sequences or 1) * sharing // cluster.count)
         answer = _best_of(spec, cluster, tokens, sharing, recipe, mesh, rows)
         found += [answer] if answer else []
-        if len(found) == 2:  # with more GPUs to a sequence there is only more to exchange
-            break
+        if len(found) > 1 and found[-1].rate <= found[-2].rate:
+            break  # with more GPUs to a sequence there is now only more to exchange
     best = _preferred(found)
     return best and _refined(spec, cluster, best)
 
@@ -134,7 +134,7 @@ def _refined(spec: Spec, cluster: Cluster, answer: Answer) -> Answer:
     mesh = answer.ulysses, answer.ring
     settled = replace(answer.plan, x=None, o=None, gradient=None, disk=None)
     every = every_choice(spec.layers)
-    fitted = _fit(spec, cluster, settled, answer.rows * answer.tokens, *mesh, answer.shard, every)
+    fitted = next(_fit(spec, cluster, settled, answer.rows * answer.tokens, *mesh, answer.shard, every), None)
     if fitted is None:
         return answer
     seconds = _seconds(spec, cluster, fitted[0], answer.tokens, answer.rows, mesh)
@@ -149,30 +149,34 @@ def _seconds(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, rows: int, m
 def longest(
     spec: Spec, cluster: Cluster, recipe: str | None = None, recomputing: bool = False, from_: int = STEP
 ) -> int:
-    """The most tokens, in whole `STEP`s, that fit when all GPUs that can share a sequence; 0 where not even one does.
+    """The most tokens, in whole `STEP`s, that fit when all GPUs that can share a sequence; where not even one does, the
+    nearest half, quarter … of it, or 0.
 
     Under `sweep` attention runs once, unless `recomputing` is allowed. `from_`: a length that is known to fit.
     """
-    recipe = recipe or "sweep"
-
-    def mesh(steps: int) -> tuple[int, int] | None:
-        plan = Plan(recipe=recipe)
-        return _mesh(spec, cluster, plan, steps * STEP, cluster.count if plan.shares else 1)
-
-    def fits(steps: int, mesh: tuple[int, int] | None) -> bool:
-        return next(_fitting(spec, cluster, steps * STEP, recipe, mesh, choices), None) is not None
-
+    plan = Plan(recipe=recipe or "sweep")
+    sizes = [*reversed(_divisors(cluster.count))] if plan.shares else [1]
     choices = least_choices(spec.layers, recomputing)
-    low = from_ // STEP
-    if not fits(low, best := mesh(low)):
-        return 0
+
+    def fits(tokens: int) -> bool:
+        meshes = (_mesh(spec, cluster, plan, tokens, sharing) for sharing in sizes)
+        mesh = next((mesh for mesh in meshes if mesh), None)
+        return next(_fitting(spec, cluster, tokens, plan.recipe, mesh, choices), None) is not None
+
+    low, most = max(from_ // STEP, 1), LONGEST // STEP
+    if not fits(low * STEP):
+        return next((tokens for tokens in _halves(STEP) if fits(tokens)), 0)
     high, growth = low, 2 if low == 1 else 1.2
-    while fits(high := int(high * growth) + 1, best := mesh(high)) and high * STEP <= LONGEST:
+    while high < most and fits((high := min(int(high * growth) + 1, most)) * STEP):
         low = high
     while high - low > max(low // 256, 1):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle, best) else (low, middle)
+        low, high = (middle, high) if fits(middle * STEP) else (low, middle)
     return low * STEP
+
+
+def _halves(tokens: int) -> list[int]:
+    return [tokens >> halved for halved in range(1, tokens.bit_length()) if tokens >> halved >= SHORTEST]
 
 
 def binding(spec: Spec, cluster: Cluster, recipe: str | None, most: int) -> str:
@@ -231,13 +235,12 @@ def _fitting(
     sharing = mesh[0] * mesh[1]
     shard = cluster.count // sharing
     for plan in _plans(recipe, rows * tokens, sharing):
-        fitted = _fit(spec, cluster, plan, rows * tokens, *mesh, shard, choices)
-        if fitted is not None:
-            seconds = _seconds(spec, cluster, fitted[0], tokens, rows, mesh)
-            answer = Answer(fitted[0], tokens, *mesh, shard, rows, fitted[1], seconds)
+        for fitted, memory in _fit(spec, cluster, plan, rows * tokens, *mesh, shard, choices):
+            seconds = _seconds(spec, cluster, fitted, tokens, rows, mesh)
+            answer = Answer(fitted, tokens, *mesh, shard, rows, memory, seconds)
             yield answer
             if recipe == "sweep" and not answer.recomputed(spec):
-                return  # smaller chunks are no faster
+                return  # what holds less is no faster
 
 
 def _mesh(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, sharing: int) -> tuple[int, int] | None:
@@ -278,22 +281,16 @@ def _options(recipe: str) -> list[dict[str, Any]]:
 
 def _fit(
     spec: Spec, cluster: Cluster, plan: Plan, tokens: int, ulysses: int, ring: int, shard: int, choices: list[Kept]
-) -> tuple[Plan, Memory] | None:
-    """The Plan as it fits, with what it takes; None where it does not."""
+) -> Iterator[tuple[Plan, Memory]]:
+    """The Plan in every way that it fits, from the fastest places on, with what it takes."""
     variants = _places(plan) if plan.sweeps and plan.kv is None else [plan]
-    found: list[tuple[int, int, Plan, Memory]] = []  # layers that attend again, the number of the variant
     for variant in variants:
         fitted = _placed(spec, cluster, variant, tokens, ulysses, ring, shard, choices) if plan.sweeps else variant
         if fitted is None:
             continue
         memory = predict_memory(spec, fitted, tokens, ulysses, ring, shard)
-        if memory.total > cluster.capacity or memory.host > cluster.of_host() or memory.disk > cluster.of_disk():
-            continue
-        again = fitted.placement(spec.layers).o.count(RECOMPUTE) if plan.sweeps else 0
-        if not again:
-            return fitted, memory
-        found.append((again, len(found), fitted, memory))
-    return min(found)[2:] if found else None
+        if memory.total <= cluster.capacity and memory.host <= cluster.of_host() and memory.disk <= cluster.of_disk():
+            yield fitted, memory
 
 
 def _places(plan: Plan) -> Iterator[Plan]:

@@ -7,24 +7,14 @@ from typing import Any
 from ithaca.errors import PlanError
 from ithaca.model.named import find_config
 from ithaca.model.spec import read_spec
-from ithaca.planner.explain import (
-    LIMITS,
-    Asked,
-    alternatives,
-    assumptions,
-    explain,
-    mfu,
-    options,
-    resized,
-    train_line,
-)
-from ithaca.planner.machine import MOST_GPUS
+from ithaca.planner.explain import LIMITS, Asked, alternatives, assumptions, explain, mfu, options, resized, train_line
 from ithaca.planner.owners import ALLOCATOR, GATHERED, GRADIENTS, KERNELS, STATES
-from ithaca.planner.search import Answer, Cluster, binding, longest, search
+from ithaca.planner.search import STEP, Answer, Cluster, binding, longest, search
 from ithaca.plans.plan import Plan
 from ithaca.sizes import format_bytes, format_tokens
 
-PER_PARAMETER = 16  # bytes: a weight, its gradient and two moments, in fp32
+PER_PARAMETER = 16  # bytes of weight, gradient and moments
+MOST_TRIED = 4096  # GPUs that may be named as enough
 PEAK = {"states": (STATES, GRADIENTS), "workspace": (GATHERED, KERNELS, ALLOCATOR)}  # the rest are activations
 
 
@@ -54,30 +44,39 @@ def run(
         print("\n".join(explain(asked, answer, most, limit)))
 
 
-def refusal(asked: Asked, most: int) -> str:
-    """Why nothing fits, with both numbers, and what would."""
+def refusal(asked: Asked, most: int, option: str = "--tokens ") -> str:
+    """Why nothing fits, with both numbers, and what would; `option` is where the length is given."""
     spec, cluster = asked.spec, asked.cluster
     name = f"{asked.model} on {cluster.count}x{cluster.gpu.name}"
     if asked.tokens and most:
         limit = binding(spec, cluster, asked.recipe, most)
         have = {"GPU": cluster.gpu.memory, "host": cluster.host, "disk": cluster.disk}[limit]
         return (
-            f"{format_tokens(asked.tokens)} tokens of {name} do not fit: --tokens {format_tokens(most)} is the "
+            f"{format_tokens(asked.tokens)} tokens of {name} do not fit: {option}{format_tokens(most)} is the "
             f"longest, by {format_bytes(have)} of {LIMITS[limit]}"
         )
+    enough = _enough(asked)
+    hint = f": {enough} GPUs would do" if enough else ""
     states = PER_PARAMETER * spec.parameters() / cluster.count
     if states > cluster.capacity:
-        needed = cluster.count
-        while needed < MOST_GPUS and not longest(spec, resized(cluster, needed), asked.recipe):
-            needed *= 2
         return (
-            f"{name} does not fit: weights, gradients and moments take {format_bytes(states)} of each GPU, which has "
-            f"{format_bytes(cluster.capacity)}, and moments on the host leave too little: {needed} GPUs hold it"
+            f"{name} does not fit: weights, gradients and moments alone take {format_bytes(states)} of each GPU, which "
+            f"has {format_bytes(cluster.capacity)}{hint}"
         )
     return (
         f"{name} does not fit at any length: a GPU has {format_bytes(cluster.capacity)}, a node "
-        f"{format_bytes(cluster.host)} (--host) and {format_bytes(cluster.disk)} of disk (--disk)"
+        f"{format_bytes(cluster.host)} (--host) and {format_bytes(cluster.disk)} of disk (--disk){hint}"
     )
+
+
+def _enough(asked: Asked) -> int | None:
+    """Twice, four times … as many GPUs, in whole nodes, on which it fits; None where there is no such number."""
+    count, node = asked.cluster.count, asked.cluster.node_gpus
+    while (count := 2 * count) <= MOST_TRIED:
+        count = count if count <= node else -(-count // node) * node
+        if search(asked.spec, resized(asked.cluster, count), asked.tokens or STEP, asked.recipe):
+            return count
+    return None
 
 
 def describe(asked: Asked, answer: Answer, most: int, limit: str) -> dict[str, Any]:
@@ -90,7 +89,7 @@ def describe(asked: Asked, answer: Answer, most: int, limit: str) -> dict[str, A
         "model": asked.model,
         "gpus": f"{asked.cluster.count}x{asked.cluster.gpu.name}",
         "tokens": answer.tokens,
-        "max_tokens": most,
+        "max_tokens": max(most, answer.tokens),
         "limit": limit,
         "recomputed_attention_layers": answer.recomputed(asked.spec),
         "plan": options(answer.plan),

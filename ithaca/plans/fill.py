@@ -107,9 +107,10 @@ def some_choices(layers: int) -> list["Kept"]:
 
 
 def least_choices(layers: int, recomputing: bool) -> list["Kept"]:
-    """What takes the fewest bytes: every o with the fewest x; or, where attention may run again, every x alone."""
+    """What takes the fewest bytes: every o with the fewest x; of the device, with every x, so that none is made in
+    passing; or, where attention may run again, every x alone."""
     every = [*_choices(layers)]
-    return every[-layers - 1 :: layers] if recomputing else [every[-layers - 1]]
+    return [every[0], every[-layers - 1], *(every[-1:] if recomputing else [])]
 
 
 def _read(

@@ -1,5 +1,6 @@
 """The Plan and the mesh of a run that names none: the planner's answer for the ranks and the memory that are here."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -10,9 +11,10 @@ from ithaca.model.spec import Spec
 from ithaca.parallel.mesh import Mesh
 from ithaca.planner.explain import Asked, explain
 from ithaca.planner.hardware import nearest, read_gpus
-from ithaca.planner.search import KEPT_BACK, Cluster, binding, longest, search
+from ithaca.planner.search import KEPT_BACK, SHORTEST, Cluster, binding, longest, search
 from ithaca.planner.show_plan import refusal
 from ithaca.plans.plan import Plan
+from ithaca.sizes import format_tokens
 from ithaca.tape.budget import host_budget
 
 UNKNOWN = "A100-80GB"  # what a GPU that nobody knows is taken to be like
@@ -25,24 +27,38 @@ def choose_plan(config: Config, spec: Spec, grid: Mesh, tokens: int) -> Chosen:
     if config.plan is not None:
         return config.plan, config.mesh, []
     mesh = config.mesh
-    if grid.device.type != "cuda":
+    if grid.device.type != "cuda" or tokens < SHORTEST:
         # Nothing to plan for: memory of a CPU is the host's, and nobody waits for its speed
         return Plan(recipe="dense" if mesh.ring * mesh.ulysses == 1 else "sweep"), mesh, []
-    cluster = _here(grid)
+    cluster = _here(grid, mesh.replicate)
     axes = None if mesh == MeshSection() else (mesh.ulysses, mesh.ring)
-    sequences = config.train.micro or config.train.batch
+    sequences = -(-(config.train.micro or config.train.batch or 1) // mesh.replicate)
     answer = search(spec, cluster, tokens, mesh=axes, sequences=sequences)
     most = longest(spec, cluster)
     asked = Asked(config.model.source, spec, cluster, tokens, None)
     if answer is None:
-        raise PlanError(refusal(asked, most))
+        raise PlanError(_refusal(asked, most, axes, sequences))
     lines = explain(asked, answer, most, binding(spec, cluster, None, most))
     if axes is None:
         mesh = replace(mesh, ulysses=answer.ulysses, ring=answer.ring)
     return answer.plan, mesh, lines
 
 
-def _here(grid: Mesh) -> Cluster:
+def _refusal(asked: Asked, most: int, axes: tuple[int, int] | None, sequences: int) -> str:
+    """Why nothing fits; where the length alone would, what else was asked for."""
+    tokens, cluster = asked.tokens or most, asked.cluster
+    if most < tokens:
+        return refusal(asked, most, "train.tokens=")
+    given = [f"mesh.ulysses={axes[0]} and mesh.ring={axes[1]}"] if axes else []
+    given += [f"{sequences} sequences in a pass"] if sequences > 1 else []
+    return (
+        f"{format_tokens(tokens)} tokens of {asked.model} on {cluster.count}x{cluster.gpu.name} do not fit with "
+        f"{', and '.join(given)}: train.micro=1 without options of mesh does"
+    )
+
+
+def _here(grid: Mesh, copies: int) -> Cluster:
+    """The GPUs of one copy of the parameters, with their part of the nodes."""
     properties = torch.cuda.get_device_properties(grid.device)
     known = read_gpus()
     try:
@@ -51,5 +67,7 @@ def _here(grid: Mesh) -> Cluster:
         # Which Plan is fastest depends little on the rates, and whether it fits not at all
         like, why = known[UNKNOWN], f"assumed as of the {UNKNOWN}: {properties.name} is in no table"
         gpu = replace(like, name=properties.name, sources=dict.fromkeys(like.sources, why))
-    gpu = replace(gpu, memory=float(properties.total_memory))
-    return Cluster(grid.size, gpu, host=host_budget()[0] / (1 - KEPT_BACK), node_gpus=grid.node_ranks or grid.size)
+    count, node = grid.size // copies, grid.node_ranks or grid.size
+    gpus = math.gcd(count, node)
+    host = host_budget()[0] / (1 - KEPT_BACK) * gpus / node
+    return Cluster(count, replace(gpu, memory=float(properties.total_memory)), host, node_gpus=gpus)

@@ -1,0 +1,296 @@
+"""`ithaca plan` as a user types it: an answer that adds up, and one sentence for every mistake."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ithaca.config import read_config
+from ithaca.model.presets import PRESETS
+from ithaca.plans.plan import RECIPES
+from ithaca.sizes import format_tokens
+from tests.nursery import Ended, Nursery
+
+Say = Callable[..., Ended]
+
+
+@pytest.fixture
+def say(nursery: Nursery, tmp_path: Path) -> Say:
+    return lambda *words: nursery.command("plan", *words, folder=tmp_path)
+
+
+def answer(end: Ended) -> dict[str, Any]:
+    assert end.code == 0, end.err
+    assert end.err == ""
+    return json.loads(end.out)
+
+
+# What the design names, and what else is there
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    "fits": bool,
+    "tokens": int,
+    "max_tokens": int,
+    "limit": str,
+    "plan": dict,
+    "memory": dict,
+    "host_bytes": int,
+    "disk_bytes": int,
+    "seconds_per_step": float,
+    "tokens_per_second_per_gpu": float,
+    "mfu_causal": float,
+    "model": str,
+    "gpus": str,
+    "mesh": dict,
+    "recomputed_attention_layers": int,
+    "memory_by_owner": dict,
+    "memory_free": int,
+    "seconds_by_part": dict,
+    "assumed": list,
+    "alternatives": list,
+    "train": str,
+}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["llama3-8b", "--tokens", "5M", "--host", "1.9TB"],
+        ["llama3-8b", "--tokens", "30M", "--disk", "28TB"],
+        ["llama3-70b", "--gpus", "32xH100-80GB", "--recipe", "ulysses"],
+        ["tiny", "--gpus", "1xRTX4090-24GB", "--tokens", "128"],
+    ],
+    ids=" ".join,
+)
+def test_the_object(say: Say, words: list[str]) -> None:
+    found = answer(say(*words, "--json"))
+    assert set(found) == set(FIELDS)
+    for name, kind in FIELDS.items():
+        assert type(found[name]) is kind, name
+    assert found["fits"] is True
+    assert found["limit"] in ("GPU", "host", "disk")
+    assert found["max_tokens"] >= found["tokens"]
+    count, name = found["gpus"].split("x", 1)
+    memory = found["memory"]
+    assert set(memory) == {"states", "activations", "workspace", "total"}
+    assert all(type(size) is int and size > 0 for size in memory.values())
+    assert memory["total"] == memory["states"] + memory["activations"] + memory["workspace"]
+    assert memory["total"] == sum(found["memory_by_owner"].values())
+    assert memory["total"] + found["memory_free"] < float(name.split("-")[1].removesuffix("GB")) * 1e9
+    assert found["memory_free"] >= 0
+    assert (found["disk_bytes"] > 0) == ("--disk" in words)
+    mesh = found["mesh"]
+    assert mesh["shard"] * mesh["ring"] * mesh["ulysses"] == int(count)
+    rate = found["tokens"] / found["seconds_per_step"] / (mesh["ring"] * mesh["ulysses"])
+    assert found["tokens_per_second_per_gpu"] == pytest.approx(rate)
+    assert 0 < found["mfu_causal"] < 0.8
+    assert found["seconds_per_step"] >= max(found["seconds_by_part"].values())
+    config = read_config(None, shlex.split(found["train"])[3::2])
+    assert config.plan is not None
+    assert {name: getattr(config.plan, name) for name in found["plan"]} == found["plan"]
+
+
+def test_the_words(say: Say) -> None:
+    end = say("llama3-8b", "--tokens", "2M", "--host", "1.9TB")
+    assert (end.code, end.err) == (0, "")
+    lines = end.out.splitlines()
+    assert lines[0] == "llama3-8b at 2M tokens on 8xH100-80GB: fits, with recipe 'sweep' on ulysses 8"
+    for wanted in (
+        r"a GPU, at its peak \(.* block\)  .* GiB of 70.1 GiB",
+        r"  states +11.2 GiB  = 8,030,261,248 parameters × 12 bytes / 8",
+        r"  K and V +3 GiB  = 2,097,152 tokens × 1 heads × 128 × 2 × \(2 \+ 4\) bytes",
+        r"a node's host   .* of 1.73 TiB",
+        r"block inputs x  .* layers",
+        r"outputs o       .* layers",
+        r"attention       runs once",
+        r"free on a GPU   .*",
+        r"a step          .*: \d+ tokens/s on each GPU, [0-9.]+ % causal MFU",
+        r"  attention forward .*, attention backward .*, linear .*, exchange .*, copies .*, weights .*, optimizer .*",
+        r"the longest context is \d+K, and what limits it is the host's memory \(--host\)",
+        r"  longer: \d+K tokens, .* a step",
+        r"  longer: \d+K tokens where attention may run again in backward",
+        r"  faster: 16xH100-80GB, .* a sequence instead of .*",
+        r"  fewer GPUs: 4xH100-80GB.*",
+        r"assumed: .*5% of the host kept back",
+    ):
+        assert any(re.fullmatch(wanted, line) for line in lines), (wanted, end.out)
+    assert not any("disk" in line for line in lines)
+    assert lines[-1].startswith(
+        "ithaca train --set model.source=llama3-8b --set train.tokens=2M --set plan.recipe=sweep"
+    )
+    read_config(None, shlex.split(lines[-1])[3::2])
+
+
+def test_the_longest_is_planned_for_when_no_length_is_given(say: Say) -> None:
+    """One that is longer fits only where attention runs again, and the words say so."""
+    found = answer(say("llama3-8b", "--host", "1.9TB", "--json"))
+    longest = found["tokens"]
+    assert longest == found["max_tokens"] >= 5.5 * 2**20
+    assert (found["limit"], found["recomputed_attention_layers"]) == ("host", 0)
+    tokens = str(int(longest * 1.05))
+    end = say("llama3-8b", "--host", "1.9TB", "--tokens", tokens)
+    assert f"the longest context where attention runs once is {format_tokens(longest)}" in end.out
+    assert re.search(r"attention       runs again in backward, in \d+ of 32 layers", end.out)
+
+
+def test_what_fits_is_no_longer_than_the_longest(say: Say) -> None:
+    words = ["llama3.2-1b", "--gpus", "1xRTX4090-24GB", "--host", "64GB", "--tokens"]
+    found = [answer(say(*words, tokens, "--json")) for tokens in ("640K", "645K")]
+    assert [other["max_tokens"] for other in found] == [640 * 1024, 645 * 1024]  # told in steps of 64K
+
+
+def test_faster_is_faster(say: Say) -> None:
+    """Of a model this small nothing is gained by another GPU."""
+    found = answer(say("tiny", "--gpus", "1xRTX4090-24GB", "--tokens", "128", "--json"))
+    assert not any(text.startswith("faster") for text in found["alternatives"])
+
+
+def test_a_folder_is_a_model(say: Say, tmp_path: Path) -> None:
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(dict(PRESETS["tiny"])))
+    found = answer(say(str(folder), "--gpus", "1xL40S-48GB", "--tokens", "4K", "--json"))
+    assert read_config(None, shlex.split(found["train"])[3::2]).model.source == str(folder)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "sweep"])
+def test_every_recipe(say: Say, recipe: str) -> None:
+    found = answer(say("llama3.2-1b", "--gpus", "2xA100-80GB", "--tokens", "64K", "--recipe", recipe, "--json"))
+    assert found["plan"]["recipe"] == recipe
+
+
+# Mistakes
+def refused(end: Ended) -> str:
+    assert end.code == 2, (end.out, end.err)
+    assert len(end.err.strip().splitlines()) == 1, end.err
+    assert end.err.startswith("error: ")
+    assert "Traceback" not in end.out + end.err
+    return end.err.strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["llama3-8b", "--gpus", "8xH10-80GB"], "GPU 'H10-80GB' is not known: did you mean 'H100-80GB'?"),
+        (["llama3-8b", "--gpus", "8xA100"], "GPU 'A100' is one of several: A100-40GB or A100-80GB"),
+        (["llama3-8b", "--gpus", ""], "GPU '' is not known: known are A100-40GB"),
+        (["llama3-9b"], "'llama3-9b' is neither a folder nor a preset: did you mean 'llama3-8b'?"),
+        (["llama3-8b", "--recipe", "sweeep"], "recipe 'sweeep' does not exist: did you mean 'sweep'?"),
+        (["llama3-8b", "--gpus", "0xH100-80GB"], "'0xH100-80GB' has 0 GPUs: 1 or more can be planned for"),
+        (["llama3-8b", "--gpus", "-3xH100-80GB"], "GPU '-3xH100-80GB' is not known"),
+        (["llama3-8b", "--gpus", f"{10**7}xH100-80GB"], "cannot be planned for: 1 to 1048576 GPUs can"),
+        (["llama3-8b", "--gpus", f"{9999 * '9'}xH100-80GB"], "cannot be planned for: 1 to 1048576 GPUs can"),
+        (
+            ["llama3-8b", "--gpus", "12xH100-80GB"],
+            "--gpus 12xH100-80GB does not fill nodes of 8 GPUs: 8 or 16 do, or say how many a node has with --node-gp",
+        ),
+        (["llama3-8b", "--node-gpus", "0"], "--node-gpus 0 cannot be planned for: 1 to 576 can"),
+        (
+            ["llama3-8b", "--tokens", "127"],
+            "--tokens 127 cannot be planned for: 128, a tile of attention, to 4096M can",
+        ),
+        (
+            ["llama3-8b", "--tokens", "4097M"],
+            "--tokens 4097M cannot be planned for: 128, a tile of attention, to 4096M",
+        ),
+        (["llama3-8b", "--tokens", "999999999G"], "cannot be planned for: 128, a tile of attention, to 4096M can"),
+        (["llama3-8b", "--tokens", "0"], "'0' is not a number of tokens: write 4096, 64K or 5M"),
+        (["llama3-8b", "--tokens", "many"], "'many' is not a number of tokens: write 4096, 64K or 5M"),
+        (["llama3-8b", "--host", "lots"], "'lots' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
+        (["llama3-8b", "--disk", "some"], "'some' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
+        (["tiny", "--picture", "x.jpeg"], "--picture x.jpeg is of no kind that can be drawn: .png, .svg and .pdf are"),
+        (["tiny", "--picture", "x"], "--picture x is of no kind that can be drawn: .png, .svg and .pdf are"),
+        (
+            ["tiny", "--hardware", "none.toml"],
+            "'none.toml' cannot be read as TOML ([Errno 2] No such file or directory",
+        ),
+        (["tiny", "--hardware", "."], "'.' cannot be read as TOML"),
+        (
+            ["llama3-8b", "--tokens", "40M", "--host", "200GB"],
+            "40M tokens of llama3-8b on 8xH100-80GB do not fit: --tokens",
+        ),
+    ],
+    ids=lambda item: " ".join(item)[:60] if isinstance(item, list) else "",
+)
+def test_mistakes(say: Say, words: list[str], sentence: str) -> None:
+    assert sentence in refused(say(*words))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_nothing_to_measure(say: Say, tmp_path: Path) -> None:
+    assert "--measure measures a GPU, and there is none here: leave it out" in refused(
+        say("tiny", "--measure", "m.toml")
+    )
+    assert not (tmp_path / "m.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("[", "cannot be read as TOML"),
+        ("x = 1", "is no GPU: a table of numbers is"),
+        ('["H100-80GB"]\nmemory = "80GB"', "memory of GPU 'H100-80GB' is 80GB: a number and its source are needed"),
+        ('["Mine-1GB"]\nmemory = [1e9, "me"]', "GPU 'Mine-1GB' has no flops: a number and its source are needed"),
+    ],
+)
+def test_hardware_that_cannot_be_used(say: Say, tmp_path: Path, content: str, sentence: str) -> None:
+    (tmp_path / "mine.toml").write_text(content)
+    assert sentence in refused(say("tiny", "--hardware", "mine.toml"))
+
+
+def test_hardware_of_one_s_own(say: Say, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('["H100-80GB"]\nmatmul = [1e12, "measured here"]\n')
+    words = ["tiny", "--gpus", "1xH100-80GB", "--tokens", "8K", "--json"]
+    slow, fast = answer(say(*words, "--hardware", "mine.toml")), answer(say(*words))
+    assert slow["seconds_by_part"]["linear"] > 10 * fast["seconds_by_part"]["linear"]
+    assert not any("matmul" in text for text in slow["assumed"])
+    assert any("matmul" in text for text in fast["assumed"])
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "gpu"),
+    [("llama3-70b", 8, "A100-40GB"), ("llama3-8b", 3, "RTX4090-24GB"), ("qwen3-32b", 3, "H100-80GB")],
+)
+def test_states_that_do_not_fit(say: Say, model: str, count: int, gpu: str) -> None:
+    """The number of GPUs that is named does hold them: ask again."""
+    text = refused(say(model, "--gpus", f"{count}x{gpu}"))
+    found = re.search(r"does not fit: weights, gradients and moments alone take .*: (\d+) GPUs would do", text)
+    assert found, text
+    enough = int(found[1])
+    assert enough > count
+    assert answer(say(model, "--gpus", f"{enough}x{gpu}", "--json"))["fits"]
+
+
+def test_a_length_that_does_not_fit(say: Say) -> None:
+    """The length that is named does: ask again."""
+    end = say("llama3-8b", "--tokens", "40M", "--host", "1.2TB", "--json")
+    found = json.loads(end.out)
+    assert (found["fits"], found["tokens"]) == (False, 40 * 2**20)
+    assert found["why"] in refused(end)
+    shorter = re.search(r"--tokens (\w+) is the longest, by 1.09 TiB of the host's memory \(--host\)", found["why"])
+    assert shorter, found["why"]
+    again = answer(say("llama3-8b", "--tokens", shorter[1], "--host", "1.2TB", "--json"))
+    assert again["tokens"] == found["max_tokens"]
+
+
+# Beside the answer
+def test_a_picture(say: Say, tmp_path: Path) -> None:
+    end = say("tiny", "--gpus", "1xRTX4090-24GB", "--tokens", "64K", "--host", "4GB", "--picture", "x.png")
+    assert end.code == 0, end.err
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert end.out.startswith("tiny at 64K tokens")
+    assert "--picture nowhere/x.png cannot be written (No such file or directory)" in refused(
+        say("tiny", "--gpus", "1xRTX4090-24GB", "--host", "4GB", "--picture", "nowhere/x.png")
+    )
+
+
+def test_it_needs_no_torch() -> None:
+    asked = "from ithaca.cli import app; app(['plan', 'tiny', '--tokens', '64K'], standalone_mode=False)"
+    program = f"import sys; {asked}; assert not {{'torch', 'matplotlib'}} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, stdout=subprocess.DEVNULL)

@@ -1,0 +1,209 @@
+"""A run that names no Plan: on a CPU the simplest one, on GPUs the planner's for the ranks and the memory there are."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ithaca.config import Config, MeshSection, read_config
+from ithaca.errors import PlanError
+from ithaca.model.named import find_config
+from ithaca.model.spec import read_spec
+from ithaca.planner.hardware import read_gpus
+from ithaca.planner.memory import predict_memory
+from ithaca.planner.search import Cluster, search
+from ithaca.plans.plan import Plan
+from ithaca.train import auto
+from ithaca.train.auto import Chosen, choose_plan
+from ithaca.train.loop import train
+from ithaca.train.run import RunFolder
+from tests.nursery import Nursery
+
+K, M = 2**10, 2**20
+
+
+# On a CPU
+def losses(nursery: Nursery, config: Config, path: Path, ranks: int) -> list[float]:
+    for end in nursery.job(train, config, path, ranks=ranks):
+        assert end.code == 0, end.err
+    return [line["loss"] for line in RunFolder(path).read_metrics()]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "recipe", "ranks"), [(MeshSection(), "dense", 1), (MeshSection(ulysses=2), "sweep", 2)]
+)
+def test_on_a_cpu(
+    nursery: Nursery, small_config: Config, tmp_path: Path, mesh: MeshSection, recipe: str, ranks: int
+) -> None:
+    """The same losses as with the recipe that a user would name; the run names none, and goes on so."""
+    config = replace(small_config, mesh=mesh, train=replace(small_config.train, steps=4))
+    assert config.plan is None
+    named = losses(nursery, replace(config, plan=Plan(recipe=recipe)), tmp_path / "named", ranks)
+    found = losses(nursery, config, tmp_path / "run", ranks)
+    assert found == named
+    saved = RunFolder(tmp_path / "run").saved_config()
+    assert saved.plan is None
+    assert saved.mesh == mesh
+    assert "[plan]" not in (tmp_path / "run" / "config.toml").read_text()
+    longer = replace(saved, train=replace(saved.train, steps=6))
+    again = losses(nursery, longer, tmp_path / "run", ranks)
+    assert (len(again), again[:4]) == (6, found)
+
+
+# On GPUs that are not there
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the driver and the kernel say; a test may change it."""
+    said = {"name": "NVIDIA H100 80GB HBM3", "memory": 80 * 10**9, "host": int(0.95 * 1.9e12)}
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda _: SimpleNamespace(name=said["name"], total_memory=said["memory"]),
+    )
+    monkeypatch.setattr(auto, "host_budget", lambda: (said["host"], "free memory"))
+    return said
+
+
+def chosen(
+    *overrides: str, ranks: int = 8, node: int | None = None, model: str = "llama3-8b", tokens: int = 5 * M
+) -> Chosen:
+    config = read_config(None, [f"model.source={model}", *overrides])
+    grid: Any = SimpleNamespace(device=torch.device("cuda"), size=ranks, node_ranks=node)
+    return choose_plan(config, read_spec(find_config(model)[0]), grid, tokens)
+
+
+def cluster(count: int, host: float = 1.9e12, node: int = 8) -> Cluster:
+    return Cluster(count, read_gpus()["H100-80GB"], host, node_gpus=node)
+
+
+def test_it_is_the_planner_s_answer(machine: dict[str, Any]) -> None:  # noqa: ARG001
+    plan, mesh, said = chosen()
+    spec = read_spec(find_config("llama3-8b")[0])
+    wanted = search(spec, cluster(8), 5 * M)
+    assert wanted is not None
+    assert plan == wanted.plan
+    assert mesh == MeshSection(ulysses=8)
+    assert said[0] == "llama3-8b at 5M tokens on 8xH100-80GB: fits, with recipe 'sweep' on ulysses 8"
+    assert said[-1].startswith("ithaca train --set model.source=llama3-8b --set train.tokens=5M")
+
+
+def test_the_memory_is_what_there_is(machine: dict[str, Any]) -> None:
+    """Of the GPU that is here, not of the one in the table; and of the host."""
+    roomy = chosen(tokens=2 * M)[0]
+    machine["memory"] = 50 * 10**9
+    smaller = chosen(tokens=2 * M)[0]
+    assert smaller != roomy
+    spec = read_spec(find_config("llama3-8b")[0])
+    assert predict_memory(spec, smaller, 2 * M, 8).total < 50e9 < predict_memory(spec, roomy, 2 * M, 8).total
+    machine["host"] = 2 * 10**11
+    with pytest.raises(
+        PlanError, match=r"2M tokens of llama3-8b on 8xH100-80GB do not fit: train.tokens=\w+ is the longest"
+    ):
+        chosen(tokens=2 * M)
+
+
+def test_several_nodes(machine: dict[str, Any]) -> None:  # noqa: ARG001
+    plan, mesh, said = chosen(ranks=16, node=8)
+    wanted = search(read_spec(find_config("llama3-8b")[0]), cluster(16), 5 * M)
+    assert wanted is not None
+    assert (plan, mesh.ulysses, mesh.ring) == (wanted.plan, wanted.ulysses, wanted.ring)
+    assert any("across" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("given", "mesh", "recipes"),
+    [
+        (["mesh.ulysses=2", "mesh.ring=2"], MeshSection(ulysses=2, ring=2), {"sweep", "hybrid"}),
+        (["mesh.ring=4"], MeshSection(ring=4), {"sweep", "hybrid", "ring"}),
+        (["mesh.shard=8"], MeshSection(shard=8), {"sweep", "dense"}),
+    ],
+)
+def test_a_mesh_that_is_given(machine: dict[str, Any], given: list[str], mesh: MeshSection, recipes: set[str]) -> None:  # noqa: ARG001
+    plan, found, _ = chosen(*given, tokens=64 * K)
+    assert found == mesh
+    assert plan.recipe in recipes
+    sharing = mesh.ulysses * mesh.ring
+    spec = read_spec(find_config("llama3-8b")[0])
+    memory = predict_memory(spec, plan, 64 * K, mesh.ulysses, mesh.ring, 8 // sharing)
+    assert memory.total <= cluster(8).capacity
+
+
+def test_copies_of_the_parameters(machine: dict[str, Any]) -> None:
+    """Each is cut over half of the GPUs, and has half of the node."""
+    _, mesh, said = chosen("mesh.replicate=2", tokens=64 * K)
+    assert mesh == MeshSection(replicate=2)
+    assert "on 4xH100-80GB" in said[0]
+    states = next(line for line in said if line.startswith("  states"))
+    assert states.endswith("bytes / 4")
+    assert any(line.startswith("a node's host") and line.endswith("of 885 GiB") for line in said)
+    machine["memory"] = 24 * 10**9
+    chosen(tokens=64 * K)
+    with pytest.raises(PlanError, match="does not fit"):
+        chosen("mesh.replicate=2", tokens=64 * K)
+
+
+@pytest.mark.parametrize(
+    ("given", "rows"),
+    [
+        (["train.batch=8", "mesh.shard=8"], 1),
+        (["train.batch=32", "mesh.shard=8"], 4),
+        (["train.batch=32", "train.micro=16", "mesh.shard=8"], 2),
+        (["train.micro=9", "mesh.shard=8"], 2),
+        (["train.batch=4", "mesh.ulysses=4"], 2),
+        (["train.batch=32", "mesh.replicate=2"], 4),
+    ],
+)
+def test_sequences_of_a_pass_count(machine: dict[str, Any], given: list[str], rows: int) -> None:  # noqa: ARG001
+    """Those of a rank lie side by side: memory is that of one sequence as long as all."""
+    _, _, said = chosen(*given, tokens=64 * K)
+    assert f" at {64 * rows}K tokens on " in said[0]
+    assert " --set train.tokens=64K " in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "sentence"),
+    [
+        (
+            [],
+            {"model": "llama3-70b", "ranks": 2},
+            "llama3-70b on 2xH100-80GB does not fit: weights, gradients and moments",
+        ),
+        (
+            [],
+            {"tokens": 40 * M},
+            r"40M tokens of llama3-8b on 8xH100-80GB do not fit: train.tokens=\w+ is the longest, by",
+        ),
+        (
+            ["mesh.ulysses=2"],
+            {"tokens": 6 * M},
+            "6M tokens of llama3-8b on 8xH100-80GB do not fit with mesh.ulysses=2 and mesh.ring=1: train.micro=1 with",
+        ),
+        (
+            ["train.batch=64"],
+            {"tokens": 5 * M},
+            "5M tokens of llama3-8b on 8xH100-80GB do not fit with 64 sequences in a pass: train.micro=1 without",
+        ),
+    ],
+)
+def test_what_does_not_fit(machine: dict[str, Any], words: list[str], options: dict[str, Any], sentence: str) -> None:  # noqa: ARG001
+    with pytest.raises(PlanError, match=sentence) as refused:
+        chosen(*words, **options)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_gpu_that_nobody_has_described(machine: dict[str, Any]) -> None:
+    machine["name"] = "Tesla V100-SXM2-32GB"
+    with pytest.raises(
+        PlanError,
+        match="'Tesla V100-SXM2-32GB' is in no table of GPUs, so nothing can be planned for it: name a recipe",
+    ):
+        chosen()
+    assert chosen("plan.recipe=sweep") == (Plan(recipe="sweep"), MeshSection(), [])
+
+
+def test_fewer_tokens_than_a_plan_is_for(machine: dict[str, Any]) -> None:  # noqa: ARG001
+    assert chosen(tokens=64) == (Plan(recipe="dense"), MeshSection(), [])
+    assert chosen("mesh.ulysses=2", tokens=64) == (Plan(recipe="sweep"), MeshSection(ulysses=2), [])
