@@ -194,15 +194,17 @@ def read_config(file: Path | None, overrides: list[str]) -> Config:
     _change_recipe(content, _recipe(given))
     for override in overrides:
         _set(content, override)
-    return build(Config, content, "")
+    config = build(Config, content, "")
+    if config.plan is not None and _recipe(content) is None:
+        print(
+            f"plan.recipe is not given, but other options of the Plan are: '{config.plan.recipe}' it is",
+            file=sys.stderr,
+        )
+    return config
 
 
 def _change_recipe(content: dict[str, Any], recipe: Any) -> None:
     """Another recipe than the file's has no use for some of what the file says: leave that out, and say so."""
-    if recipe == AUTO and isinstance(content.get("plan"), dict):
-        for name in [name for name in content["plan"] if name != "recipe"]:
-            print(f"plan.{name}={content['plan'].pop(name)} is left out: the planner chooses", file=sys.stderr)
-        return
     if (
         not isinstance(recipe, str)
         or recipe not in (*RECIPES, AUTO)
@@ -213,8 +215,7 @@ def _change_recipe(content: dict[str, Any], recipe: Any) -> None:
     build(Config, content, "")  # what is left out must be right as well
     if recipe == AUTO:
         for name in [name for name in content["plan"] if name != "recipe"]:
-            value = content["plan"].pop(name)
-            print(f"plan.{name}={value} is left out: plan.recipe={AUTO} chooses it", file=sys.stderr)
+            print(f"plan.{name}={content['plan'].pop(name)} is left out: the planner chooses", file=sys.stderr)
         return
     for name in RECIPE_OPTIONS:
         value = content["plan"].get(name)
@@ -247,12 +248,7 @@ def build(section: type[Section], content: dict[str, Any], where: str) -> Sectio
 
 def _read_plan(table: Any) -> Plan | None:
     if not isinstance(table, dict) or table.get("recipe") != AUTO:
-        plan = _typed(Plan, table, "plan")
-        if "recipe" not in table:
-            print(
-                f"plan.recipe is not given, but other options of the Plan are: '{plan.recipe}' it is", file=sys.stderr
-            )
-        return plan
+        return _typed(Plan, table, "plan")
     others = [name for name in table if name != "recipe"]
     if others:
         raise ConfigError(

@@ -84,8 +84,12 @@ def test_another_recipe_leaves_out_what_it_has_no_use_for(tmp_path: Path, capsys
         read_config(file, ["plan.checkpoint=full"])
     with pytest.raises(IthacaError, match="chunk=8192 means nothing under recipe 'dense'"):
         read_config(file, ["plan.recipe=dense", "plan.chunk=8K"])
+    capsys.readouterr()
     file.write_text('[plan]\ncheckpoint = "selective"\n')  # of `dense`, which was not said
     assert read_config(file, ["plan.recipe=dense"]).plan.checkpoint == "selective"
+    assert capsys.readouterr().err == ""
+    assert read_config(file, []).plan == Plan(checkpoint="selective")
+    assert capsys.readouterr().err.startswith("plan.recipe is not given, but other options of the Plan are: 'dense' it")
 
 
 def test_a_plan_that_is_left_open(tmp_path: Path) -> None:
@@ -118,8 +122,8 @@ def test_a_plan_of_the_file_is_left_open_again(tmp_path: Path, capsys: pytest.Ca
     assert read_config(file, ["plan.recipe=auto"]).plan is None
     said = capsys.readouterr().err
     assert said.splitlines() == [
-        "plan.chunk=32K is left out: plan.recipe=auto chooses it",
-        "plan.zero=2 is left out: plan.recipe=auto chooses it",
+        "plan.chunk=32K is left out: the planner chooses",
+        "plan.zero=2 is left out: the planner chooses",
     ]
 
 

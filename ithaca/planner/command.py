@@ -35,8 +35,9 @@ def run(
 
         if hardware:
             raise PlanError(f"--measure {measure} and --hardware {hardware} both name rates: give one of them")
-        gpus, hardware = gpus or f"8x{measure_here(measure)}", measure
-    count, gpu = parse_gpus(gpus or USUAL, read_gpus(hardware))
+        found, hardware = measure_here(measure), measure
+        gpus = f"8x{found}" if gpus is None else gpus
+    count, gpu = parse_gpus(USUAL if gpus is None else gpus, read_gpus(hardware))
     show(model, cluster_of(count, gpu, host, disk, node_gpus), wanted, recipe, as_json, picture)
 
 

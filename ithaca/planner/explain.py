@@ -205,7 +205,7 @@ def _count(number: int, what: str) -> str:
 def train_line(asked: Asked, answer: Answer) -> str:
     sets = {
         "model.source": asked.model,
-        "train.tokens": format_tokens(asked.tokens or answer.tokens),  # of a pass there may be more
+        "train.tokens": format_tokens(answer.tokens),
         **{f"plan.{name}": value for name, value in options(answer.plan).items()},
         "mesh.ulysses": answer.ulysses,
         "mesh.ring": answer.ring,

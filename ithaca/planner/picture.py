@@ -11,9 +11,13 @@ SHOWN = ("sweep", "untied", "ulysses")  # recipes side by side
 FIRST = STEP // 2
 
 
-def draw(model: str, spec: Spec, cluster: Cluster, most: int, file: Path) -> None:
+def check_kind(file: Path) -> None:
+    """Before anything is planned: whether it is of a kind that can be drawn."""
     if file.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise PlanError(f"--picture {file} is of no kind that can be drawn: .png, .svg and .pdf are")
+
+
+def draw(model: str, spec: Spec, cluster: Cluster, most: int, file: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("agg")

@@ -9,6 +9,7 @@ from ithaca.model.named import find_config
 from ithaca.model.spec import read_spec
 from ithaca.planner.explain import LIMITS, Asked, alternatives, assumptions, explain, mfu, options, resized, train_line
 from ithaca.planner.owners import ALLOCATOR, GATHERED, GRADIENTS, KERNELS, STATES
+from ithaca.planner.picture import check_kind, draw
 from ithaca.planner.search import STEP, Answer, Cluster, binding, longest, search
 from ithaca.plans.plan import Plan
 from ithaca.sizes import format_bytes, format_tokens
@@ -23,6 +24,8 @@ def run(
 ) -> None:
     """`ithaca plan MODEL --gpus 8xH100-80GB --tokens 5M`."""
     Plan(recipe=recipe or "sweep")  # which must exist
+    if picture:
+        check_kind(picture)
     asked = Asked(model, read_spec(find_config(model)[0]), cluster, tokens, recipe)
     most = longest(asked.spec, cluster, recipe)
     wanted = tokens or most
@@ -35,8 +38,6 @@ def run(
         raise SystemExit(PlanError.code)
     limit = binding(asked.spec, cluster, recipe, most)
     if picture:
-        from ithaca.planner.picture import draw
-
         draw(asked.model, asked.spec, cluster, most, picture)
     if as_json:
         print(json.dumps(describe(asked, answer, most, limit), indent=2))

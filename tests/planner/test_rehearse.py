@@ -51,7 +51,7 @@ def rehearsed(nursery: Nursery, folder: Path, name: str, *words: str) -> dict[st
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("sweep", "dense") else pytest.mark.full) for name in SCENES]
+    "name", [pytest.param(name, marks=() if name == "sweep" else pytest.mark.full) for name in SCENES]
 )
 def test_memory_is_that_of_a_real_rank(ranks, nursery: Nursery, tmp_path: Path, name: str) -> None:
     found, wanted = rehearsed(nursery, tmp_path, name), ranks(4).run(real, name)[0]

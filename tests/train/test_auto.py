@@ -16,6 +16,7 @@ from ithaca.planner.hardware import read_gpus
 from ithaca.planner.memory import predict_memory
 from ithaca.planner.search import Cluster, search
 from ithaca.plans.plan import Plan
+from ithaca.sizes import format_bytes
 from ithaca.train import auto
 from ithaca.train.auto import Chosen, choose_plan
 from ithaca.train.loop import train
@@ -138,7 +139,7 @@ def test_copies_of_the_parameters(machine: dict[str, Any]) -> None:
     assert "on 4xH100-80GB" in said[0]
     states = next(line for line in said if line.startswith("  states"))
     assert states.endswith("bytes / 4")
-    assert any(line.startswith("a node's host") and line.endswith("of 885 GiB") for line in said)
+    assert any(line.startswith("a node's host") and line.endswith("of 841 GiB") for line in said)
     machine["memory"] = 24 * 10**9
     chosen(tokens=64 * K)
     with pytest.raises(PlanError, match="does not fit"):
@@ -146,21 +147,29 @@ def test_copies_of_the_parameters(machine: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "rows"),
+    ("given", "ranks", "sequences"),
     [
-        (["train.batch=8", "mesh.shard=8"], 1),
-        (["train.batch=32", "mesh.shard=8"], 4),
-        (["train.batch=32", "train.micro=16", "mesh.shard=8"], 2),
-        (["train.micro=9", "mesh.shard=8"], 2),
-        (["train.batch=4", "mesh.ulysses=4"], 2),
-        (["train.batch=32", "mesh.replicate=2"], 4),
+        (["train.batch=8", "mesh.shard=8"], (1, 1, 8), 8),
+        (["train.batch=32", "mesh.shard=8"], (1, 1, 8), 32),
+        (["train.batch=32", "train.micro=16", "mesh.shard=8"], (1, 1, 8), 16),
+        (["train.micro=9", "mesh.shard=8"], (1, 1, 8), 16),  # as the rank with most has it
+        (["train.batch=4", "mesh.ulysses=4"], (4, 1, 2), 4),
+        (["train.batch=32", "mesh.replicate=2"], (1, 1, 4), 16),  # of each copy
     ],
 )
-def test_sequences_of_a_pass_count(machine: dict[str, Any], given: list[str], rows: int) -> None:  # noqa: ARG001
+def test_sequences_of_a_pass_count(
+    machine: dict[str, Any],  # noqa: ARG001
+    given: list[str],
+    ranks: tuple[int, int, int],
+    sequences: int,
+) -> None:
     """Those of a rank lie side by side: memory is that of one sequence as long as all."""
-    _, _, said = chosen(*given, tokens=64 * K)
-    assert f" at {64 * rows}K tokens on " in said[0]
+    plan, _, said = chosen(*given, tokens=64 * K)
+    assert any(line.startswith("a step ") and f" for {sequences} sequences: " in line for line in said)
+    assert " at 64K tokens on " in said[0]
     assert " --set train.tokens=64K " in said[-1]
+    memory = predict_memory(read_spec(find_config("llama3-8b")[0]), plan, 64 * K * sequences // ranks[-1], *ranks)
+    assert f"  {format_bytes(memory.total)} of {format_bytes(cluster(8).capacity)}" in said[2]
 
 
 @pytest.mark.parametrize(
@@ -195,12 +204,15 @@ def test_what_does_not_fit(machine: dict[str, Any], words: list[str], options: d
 
 
 def test_a_gpu_that_nobody_has_described(machine: dict[str, Any]) -> None:
-    machine["name"] = "Tesla V100-SXM2-32GB"
-    with pytest.raises(
-        PlanError,
-        match="'Tesla V100-SXM2-32GB' is in no table of GPUs, so nothing can be planned for it: name a recipe",
-    ):
-        chosen()
+    """Its memory is known; its speed is taken to be another's, and that is said."""
+    machine |= {"name": "Tesla V100-SXM2-32GB", "memory": 32 * 10**9}
+    plan, mesh, said = chosen(tokens=64 * K)
+    memory = predict_memory(
+        read_spec(find_config("llama3-8b")[0]), plan, 64 * K, mesh.ulysses, mesh.ring, 8 // mesh.ulysses // mesh.ring
+    )
+    assert memory.total < 32 * 10**9
+    assert "on 8xTesla V100-SXM2-32GB: fits" in said[0]
+    assert any("assumed as of the A100-80GB: Tesla V100-SXM2-32GB is in no table" in line for line in said)
     assert chosen("plan.recipe=sweep") == (Plan(recipe="sweep"), MeshSection(), [])
 
 
