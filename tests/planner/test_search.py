@@ -154,6 +154,16 @@ def test_attention_runs_once_where_another_placement_has_room(model: str, gpus: 
         assert answer.recomputed(spec) == 0
 
 
+def test_more_gpus_share_a_sequence_where_attention_then_runs_once() -> None:
+    """One GPU alone would hold 192K of a 70B model, but only by attending twice."""
+    spec, there = spec_of("llama3-70b"), cluster("64xH100-80GB")
+    found, alone = (search(spec, there, 192 * K, mesh=mesh) for mesh in (None, (1, 1)))
+    assert found is not None
+    assert alone is not None
+    assert (found.recomputed(spec), alone.recomputed(spec)) == (0, 80)
+    assert found.rate > 1.1 * alone.rate
+
+
 def test_where_the_gpu_binds_no_x_is_made_in_passing() -> None:
     """Which would take the weights of several layers: with every x on the host there is room."""
     assert longest(spec_of("qwen3-32b"), cluster("8xL40S-48GB")) >= 64 * K
