@@ -199,10 +199,6 @@ def read_config(file: Path | None, overrides: list[str]) -> Config:
 
 def _change_recipe(content: dict[str, Any], recipe: Any) -> None:
     """Another recipe than the file's has no use for some of what the file says: leave that out, and say so."""
-    if recipe == AUTO and isinstance(content.get("plan"), dict):
-        for name in [name for name in content["plan"] if name != "recipe"]:
-            print(f"plan.{name}={content['plan'].pop(name)} is left out: the planner chooses", file=sys.stderr)
-        return
     if (
         not isinstance(recipe, str)
         or recipe not in (*RECIPES, AUTO)

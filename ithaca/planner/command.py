@@ -31,7 +31,7 @@ def run(
     if wanted is not None and not SHORTEST <= wanted <= LONGEST:
         raise PlanError(f"--tokens {tokens} cannot be planned for: {SHORTEST}, a tile of attention, to 4096M can")
     if measure:
-        from ithaca.planner.measure import measure_here  # only now: torch takes its time
+        from ithaca.rehearsal.measure import measure_here  # only now: torch takes its time
 
         if hardware:
             raise PlanError(f"--measure {measure} and --hardware {hardware} both name rates: give one of them")

@@ -257,7 +257,8 @@ def test_a_settled_mesh_and_several_sequences() -> None:
     for sequences, rows in ((8, 4), (3, 2), (2, 1)):  # of a pass, over two groups of four GPUs
         found = search(spec, there, 64 * K, mesh=(2, 2), sequences=sequences)
         assert found is not None
-        assert found.tokens == rows * 64 * K
+        assert (found.tokens, found.rows) == (64 * K, rows)
+        assert found.memory.tiles.length == rows * 64 * K // 4
 
 
 @pytest.mark.parametrize("tokens", [0, 127, LONGEST + 1])

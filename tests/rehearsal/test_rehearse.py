@@ -13,12 +13,12 @@ import torch
 import ithaca
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import read_spec
-from ithaca.planner import bare, rehearse
 from ithaca.planner.memory import predict_memory
 from ithaca.planner.owners import ALLOCATOR, GRADIENTS, HOST, KERNELS
-from ithaca.planner.rehearse import Scene, play
 from ithaca.planner.seconds import _linear_flops
 from ithaca.plans.plan import Plan
+from ithaca.rehearsal import bare, rehearse
+from ithaca.rehearsal.rehearse import Scene, play
 from tests.nursery import Ended, Nursery
 
 SCENES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {

@@ -11,8 +11,8 @@ from torch import Tensor
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
 from ithaca.model.precision import at_least_fp32
-from ithaca.planner.bare import Call
 from ithaca.planner.memory import WORKSPACE
+from ithaca.rehearsal.bare import Call
 
 
 class Timed:
