@@ -179,7 +179,7 @@ def refused(end: Ended) -> str:
     [
         (["llama3-8b", "--gpus", "8xH10-80GB"], "GPU 'H10-80GB' is not known: did you mean 'H100-80GB'?"),
         (["llama3-8b", "--gpus", "8xA100"], "GPU 'A100' is one of several: A100-40GB or A100-80GB"),
-        (["llama3-8b", "--gpus", ""], "GPU '' is not known: known are A100-40GB"),
+        (["llama3-8b", "--gpus", " "], "GPU ' ' is not known: known are A100-40GB"),
         (["llama3-9b"], "'llama3-9b' is neither a folder nor a preset: did you mean 'llama3-8b'?"),
         (["llama3-8b", "--recipe", "sweeep"], "recipe 'sweeep' does not exist: did you mean 'sweep'?"),
         (["llama3-8b", "--gpus", "0xH100-80GB"], "'0xH100-80GB' has 0 GPUs: 1 or more can be planned for"),
