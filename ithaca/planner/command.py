@@ -1,12 +1,16 @@
-"""`ithaca plan` from its options: which GPUs, with what numbers, and what their nodes have."""
+"""`ithaca plan` from its options, and `ithaca.plan`: which GPUs, with what numbers, and what their nodes have."""
 
 from pathlib import Path
 
 from ithaca.errors import PlanError
+from ithaca.model.spec import Spec
+from ithaca.planner.explain import Asked
 from ithaca.planner.hardware import Gpu, parse_gpus, read_gpus
 from ithaca.planner.machine import MOST_ON_A_NODE
-from ithaca.planner.search import LONGEST, SHORTEST, Cluster
+from ithaca.planner.search import LONGEST, SHORTEST, Cluster, longest, search
+from ithaca.planner.show_plan import refusal
 from ithaca.planner.show_plan import run as show
+from ithaca.plans.plan import Plan
 from ithaca.sizes import parse_bytes, parse_tokens
 
 USUAL = "8xH100-80GB"
@@ -38,6 +42,29 @@ def run(
         gpus, hardware = gpus or f"8x{measure_here(measure)}", measure
     count, gpu = parse_gpus(gpus or USUAL, read_gpus(hardware))
     show(model, cluster_of(count, gpu, host, disk, node_gpus), wanted, recipe, as_json, picture)
+
+
+def plan(
+    spec: Spec,
+    gpus: str = USUAL,
+    *,
+    tokens: int | str,
+    host: str | None = None,
+    disk: str = "0",
+    recipe: str | None = None,
+) -> Plan:
+    """The fastest Plan for a context of `tokens` tokens on some GPUs, as `ithaca plan` finds it.
+
+    Raises PlanError where none fits. `host` and `disk` are what a node has, as 1.9TB; not given: what is usual, and none.
+    Which ranks should share a sequence is said by `ithaca plan` and `ithaca mesh`.
+    """
+    count, gpu = parse_gpus(gpus, read_gpus())
+    cluster, wanted = cluster_of(count, gpu, host, disk), parse_tokens(tokens)
+    answer = search(spec, cluster, wanted, recipe)
+    if answer is None:
+        asked = Asked(spec.family, spec, cluster, wanted, recipe)
+        raise PlanError(refusal(asked, longest(spec, cluster, recipe)))
+    return answer.plan
 
 
 def cluster_of(count: int, gpu: Gpu, host: str | None, disk: str, node_gpus: int = 8) -> Cluster:
