@@ -26,7 +26,7 @@ def test_a_plan_from_python() -> None:
     source = ithaca.load_model("llama3-8b")
     plan = ithaca.plan(source.spec, "8xH100-80GB", tokens="5M", host="1.9TB")
     assert (plan.recipe, plan.placement(32).o.count("recompute")) == ("sweep", 0)
-    with pytest.raises(ithaca.PlanError, match="40M tokens of llama .* do not fit"):
+    with pytest.raises(ithaca.PlanError, match=r"40M tokens of llama .* do not fit"):
         ithaca.plan(source.spec, "8xH100-80GB", tokens="40M")
 
 

@@ -55,8 +55,8 @@ def plan(
 ) -> Plan:
     """The fastest Plan for a context of `tokens` tokens on some GPUs, as `ithaca plan` finds it.
 
-    Raises PlanError where none fits. `host` and `disk` are what a node has, as 1.9TB; not given: what is usual, and none.
-    Which ranks should share a sequence is said by `ithaca plan` and `ithaca mesh`.
+    Raises PlanError where none fits. `host` and `disk` are what a node has, as 1.9TB; not given: what is usual, and no
+    disk. Which ranks should share a sequence is said by `ithaca plan` and `ithaca mesh`.
     """
     count, gpu = parse_gpus(gpus, read_gpus())
     cluster, wanted = cluster_of(count, gpu, host, disk), parse_tokens(tokens)
