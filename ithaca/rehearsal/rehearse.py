@@ -34,7 +34,7 @@ from ithaca.plans.plan import Plan
 from ithaca.rehearsal.ballast import absent_bytes, hold, tapes_of
 from ithaca.rehearsal.bare import Products, attention_seconds, product_seconds
 from ithaca.rehearsal.meter import Meter
-from ithaca.rehearsal.stand_ins import Timed, Weightless
+from ithaca.rehearsal.stand_ins import Timed, Weightless, few_visits
 from ithaca.train.optimizer import make_optimizer
 from ithaca.train.start import join_free_memory
 
@@ -106,7 +106,8 @@ def play(scene: Scene, grid: Mesh, say: Callable[[str], None] = lambda _: None) 
         torch.cuda.reset_peak_memory_stats()
     meter.restart()
     products = Products()
-    with meter.running(), products if scene.bare else nullcontext():
+    beside = products if scene.bare else few_visits() if scene.memory_only else nullcontext()
+    with meter.running(), beside:
         seconds = _step(model, optimizer, batch)
     peak = _peaks(meter, grid.device)
     if not scene.memory_only:

@@ -68,10 +68,10 @@ def test_memory_is_that_of_a_real_rank(ranks, nursery: Nursery, tmp_path: Path, 
 
 def test_memory_only(nursery: Nursery, tmp_path: Path) -> None:
     """The same, but for attention; and a length whose host tapes this machine could not hold."""
-    words = ["--set", "plan.kernel=naive"]
+    words = ["--set", "plan.kernel=naive", "--set", "plan.chunk=256"]  # eight chunks: more than a short walk visits
     whole, short = (rehearsed(nursery, tmp_path, "sweep", *words, *more) for more in ((), ("--memory-only",)))
     assert "seconds" not in short
-    for owner in ("states", "K and V", "tapes", "gathered weights"):
+    for owner in ("states", "gradients", "blocks", "K and V", "tapes", "gathered weights"):
         assert short["memory"][owner] == whole["memory"][owner]
     assert short["host_bytes"] == whole["host_bytes"]
 
