@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ithaca.model.spec import Spec
     from ithaca.parallel.batch import Batch
     from ithaca.parallel.mesh import Mesh, mesh
+    from ithaca.planner.command import plan
     from ithaca.plans.fill import place
     from ithaca.plans.plan import Plan
     from ithaca.train.optimizer import make_optimizer
@@ -45,12 +46,14 @@ _HOMES = {
     "make_optimizer": "ithaca.train.optimizer",
     "mesh": "ithaca.parallel.mesh",
     "place": "ithaca.plans.fill",
+    "plan": "ithaca.planner.command",
     "save_model": "ithaca.assemble",
 }
 
 __all__ = [  # noqa: RUF022 (the order of use)
     "load_model",
     "Plan",
+    "plan",
     "place",
     "mesh",
     "apply",

@@ -170,7 +170,7 @@ def rehearse(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run one rank of a job of many on the device that is here: its memory by owner, its time by part."""
-    from ithaca.planner.show_rehearsal import run
+    from ithaca.rehearsal.command import run
     from ithaca.sizes import parse_bytes, parse_tokens
 
     limit = parse_bytes(cap) if cap else None

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 import ithaca
 
 
@@ -18,6 +20,14 @@ def test_importing_and_asking_for_help_loads_no_torch() -> None:
     for run in ("import ithaca", "from ithaca.cli import app; app(['train', '--help'], standalone_mode=False)"):
         program = f"import sys\n{run}\nassert 'torch' not in sys.modules"
         subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_plan_from_python() -> None:
+    source = ithaca.load_model("llama3-8b")
+    plan = ithaca.plan(source.spec, "8xH100-80GB", tokens="5M", host="1.9TB")
+    assert (plan.recipe, plan.placement(32).o.count("recompute")) == ("sweep", 0)
+    with pytest.raises(ithaca.PlanError, match=r"40M tokens of llama .* do not fit"):
+        ithaca.plan(source.spec, "8xH100-80GB", tokens="40M")
 
 
 def test_help_answers_at_once() -> None:

@@ -1,12 +1,16 @@
-"""`ithaca plan` from its options: which GPUs, with what numbers, and what their nodes have."""
+"""`ithaca plan` from its options, and `ithaca.plan`: which GPUs, with what numbers, and what their nodes have."""
 
 from pathlib import Path
 
 from ithaca.errors import PlanError
+from ithaca.model.spec import Spec
+from ithaca.planner.explain import Asked
 from ithaca.planner.hardware import Gpu, parse_gpus, read_gpus
 from ithaca.planner.machine import MOST_ON_A_NODE
-from ithaca.planner.search import LONGEST, SHORTEST, Cluster
+from ithaca.planner.search import LONGEST, SHORTEST, Cluster, longest, search
+from ithaca.planner.show_plan import refusal
 from ithaca.planner.show_plan import run as show
+from ithaca.plans.plan import Plan
 from ithaca.sizes import parse_bytes, parse_tokens
 
 USUAL = "8xH100-80GB"
@@ -31,7 +35,7 @@ def run(
     if wanted is not None and not SHORTEST <= wanted <= LONGEST:
         raise PlanError(f"--tokens {tokens} cannot be planned for: {SHORTEST}, a tile of attention, to 4096M can")
     if measure:
-        from ithaca.planner.measure import measure_here  # only now: torch takes its time
+        from ithaca.rehearsal.measure import measure_here  # only now: torch takes its time
 
         if hardware:
             raise PlanError(f"--measure {measure} and --hardware {hardware} both name rates: give one of them")
@@ -39,6 +43,29 @@ def run(
         gpus = f"8x{found}" if gpus is None else gpus
     count, gpu = parse_gpus(USUAL if gpus is None else gpus, read_gpus(hardware))
     show(model, cluster_of(count, gpu, host, disk, node_gpus), wanted, recipe, as_json, picture)
+
+
+def plan(
+    spec: Spec,
+    gpus: str = USUAL,
+    *,
+    tokens: int | str,
+    host: str | None = None,
+    disk: str = "0",
+    recipe: str | None = None,
+) -> Plan:
+    """The fastest Plan for a context of `tokens` tokens on some GPUs, as `ithaca plan` finds it.
+
+    Raises PlanError where none fits. `host` and `disk` are what a node has, as 1.9TB; not given: what is usual, and no
+    disk. Which ranks should share a sequence is said by `ithaca plan` and `ithaca mesh`.
+    """
+    count, gpu = parse_gpus(gpus, read_gpus())
+    cluster, wanted = cluster_of(count, gpu, host, disk), parse_tokens(tokens)
+    answer = search(spec, cluster, wanted, recipe)
+    if answer is None:
+        asked = Asked(spec.family, spec, cluster, wanted, recipe)
+        raise PlanError(refusal(asked, longest(spec, cluster, recipe)))
+    return answer.plan
 
 
 def cluster_of(count: int, gpu: Gpu, host: str | None, disk: str, node_gpus: int = 8) -> Cluster:

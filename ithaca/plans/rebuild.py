@@ -12,6 +12,7 @@ then needed together.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, Placement
 
@@ -49,7 +50,7 @@ def plan_rebuilds(placement: Placement, roomy: bool) -> Mapping[int, Rebuild]:
             free.append(there.pop(layer))
         if o_serves and ("o", layer) not in there.values():
             free.append(("o", layer))
-    return rebuilds
+    return MappingProxyType(rebuilds)
 
 
 def layers_to_keep(layers: int, count: int) -> set[int]:

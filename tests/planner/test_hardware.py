@@ -17,8 +17,9 @@ def test_every_number_has_a_source() -> None:
         assert gpu.name == name
         assert set(gpu.sources) == set(NUMBERS)
         assert all(gpu.sources.values())
-        assert gpu.memory == pytest.approx(float(name.split("-")[1].removesuffix("GB")) * 1e9, rel=0.07)
-        assert gpu.attention_forward < gpu.matmul < gpu.flops
+        nominal = float(name.split("-")[1].removesuffix("GB")) * 1e9
+        assert nominal <= gpu.memory < 1.1 * nominal
+        assert gpu.attention_backward < gpu.attention_forward < gpu.matmul < gpu.flops
         assert gpu.across <= gpu.inside
         assert all(0 < getattr(gpu, number) < 1e17 for number in NUMBERS)
         assert gpu.ram > gpu.memory

@@ -21,12 +21,13 @@ from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import Spec, read_spec
 from ithaca.parallel.looped import start_looped
 from ithaca.parallel.mesh import mesh
-from ithaca.planner import memory, rehearse
-from ithaca.planner.kernels import Weightless
+from ithaca.planner import memory
 from ithaca.planner.memory import Memory, predict_memory
-from ithaca.planner.meter import Meter
 from ithaca.planner.owners import BATCH, GATHERED, GRADIENTS, KEYS, STATES, TAPES
 from ithaca.plans.plan import Plan
+from ithaca.rehearsal import rehearse
+from ithaca.rehearsal.meter import Meter
+from ithaca.rehearsal.stand_ins import Weightless
 from tests.nursery import Nursery
 
 K, M = 2**10, 2**20

@@ -19,7 +19,7 @@ def from_the_first(last_o: str) -> Placement:
 @example(placement=from_the_first(RECOMPUTE), roomy=True)
 @given(placement=st.integers(1, 20).flatmap(placements), roomy=st.booleans())
 def test_a_rebuilt_x_overwrites_nothing_that_is_needed(placement: Placement, roomy: bool) -> None:
-    rebuilds, last = plan_rebuilds(placement, roomy), len(placement.x) - 1
+    rebuilds, last = dict(plan_rebuilds(placement, roomy)), len(placement.x) - 1
     holds: dict[tuple[str, int], int] = {("x", n): n for n, word in enumerate(placement.x) if word != REBUILD}
     for layer in reversed(range(last + 1)):
         if layer not in holds.values():

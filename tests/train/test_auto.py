@@ -17,7 +17,7 @@ from ithaca.planner.memory import predict_memory
 from ithaca.planner.search import Cluster, search
 from ithaca.plans.plan import Plan
 from ithaca.sizes import format_bytes
-from ithaca.train import auto
+from ithaca.train import auto, start
 from ithaca.train.auto import Chosen, choose_plan
 from ithaca.train.loop import train
 from ithaca.train.run import RunFolder
@@ -52,6 +52,25 @@ def test_on_a_cpu(
     longer = replace(saved, train=replace(saved.train, steps=6))
     again = losses(nursery, longer, tmp_path / "run", ranks)
     assert (len(again), again[:4]) == (6, found)
+
+
+def planned_train(config: Config, path: Path, plan: Plan, mesh: MeshSection) -> None:
+    """Train as if the planner had chosen these."""
+    start.choose_plan = lambda *_: (plan, mesh, ["so it is"])
+    train(config, path)
+
+
+def test_a_mesh_that_was_chosen(nursery: Nursery, small_config: Config, tmp_path: Path) -> None:
+    """Ranks go over to it, and one sequence for those that share it is the batch."""
+    mesh, plan = MeshSection(ulysses=2), Plan(recipe="sweep", chunk=16)
+    config = replace(small_config, train=replace(small_config.train, steps=2, batch=None))
+    named = losses(nursery, replace(config, plan=plan, mesh=mesh), tmp_path / "named", 2)
+    ends = nursery.job(planned_train, config, tmp_path / "run", plan, mesh, ranks=2)
+    assert [end.code for end in ends] == [0, 0], ends
+    assert "so it is" in ends[0].out
+    folder = RunFolder(tmp_path / "run")
+    assert [line["loss"] for line in folder.read_metrics()] == named
+    assert (folder.saved_config().mesh, folder.saved_config().train.batch) == (MeshSection(), 1)
 
 
 # On GPUs that are not there

@@ -119,7 +119,7 @@ def _owner(frame: FrameType | None) -> str:
     while frame is not None:
         names.add(frame.f_code.co_name)
         file = frame.f_code.co_filename
-        if file.endswith("ithaca/planner/ballast.py"):
+        if file.endswith("ithaca/rehearsal/ballast.py"):
             return frame.f_locals["owner"]
         for (part, function), owner in _FILES.items():
             if part in file and (not function or function in names):

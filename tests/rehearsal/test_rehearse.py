@@ -13,12 +13,12 @@ import torch
 import ithaca
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import read_spec
-from ithaca.planner import bare, rehearse
 from ithaca.planner.memory import predict_memory
 from ithaca.planner.owners import ALLOCATOR, GRADIENTS, HOST, KERNELS
-from ithaca.planner.rehearse import Scene, play
 from ithaca.planner.seconds import _linear_flops
 from ithaca.plans.plan import Plan
+from ithaca.rehearsal import bare, rehearse
+from ithaca.rehearsal.rehearse import Scene, play
 from tests.nursery import Ended, Nursery
 
 SCENES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
@@ -68,10 +68,10 @@ def test_memory_is_that_of_a_real_rank(ranks, nursery: Nursery, tmp_path: Path, 
 
 def test_memory_only(nursery: Nursery, tmp_path: Path) -> None:
     """The same, but for attention; and a length whose host tapes this machine could not hold."""
-    words = ["--set", "plan.kernel=naive"]
+    words = ["--set", "plan.kernel=naive", "--set", "plan.chunk=256"]  # eight chunks: more than a short walk visits
     whole, short = (rehearsed(nursery, tmp_path, "sweep", *words, *more) for more in ((), ("--memory-only",)))
     assert "seconds" not in short
-    for owner in ("states", "K and V", "tapes", "gathered weights"):
+    for owner in ("states", "gradients", "blocks", "K and V", "tapes", "gathered weights"):
         assert short["memory"][owner] == whole["memory"][owner]
     assert short["host_bytes"] == whole["host_bytes"]
 

@@ -1,8 +1,9 @@
-"""Attention kernels for rehearsals: one with a clock, and one that takes memory and computes nothing."""
+"""Attention for rehearsals: a kernel with a clock, one that takes memory and computes nothing, and short walks."""
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,9 +11,13 @@ from torch import Tensor
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
+from ithaca.attention.visits import TileVisits
+from ithaca.attention.walk import Walk
 from ithaca.model.precision import at_least_fp32
-from ithaca.planner.bare import Call
 from ithaca.planner.memory import WORKSPACE
+from ithaca.rehearsal.bare import Call
+
+ENDS = 2  # visits at either end of a walk
 
 
 class Timed:
@@ -60,6 +65,23 @@ class Timed:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+@contextmanager
+def few_visits() -> Iterator[None]:
+    """A query tile makes its first and last visits alone: those between them take the same memory, and their number
+    grows with the square of the length."""
+    every = Walk.visits
+
+    def few(walk: Walk, index: int) -> list[TileVisits]:
+        visits = every(walk, index)
+        return visits if len(visits) <= 2 * ENDS else visits[:ENDS] + visits[-ENDS:]
+
+    Walk.visits = few  # pyrefly: ignore
+    try:
+        yield
+    finally:
+        Walk.visits = every
 
 
 class Weightless:

@@ -24,17 +24,17 @@ from ithaca.model.spec import Spec, read_spec
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.looped import start_looped
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.planner.ballast import absent_bytes, hold, tapes_of
-from ithaca.planner.bare import Products, attention_seconds, product_seconds
 from ithaca.planner.hardware import nearest, read_gpus
-from ithaca.planner.kernels import Timed, Weightless
 from ithaca.planner.machine import Machine
 from ithaca.planner.memory import predict_memory
-from ithaca.planner.meter import Meter
 from ithaca.planner.owners import ALLOCATOR, HOST, KERNELS
 from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.needs import host_bytes, layout_of, tiles_of
 from ithaca.plans.plan import Plan
+from ithaca.rehearsal.ballast import absent_bytes, hold, tapes_of
+from ithaca.rehearsal.bare import Products, attention_seconds, product_seconds
+from ithaca.rehearsal.meter import Meter
+from ithaca.rehearsal.stand_ins import Timed, Weightless, few_visits
 from ithaca.train.optimizer import make_optimizer
 from ithaca.train.start import join_free_memory
 
@@ -106,7 +106,8 @@ def play(scene: Scene, grid: Mesh, say: Callable[[str], None] = lambda _: None) 
         torch.cuda.reset_peak_memory_stats()
     meter.restart()
     products = Products()
-    with meter.running(), products if scene.bare else nullcontext():
+    beside = products if scene.bare else few_visits() if scene.memory_only else nullcontext()
+    with meter.running(), beside:
         seconds = _step(model, optimizer, batch)
     peak = _peaks(meter, grid.device)
     if not scene.memory_only:

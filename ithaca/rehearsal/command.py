@@ -38,7 +38,7 @@ def run(
     if config.plan is None:
         raise ConfigError("--recipe auto cannot be rehearsed: ithaca plan chooses a recipe, which can")
     axes = _axes(model, ranks, tokens, config.plan, dict(vars(config.mesh)), any(w.startswith("mesh.") for w in sets))
-    from ithaca.planner.rehearse import Scene, rehearse  # only now: torch takes its time
+    from ithaca.rehearsal.rehearse import Scene, rehearse  # only now: torch takes its time
 
     if bare and memory_only:
         raise ConfigError("--bare times kernels, which --memory-only leaves out: give one of them")

@@ -1,0 +1,44 @@
+"""What is said when a GPU runs out of memory."""
+
+import re
+
+import pytest
+
+from ithaca.model.named import find_config
+from ithaca.model.spec import read_spec
+from ithaca.planner.advice import Rank, out_of_memory
+from ithaca.planner.memory import predict_memory
+from ithaca.plans.plan import Plan
+from ithaca.sizes import format_bytes
+
+GIB, M = 2**30, 2**20
+SPEC = read_spec(find_config("llama3-8b")[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "helps"),
+    [
+        ({"recipe": "sweep", "x": "device", "o": "device"}, {"plan.x=host", "plan.o=host"}),
+        ({"recipe": "sweep", "x": "device, host*3"}, {"plan.x=host"}),
+        ({"recipe": "ulysses", "checkpoint": "none"}, {"plan.recipe=sweep", "plan.checkpoint=full"}),
+        ({"recipe": "untied", "x": "host"}, {"plan.recipe=sweep"}),
+    ],
+)
+def test_the_sentence(options: dict[str, str], helps: set[str]) -> None:
+    plan = Plan(**options)  # pyrefly: ignore
+    said = out_of_memory(Rank(SPEC, plan, M, 8, 1, 1), "Tried to allocate 2.00 GiB", 75 * GIB, 77 * GIB, 79 * GIB)
+    assert said.startswith("out of memory (Tried to allocate 2.00 GiB): torch had allocated 75 GiB and reserved 77 GiB")
+    memory = predict_memory(SPEC, plan, M, 8)
+    largest = max((size, owner) for owner, size in memory.parts.items() if owner != "allocator")
+    assert f"predicted were {format_bytes(memory.total)} at the peak, most of it {largest[1]}" in said
+    assert all(option in said for option in helps)
+
+
+def test_what_is_offered_saves_what_is_said() -> None:
+    said = out_of_memory(Rank(SPEC, Plan(recipe="sweep"), M, 8, 1, 1), "…", GIB, GIB, GIB)
+    offers = re.findall(r"plan\.(\w+)=(\w+) takes ([^,]*) less", said)
+    assert offers
+    for option, value, saved in offers:
+        other = Plan(**{"recipe": "sweep", option: int(value) if value.isdigit() else value})  # pyrefly: ignore
+        less = predict_memory(SPEC, Plan(recipe="sweep"), M, 8).total - predict_memory(SPEC, other, M, 8).total
+        assert format_bytes(less) == saved
