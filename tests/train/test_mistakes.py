@@ -170,7 +170,7 @@ def assert_one_sentence(end) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(nursery: Nursery, tmp_path: Path, option: str) -> None:
-    sets = [word for item in (*SMALL, "train.steps=2", option) for word in ("--set", item)]
+    sets = [word for item in (*SMALL, "train.steps=2", "plan.recipe=dense", option) for word in ("--set", item)]
     assert_one_sentence(nursery.command("train", "--ranks", "1", *sets, folder=tmp_path))
 
 
@@ -213,7 +213,7 @@ def test_mistakes_leave_a_run_as_it_was(nursery: Nursery, small_model: Path, tmp
         "plan.kernel=cudnn",
         "plan.zero=9",
     ):
-        more = ["--set", "train.steps=8", "--set", wrong]
+        more = ["--set", "train.steps=8", "--set", "plan.recipe=dense", "--set", wrong]
         assert_one_sentence(nursery.command("train", "--run", "run", "--ranks", "1", *more, folder=tmp_path))
         assert digest(tmp_path / "run") == before, wrong
     assert nursery.command("export", "run", "run", folder=tmp_path).code == 2
@@ -223,9 +223,8 @@ def test_mistakes_leave_a_run_as_it_was(nursery: Nursery, small_model: Path, tmp
 
 def test_a_start_that_came_to_nothing_can_be_repeated(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
     sets = [word for item in (*SMALL, "train.steps=2", f"model.source={small_model}") for word in ("--set", item)]
-    wrong = nursery.command(
-        "train", "--run", "run", "--ranks", "1", *sets, "--set", "plan.kernel=cudnn", folder=tmp_path
-    )
+    more = ["--set", "plan.recipe=dense", "--set", "plan.kernel=cudnn"]
+    wrong = nursery.command("train", "--run", "run", "--ranks", "1", *sets, *more, folder=tmp_path)
     assert_one_sentence(wrong)
     assert nursery.command("train", "--run", "run", "--ranks", "1", *sets, folder=tmp_path).code == 0
 
@@ -233,6 +232,7 @@ def test_a_start_that_came_to_nothing_can_be_repeated(nursery: Nursery, small_mo
 def test_the_launcher_says_it_once(tmp_path: Path) -> None:
     """With real processes, where each rank could speak."""
     command = [sys.executable, "-m", "ithaca", "train", "--ranks", "2", "--set", "mesh.ulysses=2"]
+    command += ["--set", "plan.recipe=dense"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
