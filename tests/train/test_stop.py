@@ -24,6 +24,7 @@ def test_signals_that_come_together_are_one_request_and_a_closed_terminal_is_no_
 def be_asked(launched: bool, *numbers: int) -> None:
     """Each signal a request of its own."""
     stop.SAME_SECONDS = -1.0
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started under
     StopRequest(SimpleNamespace(first_on_node=True), launched)  # pyrefly: ignore
     for number in numbers:
         os.kill(os.getpid(), number)
