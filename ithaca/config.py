@@ -262,6 +262,8 @@ def _read(read: Callable[[Any], Any], value: Any, name: str) -> Any:
     try:
         return read(value)
     except ConfigError as problem:
+        if f"{name}." in str(problem):
+            raise  # it names the option already
         raise ConfigError(f"{name}: {problem}") from None
 
 

@@ -104,7 +104,7 @@ def test_a_plan_that_is_left_open(tmp_path: Path) -> None:
     for overrides in (["plan.recipe=auto", "plan.chunk=8K"], ["plan.chunk=8K", "plan.recipe=auto"]):
         with pytest.raises(
             IthacaError,
-            match=r"plan: plan.chunk=8K goes with a recipe, but plan.recipe='auto' chooses all of it: leave",
+            match=r"^plan.chunk=8K goes with a recipe, but plan.recipe='auto' chooses all of it: leave",
         ):
             read_config(None, overrides)
     with pytest.raises(IthacaError, match=r"plan.zero=2 goes with a recipe"):

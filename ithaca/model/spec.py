@@ -12,6 +12,8 @@ from ithaca.errors import ModelError
 from ithaca.model.keys import entries, real, whole
 from ithaca.model.rope import Rope, read_rope
 
+PEAK_FLOPS = 989e12  # a second, Hopper's dense bf16: the base of causal MFU
+
 
 @dataclass(frozen=True)
 class _Family:

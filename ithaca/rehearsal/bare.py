@@ -90,14 +90,14 @@ def _seconds(work: Callable[[], object], enough: float, device: torch.device) ->
     times: list[float] = []
     until = time.perf_counter() + enough
     while time.perf_counter() < until or len(times) < 3:
-        _synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         work()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - began)
     return statistics.median(times[len(times) // 2 :])
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

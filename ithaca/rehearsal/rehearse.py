@@ -20,7 +20,7 @@ from ithaca.assemble import Model, apply
 from ithaca.errors import PlanError
 from ithaca.model.named import find_config
 from ithaca.model.source import ModelSource, RandomWeights
-from ithaca.model.spec import Spec, read_spec
+from ithaca.model.spec import PEAK_FLOPS, Spec, read_spec
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.looped import start_looped
 from ithaca.parallel.mesh import Mesh, mesh
@@ -32,13 +32,12 @@ from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.needs import host_bytes, layout_of, tiles_of
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.ballast import absent_bytes, hold, tapes_of
-from ithaca.rehearsal.bare import Products, attention_seconds, product_seconds
+from ithaca.rehearsal.bare import Products, attention_seconds, product_seconds, synchronize
 from ithaca.rehearsal.meter import Meter
 from ithaca.rehearsal.stand_ins import Timed, Weightless, few_visits
 from ithaca.train.optimizer import make_optimizer
 from ithaca.train.start import join_free_memory
 
-PEAK_FLOPS = 989e12  # Hopper's dense bf16, the base of causal MFU
 TILES_HELD = 2  # of a host tape, where they stand for all
 
 
@@ -101,7 +100,7 @@ def play(scene: Scene, grid: Mesh, say: Callable[[str], None] = lambda _: None) 
         model.reserve(scene.shard, scene.tokens, say)
         batch = model.shard(*_tokens(scene, spec))
     # The first step warms up and is watched, which takes longer: seven seconds of forty were seen. The second is timed
-    _synchronize(grid.device)
+    synchronize(grid.device)
     if grid.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     meter.restart()
@@ -153,7 +152,7 @@ def _step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[
 
     def lap(name: str) -> None:
         nonlocal began
-        _synchronize(model.mesh.device)
+        synchronize(model.mesh.device)
         now = time.perf_counter()
         seconds[name], began = now - began, now
 
@@ -234,8 +233,3 @@ def _cap(device: torch.device, cap: int) -> None:
         raise PlanError(f"--cap {cap} is for a GPU, and there is none here: leave it out")
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(cap / total, 1.0), device)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

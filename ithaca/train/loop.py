@@ -16,6 +16,7 @@ from ithaca.config import Config
 from ithaca.data.sample import sequences
 from ithaca.data.tokenfile import TokenFile
 from ithaca.errors import ConfigError, RunError
+from ithaca.model.spec import PEAK_FLOPS
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.balance import Work, describe_work, ring_work
 from ithaca.parallel.batch import Batch
@@ -32,8 +33,6 @@ from ithaca.train.run import RunFolder
 from ithaca.train.shared import check_shared
 from ithaca.train.start import identity, join_free_memory, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
-
-PEAK_FLOPS = 989e12  # Hopper's dense bf16, the base of causal MFU
 
 
 def train(config: Config, path: Path, launched: bool = False) -> None:

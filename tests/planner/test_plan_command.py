@@ -236,8 +236,8 @@ def test_mistakes(say: Say, words: list[str], sentence: str) -> None:
     assert sentence in refused(say(*words))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_nothing_to_measure(say: Say, tmp_path: Path) -> None:
+def test_nothing_to_measure(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "--measure measures a GPU, and there is none here: leave it out" in refused(
         say("tiny", "--measure", "m.toml")
     )
