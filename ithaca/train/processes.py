@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -55,7 +55,8 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-        resource_tracker.ensure_running()  # it unblocks signals when it starts, so it must have started before
+        with _starting("multiprocessing's resource tracker"):
+            resource_tracker.ensure_running()  # it unblocks signals when it starts, so it must have started before
         self._handlers = {number: signal.signal(number, self._handle) for number in heeded()}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return self
@@ -118,17 +119,23 @@ def run_ranks(
 
 def _start(config: Config, path: Path, environment: dict[str, str]) -> Rank:
     spawn = multiprocessing.get_context("spawn")
-    try:
+    with _starting(f"rank {environment['LOCAL_RANK']} of the {environment['LOCAL_WORLD_SIZE']} on this node"):
         ours, theirs = spawn.Pipe(duplex=False)
         process = spawn.Process(target=worker, args=(config, path, environment, theirs))
         process.start()
         theirs.close()
+    return Rank(environment["RANK"], process, ours)
+
+
+@contextlib.contextmanager
+def _starting(process: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as problem:
         raise RunError(
-            f"rank {environment['LOCAL_RANK']} of the {environment['LOCAL_WORLD_SIZE']} on this node could not be "
-            f"started ({problem.strerror}): allow more files and processes, as ulimit -n 4096 -u 4096, or fewer --ranks"
+            f"{process} could not be started ({problem.strerror}): "
+            "allow more files and processes, as ulimit -n 4096 -u 4096, or fewer --ranks"
         ) from None
-    return Rank(environment["RANK"], process, ours)
 
 
 def _alive(ranks: list[Rank]) -> bool:
