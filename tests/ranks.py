@@ -3,9 +3,10 @@
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -30,17 +31,31 @@ class Ranks:
             process.start()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self._check_alive()
         for pipe in self._pipes:
             pipe.send((function, args))
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(SECONDS):
+        answers: dict[int, tuple[bool, Any]] = {}
+        until = time.monotonic() + SECONDS
+        while len(answers) < self.world:
+            missing = {self._pipes[rank]: rank for rank in range(self.world) if rank not in answers}
+            wait([*missing, *(process.sentinel for process in self._processes)], until - time.monotonic())
+            self._check_alive()
+            answers |= {rank: pipe.recv() for pipe, rank in missing.items() if pipe.poll()}
+            if time.monotonic() > until:
                 self.stop()
-                raise TimeoutError(f"rank {rank} of {self.world} did not answer within {SECONDS} s")
-            results.append(pipe.recv())
-        for rank, (fine, result) in enumerate(results):
+                raise TimeoutError(f"ranks {list(missing.values())} of {self.world} took more than {SECONDS} s")
+        for rank, (fine, result) in sorted(answers.items()):
             assert fine, f"rank {rank} of {self.world} failed:\n{result}"
-        return [result for _, result in results]
+        return [result for _, (_, result) in sorted(answers.items())]
+
+    def _check_alive(self) -> None:
+        """The others of a job would wait for ever for one that has died, and so would every test after this one."""
+        for rank, process in enumerate(self._processes):
+            if process.exitcode is not None:
+                self.stop()
+                raise ChildProcessError(
+                    f"rank {rank} of {self.world} died, in this test or before ({process.exitcode})"
+                )
 
     def stop(self) -> None:
         for process in self._processes:
