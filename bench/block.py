@@ -12,7 +12,6 @@ random data and nothing else. Attention's time within a step is that of its kern
 token over 989 TFLOP/s, without credit for recomputation.
 """
 
-import argparse
 import re
 import statistics
 import time
@@ -21,7 +20,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from bench.bounds import matmul_tflops
-from bench.record import record
+from bench.record import command_line, record
 from ithaca.attention.attend import softmax_scale
 from ithaca.attention.documents import Pieces, attended_length, positions
 from ithaca.attention.kernels import choose_kernel
@@ -349,7 +347,7 @@ def read_documents(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--layers", default=1, type=int)
     parser.add_argument("--tokens", default="256K", help="several, parted by commas")
@@ -364,8 +362,6 @@ def main() -> None:
     parser.add_argument("--repeats", default=3, type=int, help="0: once, without a warm-up")
     parser.add_argument("--no-bare", action="store_true")
     parser.add_argument("--name", help="of the file of results")
-    parser.add_argument("--out", default="bench/results", type=Path)
-    parser.add_argument("--commit", help="of a tree that was copied without its history")
     args = parser.parse_args()
     spec = replace(load_model(args.model).spec, layers=args.layers)
     spec = replace(spec, rope_layers=spec.rope_layers[: args.layers])

@@ -6,7 +6,6 @@ Steps are timed without a checkpoint, then from the moment that one is begun unt
 one run. The cost is the time those steps took beyond as many plain ones, over the time of the plain ones.
 """
 
-import argparse
 import shutil
 import statistics
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 import ithaca
-from bench.record import record
+from bench.record import command_line, record
 from ithaca.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.optimizer import clip, make_optimizer
@@ -73,13 +72,11 @@ def measure(model_name: str, tokens: int, rounds: int, plain_steps: int, folder:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="llama3.2-1b")
     parser.add_argument("--tokens", default="32K", type=parse_tokens)
     parser.add_argument("--rounds", default=3, type=int)
     parser.add_argument("--plain-steps", default=8, type=int)
-    parser.add_argument("--out", default="bench/results", type=Path)
-    parser.add_argument("--commit", help="of a tree that was copied without its history")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="ithaca-bench-"))
     try:

@@ -9,10 +9,8 @@ tokens, and are scaled; data is random, since a GPU computes faster on zeros. Me
 their gradients and the fp32 sums of the weights' gradients: torch's allocations, with the GEMMs' workspace.
 """
 
-import argparse
 import statistics
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from bench.block import timed
 from bench.bounds import matmul_tflops
-from bench.record import record
+from bench.record import command_line, record
 from ithaca.model.linear import add_product
 from ithaca.model.source import load_model
 from ithaca.model.spec import Spec
@@ -146,7 +144,7 @@ def _bytes(*tensors: Tensor) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--vocab", default=128256, type=int)
     parser.add_argument("--hidden", default=4096, type=int)
     parser.add_argument("--tokens", default="1M", type=parse_tokens)
@@ -154,8 +152,6 @@ def main() -> None:
     parser.add_argument("--quick-tokens", default="256K", type=parse_tokens, help="every tile is tried on so many")
     parser.add_argument("--share", default=4, type=int, help="the bare GEMMs run over 1 / so much of the tokens")
     parser.add_argument("--repeats", default=1, type=int)
-    parser.add_argument("--out", default="bench/results", type=Path)
-    parser.add_argument("--commit", help="of a tree that was copied without its history")
     args = parser.parse_args()
     spec = replace(load_model("llama3-8b").spec, vocab=args.vocab, hidden=args.hidden)
     tiles = [parse_tokens(tile) for tile in args.tiles.split(",")]

@@ -1,5 +1,6 @@
 """What every published figure carries: its command, commit and machine, in one JSON file under bench/results/."""
 
+import argparse
 import json
 import platform
 import shlex
@@ -9,6 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def command_line(doc: str | None) -> argparse.ArgumentParser:
+    """Of a benchmark: its own text, and where the results go."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="bench/results", type=Path, metavar="FOLDER", help="for the results")
+    parser.add_argument("--commit", help="of a tree that was copied without its history")
+    return parser
 
 
 def machine() -> dict[str, Any]:

@@ -11,14 +11,13 @@ The formulas were made with the points `tuned` in view; `fresh` ones were never 
 and optimizer.
 """
 
-import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from bench.record import record
+from bench.record import command_line, record
 
 CAP = ["--cap", "80GB"]
 POINTS: dict[str, dict[str, list[str]]] = {
@@ -121,11 +120,9 @@ def _race(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--points", default="tuned,fresh", help="of " + ", ".join(POINTS))
     parser.add_argument("--rates", type=Path, help="what ithaca plan --measure has written")
-    parser.add_argument("--out", default="bench/results", type=Path)
-    parser.add_argument("--commit", help="of a tree that was copied without its history")
     args = parser.parse_args()
     for kind in args.points.split(","):
         rows = {}

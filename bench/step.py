@@ -7,7 +7,6 @@ Each --plan is measured in turn: after steps over --warm tokens, which meet the 
 the peaks of GPU and host memory, and records them. `--layers 4` takes the model's sizes with fewer layers.
 """
 
-import argparse
 import gc
 import os
 import statistics
@@ -22,7 +21,7 @@ import torch
 
 import ithaca
 from bench.bounds import matmul_tflops
-from bench.record import record
+from bench.record import command_line, record
 from ithaca.config import build
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, RandomWeights
@@ -135,7 +134,7 @@ def read_source(name: str, layers: int | None) -> ModelSource:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="llama3.2-1b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", default="32K", type=parse_tokens)
@@ -143,8 +142,6 @@ def main() -> None:
     parser.add_argument("--plan", action="append", type=read_plan)
     parser.add_argument("--repeats", default=1, type=int)
     parser.add_argument("--name", default="", help="what the file is called beside model and tokens")
-    parser.add_argument("--out", default="bench/results", type=Path)
-    parser.add_argument("--commit", help="of a tree that was copied without its history")
     args = parser.parse_args()
     join_free_memory()
     bound, results = matmul_tflops(), []

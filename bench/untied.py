@@ -7,7 +7,6 @@ the same run, `alst` (all heads in one round, otherwise the same) and `sweep`. P
 most, with the block's weights and gradients; block inputs are on the host under each of them.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import matplotlib.pyplot as plt
 
 from bench.block import measure
 from bench.bounds import matmul_tflops
-from bench.record import record
+from bench.record import command_line, record
 from ithaca.model.source import load_model
 from ithaca.parallel.heads import split_heads, usable_rounds
 from ithaca.plans.plan import Plan
@@ -49,13 +48,11 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--tokens", default="1M", type=parse_tokens)
     parser.add_argument("--ranks", default=8, type=int)
     parser.add_argument("--repeats", default=1, type=int)
-    parser.add_argument("--out", default="bench/results", type=Path)
-    parser.add_argument("--commit", help="of a tree that was copied without its history")
     args = parser.parse_args()
     spec = load_model(args.model).spec
     spec = replace(spec, layers=1, rope_layers=spec.rope_layers[:1])
