@@ -218,6 +218,18 @@ def assert_one_sentence(end: Ended) -> None:
         (["--cap", "80GB"], "is for a GPU, and there is none here: leave it out"),
         (["--set", "train.steps=3"], "--set train.steps=3 has no part in a rehearsal: options of plan and mesh have"),
         (["--set", "mesh.ulysses=3", "--ranks", "4"], "is 3, but --ranks is 4: shard, ring and ulysses must make it"),
+        (["--set", "mesh.ulysses=0"], "mesh.ulysses=0 is not a number of ranks: 1 or more is"),
+        (["--recipe", "dense", "--ranks", "2", "--set", "mesh.ulysses=2"], "recipe 'dense' has no context parallelism"),
+        (["--recipe", "dense", "--ranks", "4", "--set", "mesh.shard=2"], "is 2, but --ranks is 4"),
+        (["--hardware", "missing.toml"], "missing.toml"),
+        (
+            ["--set", "plan.x=host, rebuild*2", "--layers", "2"],
+            "--layers 2 cannot be rehearsed: plan.x or plan.o names 3 layers one by one, so 3 to 4 can",
+        ),
+        (
+            ["--set", "plan.o=host*5", "--layers", "2"],
+            "o names 5 layers, but the model has 4: name 4, or fewer, to be repeated",
+        ),
         (["--recipe", "dense", "--set", "plan.checkpoint=none", "--layers", "2"], "rehearse all 4"),
     ],
 )
