@@ -137,6 +137,12 @@ def _source(scene: Scene, spec: Spec) -> ModelSource:
         raise PlanError(
             f"--layers {layers} cannot be rehearsed: the model has {spec.layers}, so 1 to {spec.layers} can"
         )
+    scene.plan.placement(spec.layers)  # a list that the whole model has no use for is no matter of --layers
+    if layers < (named := scene.plan.named_layers):
+        raise PlanError(
+            f"--layers {layers} cannot be rehearsed: plan.x or plan.o names {named} layers one by one, so "
+            f"{named} to {spec.layers} can"
+        )
     some = spec.with_layers(layers)
     return ModelSource(some, {}, RandomWeights(some, 0), "auto", None)
 
