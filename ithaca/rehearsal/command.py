@@ -101,6 +101,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     width = max(map(len, found["memory"]))
     lines += [f"  {owner:{width}}  {format_bytes(size)}" for owner, size in found["memory"].items()]
     lines.append(f"on the host: {format_bytes(found['host_bytes'])} of tapes for this rank, all layers")
+    if found["disk_bytes"]:
+        lines.append(f"on the disk: {format_bytes(found['disk_bytes'])}, all layers")
     if "seconds" in found:
         parts = ", ".join(
             f"{part} {format_seconds(found[f'{part}_seconds'])}" for part in ("forward", "backward", "optimizer")

@@ -76,6 +76,15 @@ def test_memory_only(nursery: Nursery, tmp_path: Path) -> None:
     assert short["host_bytes"] == whole["host_bytes"]
 
 
+def test_what_goes_to_a_disk_is_said(nursery: Nursery, tmp_path: Path) -> None:
+    """Without one, where memory alone is rehearsed; of all layers, in whole blocks."""
+    words = ["tiny", "--ranks", "2", "--tokens", "2048", "--layers", "2", "--memory-only"]
+    words += ["--set", "plan.o=disk", "--set", "plan.disk=/nowhere", "--set", "plan.chunk=512"]
+    found, lines = (nursery.command("rehearse", *words, *more, folder=tmp_path) for more in (["--json"], []))
+    assert json.loads(found.out)["disk_bytes"] == 4 * (2048 // 2) * 256 * 4
+    assert "on the disk: 4 MiB, all layers" in lines.out
+
+
 def test_a_gpu_that_is_in_no_table_is_rehearsed_on_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time is not predicted, then."""
     scene = Scene(model="tiny", plan=Plan(recipe="sweep"), tokens=2048, ulysses=2)
