@@ -31,7 +31,7 @@ from ithaca.tape.file import TapeFile, free_space
 from ithaca.tape.slots import Slots
 from ithaca.tape.tape import DeviceTape, HostTape
 from ithaca.tape.tiles import Tiles
-from tests.tape.disks import disk_tapes, make_disk, read_all
+from tests.tape.disks import disk_tapes, make_disk, open_files, read_all
 from tests.tape.test_tape import CPU, SLOTS, TAPES, TILES, make_program, make_slots, numbers, run
 
 
@@ -373,11 +373,6 @@ def test_a_file_system_without_direct_access(engine: ThreadEngine, monkeypatch, 
 
 
 # What is left
-
-
-def open_files(folder: Path) -> list[str]:
-    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-    return [target for link in links if os.path.lexists(link) and str(folder) in (target := os.readlink(link))]
 
 
 def disk_threads() -> set[threading.Thread]:
