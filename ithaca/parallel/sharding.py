@@ -125,7 +125,7 @@ class _Total(torch.autograd.Function):
         ctx.ranks, ctx.spent = mesh.size, False
         value = value.clone()
         dist.all_reduce(value, group=mesh.group)
-        return value
+        return value.clone()  # gloo's thread may hold the other a moment longer; this one comes to hold the pass
 
     @staticmethod
     @once_differentiable

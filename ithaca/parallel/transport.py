@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ithaca.parallel.looped import fill_from
+
 Wait = Callable[[], object]  # after it the target can be used; until then the source must stay as it is
 
 
@@ -72,16 +74,10 @@ class LoopedBack:
 
     def gather(self, target: Tensor, source: Tensor) -> Wait:
         if self._stream is None:
-            _fill(target, source)
+            fill_from(target, source)
             return lambda: None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            _fill(target, source)
+            fill_from(target, source)
         done = self._stream.record_event()
         return lambda: torch.cuda.current_stream().wait_event(done)
-
-
-def _fill(target: Tensor, source: Tensor) -> None:
-    """Copy as much as the target takes, from the beginning again where the source is shorter."""
-    for part in target.split(max(source.numel(), 1)):
-        part.copy_(source[: part.numel()])

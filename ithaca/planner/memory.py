@@ -147,7 +147,7 @@ class Job:
                 STATES: FP32 * weights * (3 if plan.optimizer == "device" else 1),
                 KEYS: device_bytes(keys, self.tiles),
                 TAPES: device_bytes(others, self.tiles),
-                BLOCKS: self._kept(spec.layers - self.present),
+                BLOCKS: self._kept(range(self.present, spec.layers)),
                 GRADIENTS: FP32 * (spec.layers - self.present) * self.block.mine,
                 GATHERED: passing_bytes(plan, spec, self.tapes)
                 + (BF16 * (spec.layers * self.block.all + self.table.all) if plan.zero < 3 else 0),
@@ -165,16 +165,16 @@ class Job:
     def left_over(self) -> float:
         return BF16 * self.table.unit * (LEFT_OVER if self.present > 1 else LEFT_OVER_ALONE)
 
-    def _kept(self, layers: int) -> int:
+    def _kept(self, layers: range) -> int:
         """Block inputs that `whole` keeps on the device, and o beside them with checkpoint selective."""
         if self.plan.sweeps or not layers:
             return 0
         if self.plan.checkpoint == "none":
-            return layers * self._everything()
-        words = self.plan.placement(self.spec.layers).x[:layers]
+            return len(layers) * self._everything()
+        words = self.plan.placement(self.spec.layers).x[layers.start : layers.stop]
         size = words.count("device") * self.hidden(self.T)
         if self.plan.checkpoint == "selective":
-            size += layers * (self.queries(self.T) + self.my_lse())
+            size += len(layers) * (self.queries(self.T) + self.my_lse())
         return size
 
     def _everything(self) -> int:
@@ -190,14 +190,14 @@ class Job:
             {
                 GRADIENTS: 0 if tied else FP32 * (head.unit + head.unit_mine),
                 LOSS: FP32 * head.all if tied else 0,
-                BLOCKS: self._kept(self.present),
+                BLOCKS: self._kept(range(self.present)),
             }
         )
         after_blocks = Counter(
             {
                 GRADIENTS: FP32 * (block.all + (self.present - 1) * block.mine + (0 if tied else head.unit_mine)),
                 LOSS: FP32 * head.all if tied else 0,
-                BLOCKS: self._kept(1),
+                BLOCKS: self._kept(range(1)),
             }
         )
         inside = self._sweep() if self.plan.sweeps else self._whole()
@@ -209,7 +209,7 @@ class Job:
                 yield f"{name} of the first block", moment + after_blocks
         logits = min(self.plan.loss_tile, self.T) * self.spec.vocab * BF16
         states = 0 if self.plan.sweeps else 2 * self.hidden(self.T)  # what the last block puts out, and its gradient
-        at_head = {GATHERED: BF16 * head.unit, BLOCKS: self._kept(self.present) + states}
+        at_head = {GATHERED: BF16 * head.unit, BLOCKS: self._kept(range(self.present)) + states}
         yield "the loss", Counter({**at_head, LOSS: FP32 * head.unit + logits + 3 * self.hidden(self.plan.loss_tile)})
         if not tied:
             yield "the head's gradient", Counter({**at_head, LOSS: FP32 * head.unit, GRADIENTS: FP32 * head.unit})
@@ -282,8 +282,8 @@ class Job:
             held = 2 * x
             mlp = Counter({BLOCKS: held + 3 * T * self.spec.mlp * BF16})
             return {"the MLP": mlp, "attention": Counter({BLOCKS: held, ATTENTION: q * (2 + WORKSPACE) + 2 * k})}
-        fetched = x if "host" in self.plan.placement(self.spec.layers).x else 0
-        states = fetched + 2 * x  # x, dy, dx
+        fetched = {*self.plan.placement(self.spec.layers).x} - {"device"}
+        states = (x if fetched else 0) + 2 * x  # x, dy, dx
         if len(self.rounds) > 1 or len(self.rounds[0]) > 1:  # untied
             share = self.rounds[0][0]
             some, sent = self.my_queries(share), T * len(share.q_heads) * self.spec.head_size * BF16

@@ -162,6 +162,11 @@ class Plan:
         x = over_layers("x", self._words("x"), layers)
         return Placement(x, over_layers("o", self._words("o"), layers) if self.sweeps else (RECOMPUTE,) * layers)
 
+    @property
+    def named_layers(self) -> int:
+        """How many layers x or o names one by one: a model needs as many."""
+        return max(len(self._words("x")), len(self._words("o")))
+
     def _words(self, name: str) -> tuple[str, ...]:
         value = getattr(self, name)
         value = RECIPES[self.recipe].get(name) if value is None else value

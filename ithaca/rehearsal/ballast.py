@@ -1,8 +1,11 @@
 """What a rank would hold of layers that a rehearsal leaves out, as memory that nobody uses.
 
 Their states (fp32 weights, gradients and, where they are on the device, AdamW's moments, cut over the ranks), what
-their tapes take of the device, and the block inputs that `whole` keeps there.
+their tapes take of the device, the block inputs that `whole` keeps there, and the weights that stay gathered under
+ZeRO-1 and 2. All of it is held all the time, though within a pass gradients come as the others go.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -10,9 +13,10 @@ from torch import Tensor
 from ithaca.assemble import Model
 from ithaca.errors import PlanError
 from ithaca.model.heads import Heads
+from ithaca.model.precision import at_least_fp32
 from ithaca.model.spec import Spec
 from ithaca.parallel.layout import row_range
-from ithaca.planner.owners import BLOCKS, GRADIENTS, STATES, TAPES
+from ithaca.planner.owners import BLOCKS, GATHERED, GRADIENTS, STATES, TAPES
 from ithaca.plans.needs import FP32, Need, layout_of, needs, tiles_of
 from ithaca.tape.tiles import Tiles
 
@@ -30,11 +34,13 @@ def absent_bytes(model: Model, spec: Spec, tokens: int) -> dict[str, int]:
     tiles = tiles_of(plan, layout_of(plan, tokens, model.mesh.ulysses, model.mesh.ring, shorten=True))
     asked, there = (tapes_of(model, which) for which in (spec, model.spec))
     block = absent * _block_part(model, spec)
+    gathered = absent * sum(map(math.prod, spec.block_shapes().values())) * model.dtype.itemsize
     return {
         STATES: block * FP32 * (3 if plan.optimizer == "device" else 1),
         GRADIENTS: block * FP32,
         TAPES: device_tapes(asked, tiles) - device_tapes(there, tiles),
         BLOCKS: 0 if plan.sweeps else _kept_by_whole(model, spec, tiles),
+        GATHERED: gathered if plan.zero < 3 else 0,
     }
 
 
@@ -68,9 +74,12 @@ def _block_part(model: Model, spec: Spec) -> int:
 
 
 def _kept_by_whole(model: Model, spec: Spec, tiles: Tiles) -> int:
-    """x of every layer that has it on the device, and o beside it with checkpoint selective."""
+    """x of every layer that has it on the device; o and, of this rank's heads, the log-sum-exp beside it with
+    checkpoint selective."""
     places = model.plan.placement(spec.layers).x[model.spec.layers :]
-    width = spec.hidden * places.count("device")
+    row = spec.hidden * places.count("device") * model.dtype.itemsize
     if model.plan.checkpoint == "selective":
-        width += spec.heads * spec.head_size * len(places)
-    return tiles.length * width * model.dtype.itemsize
+        o = spec.heads * spec.head_size * model.dtype.itemsize
+        lse = len(model.share.q[model.exchange.rank]) * model.mesh.ulysses * at_least_fp32(model.dtype).itemsize
+        row += len(places) * (o + lse)
+    return tiles.length * row

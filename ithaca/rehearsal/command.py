@@ -9,6 +9,7 @@ from ithaca.config import read_config
 from ithaca.errors import ConfigError, PlanError, RunError
 from ithaca.model.named import find_config
 from ithaca.model.spec import read_spec
+from ithaca.planner.hardware import read_gpus
 from ithaca.planner.machine import Machine
 from ithaca.planner.meshes import choose
 from ithaca.plans.plan import Plan
@@ -38,10 +39,11 @@ def run(
     if config.plan is None:
         raise ConfigError("--recipe auto cannot be rehearsed: ithaca plan chooses a recipe, which can")
     axes = _axes(model, ranks, tokens, config.plan, dict(vars(config.mesh)), any(w.startswith("mesh.") for w in sets))
-    from ithaca.rehearsal.rehearse import Scene, rehearse  # only now: torch takes its time
-
     if bare and memory_only:
         raise ConfigError("--bare times kernels, which --memory-only leaves out: give one of them")
+    read_gpus(hardware)  # whose mistakes are better told before a step than after it
+    from ithaca.rehearsal.rehearse import Scene, rehearse  # only now: torch takes its time
+
     scene = Scene(
         model=model,
         plan=config.plan,
@@ -68,7 +70,10 @@ def _axes(model: str, ranks: int, tokens: int, plan: Plan, given: dict[str, Any]
     """shard × ring × ulysses of so many ranks: as given, or all of them on one sequence, on the best mesh."""
     if ranks < 1:
         raise PlanError(f"--ranks {ranks} cannot be rehearsed: 1 or more can")
-    if not plan.shares:
+    for name, size in given.items():
+        if size is not None and size < 1:
+            raise PlanError(f"mesh.{name}={size} is not a number of ranks: 1 or more is")
+    if not chosen and not plan.shares:
         return {"shard": ranks, "ring": 1, "ulysses": 1}
     if not chosen:
         spec = read_spec(find_config(model)[0])
@@ -96,6 +101,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     width = max(map(len, found["memory"]))
     lines += [f"  {owner:{width}}  {format_bytes(size)}" for owner, size in found["memory"].items()]
     lines.append(f"on the host: {format_bytes(found['host_bytes'])} of tapes for this rank, all layers")
+    if found["disk_bytes"]:
+        lines.append(f"on the disk: {format_bytes(found['disk_bytes'])}, all layers")
     if "seconds" in found:
         parts = ", ".join(
             f"{part} {format_seconds(found[f'{part}_seconds'])}" for part in ("forward", "backward", "optimizer")

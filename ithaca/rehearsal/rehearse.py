@@ -29,7 +29,7 @@ from ithaca.planner.machine import Machine
 from ithaca.planner.memory import predict_memory
 from ithaca.planner.owners import ALLOCATOR, HOST, KERNELS
 from ithaca.planner.seconds import predict_seconds
-from ithaca.plans.needs import host_bytes, layout_of, tiles_of
+from ithaca.plans.needs import disk_bytes, host_bytes, layout_of, tiles_of
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.ballast import absent_bytes, hold, tapes_of
 from ithaca.rehearsal.bare import Products, attention_seconds, product_seconds, synchronize
@@ -137,6 +137,12 @@ def _source(scene: Scene, spec: Spec) -> ModelSource:
         raise PlanError(
             f"--layers {layers} cannot be rehearsed: the model has {spec.layers}, so 1 to {spec.layers} can"
         )
+    scene.plan.placement(spec.layers)  # a list that the whole model has no use for is no matter of --layers
+    if layers < (named := scene.plan.named_layers):
+        raise PlanError(
+            f"--layers {layers} cannot be rehearsed: plan.x or plan.o names {named} layers one by one, so "
+            f"{named} to {spec.layers} can"
+        )
     some = spec.with_layers(layers)
     return ModelSource(some, {}, RandomWeights(some, 0), "auto", None)
 
@@ -178,7 +184,7 @@ def _peaks(meter: Meter, device: torch.device) -> dict[str, int]:
 def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], seconds: dict[str, float]) -> dict[str, Any]:
     plan, grid = model.plan, model.mesh
     layout = layout_of(plan, scene.tokens, scene.ulysses, scene.ring, shorten=True)
-    host = host_bytes(tapes_of(model, spec), tiles_of(plan, layout), gpu=True)
+    tapes, tiles = tapes_of(model, spec), tiles_of(plan, layout)
     predicted = predict_memory(
         spec, plan, scene.tokens, scene.ulysses, scene.ring, scene.shard, present=model.spec.layers
     )
@@ -197,7 +203,8 @@ def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], second
         "peak_bytes_predicted": predicted.total if grid.device.type == "cuda" else None,
         "memory": peak,
         "memory_predicted": predicted.parts if grid.device.type == "cuda" else None,
-        "host_bytes": host,
+        "host_bytes": host_bytes(tapes, tiles, gpu=True),
+        "disk_bytes": disk_bytes(tapes, tiles),
         "fits": True,  # else it would not have come this far
     } | (_speed(scene, model, seconds) if seconds else {})
 

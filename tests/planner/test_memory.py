@@ -23,7 +23,7 @@ from ithaca.parallel.looped import start_looped
 from ithaca.parallel.mesh import mesh
 from ithaca.planner import memory
 from ithaca.planner.memory import Memory, predict_memory
-from ithaca.planner.owners import BATCH, GATHERED, GRADIENTS, KEYS, STATES, TAPES
+from ithaca.planner.owners import BATCH, BLOCKS, GATHERED, GRADIENTS, KEYS, STATES, TAPES
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal import rehearse
 from ithaca.rehearsal.meter import Meter
@@ -213,3 +213,19 @@ def test_what_is_kept_where() -> None:
     selective = llama(Plan(recipe="ulysses", checkpoint="selective"))
     full = llama(Plan(recipe="ulysses", checkpoint="full"))
     assert selective.total > full.total
+
+
+def test_an_x_from_the_disk_takes_what_one_from_the_host_does() -> None:
+    """The slots it passes through, and, where a block is run whole, all of it beside the block."""
+    on_host, on_disk = llama(Plan(recipe="alst")), llama(Plan(recipe="alst", x="disk", disk="/scratch"))
+    assert on_disk.parts == on_host.parts
+    assert on_disk.disk == on_host.host
+
+
+def test_absent_layers_are_the_last() -> None:
+    """Of four, alternating, the fourth is held for a rehearsal of three."""
+    held = {}
+    for words in ("host, device", "device, host"):
+        plan = Plan(recipe="dense", x=words).settled()
+        held[words] = memory.Job(tiny(True), plan, TOKENS, 1, 1, 1, present=3).always()[BLOCKS]
+    assert held == {"host, device": TOKENS * 256 * memory.BF16, "device, host": 0}

@@ -76,6 +76,67 @@ def test_memory_only(nursery: Nursery, tmp_path: Path) -> None:
     assert short["host_bytes"] == whole["host_bytes"]
 
 
+def test_layers_that_are_left_out_are_held(nursery: Nursery, tmp_path: Path) -> None:
+    """Three of four: all but what AdamW counts the steps of the fourth with."""
+    three, four = (rehearsed(nursery, tmp_path, "sweep", "--layers", count)["memory"] for count in ("3", "4"))
+    assert three.pop("states") == four.pop("states") - 4 * len(read_spec(PRESETS["tiny"]).block_shapes())
+    assert three == four
+
+
+def two_steps(file: Path) -> None:
+    """In a process of its own: a rehearsal whose steps only say whether somebody watches them."""
+    watched: list[int] = []
+
+    def step(*_: Any) -> dict[str, float]:
+        watched.append(torch._C._len_torch_dispatch_stack())
+        return dict.fromkeys(("forward", "backward", "optimizer"), float(len(watched)))
+
+    rehearse._step = step
+    plan = Plan(recipe="sweep", chunk=512)
+    found = rehearse.rehearse(Scene(model="tiny", plan=plan, tokens=2048, ulysses=2, ring=2))
+    file.write_text(json.dumps(found | {"watched": watched}))
+
+
+def test_the_second_step_is_timed_with_nothing_watching(nursery: Nursery, tmp_path: Path) -> None:
+    end = nursery.job(two_steps, tmp_path / "found.json")[0]
+    assert end.code == 0, end.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["watched"] == [1, 0]
+    assert (found["forward_seconds"], found["seconds"]) == (2.0, 6.0)
+    assert found["tokens_per_second_per_gpu"] == 2048 / 6 / 4
+    flops = read_spec(PRESETS["tiny"]).flops_per_token(2048)
+    assert found["mfu_causal"] == pytest.approx(found["tokens_per_second_per_gpu"] * flops / 989e12)
+
+
+def test_parts_of_a_step_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 1.0, 3.0, 6.0))
+    monkeypatch.setattr(rehearse, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    done: list[str] = []
+    loss = SimpleNamespace(backward=lambda: done.append("backward"))
+
+    class Model:
+        mesh = SimpleNamespace(device=torch.device("cpu"))
+
+        def __call__(self, _: object) -> Any:
+            done.append("forward")
+            return loss
+
+    optimizer: Any = SimpleNamespace(step=lambda: done.append("step"), zero_grad=lambda: done.append("zero"))
+    model: Any = Model()
+    batch: Any = None
+    assert rehearse._step(model, optimizer, batch) == {"forward": 1.0, "backward": 2.0, "optimizer": 3.0}
+    assert done == ["forward", "backward", "step", "zero"]
+
+
+def test_what_goes_to_a_disk_is_said(nursery: Nursery, tmp_path: Path) -> None:
+    """Without one, where memory alone is rehearsed; of all layers, in whole blocks."""
+    words = ["tiny", "--ranks", "2", "--tokens", "2048", "--layers", "2", "--memory-only"]
+    words += ["--set", "plan.o=disk", "--set", "plan.disk=/nowhere", "--set", "plan.chunk=512"]
+    found, lines = (nursery.command("rehearse", *words, *more, folder=tmp_path) for more in (["--json"], []))
+    assert json.loads(found.out)["disk_bytes"] == 4 * (2048 // 2) * 256 * 4
+    assert "on the disk: 4 MiB, all layers" in lines.out
+
+
 def test_a_gpu_that_is_in_no_table_is_rehearsed_on_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time is not predicted, then."""
     scene = Scene(model="tiny", plan=Plan(recipe="sweep"), tokens=2048, ulysses=2)
@@ -218,6 +279,18 @@ def assert_one_sentence(end: Ended) -> None:
         (["--cap", "80GB"], "is for a GPU, and there is none here: leave it out"),
         (["--set", "train.steps=3"], "--set train.steps=3 has no part in a rehearsal: options of plan and mesh have"),
         (["--set", "mesh.ulysses=3", "--ranks", "4"], "is 3, but --ranks is 4: shard, ring and ulysses must make it"),
+        (["--set", "mesh.ulysses=0"], "mesh.ulysses=0 is not a number of ranks: 1 or more is"),
+        (["--recipe", "dense", "--ranks", "2", "--set", "mesh.ulysses=2"], "recipe 'dense' has no context parallelism"),
+        (["--recipe", "dense", "--ranks", "4", "--set", "mesh.shard=2"], "is 2, but --ranks is 4"),
+        (["--hardware", "missing.toml"], "missing.toml"),
+        (
+            ["--set", "plan.x=host, rebuild*2", "--layers", "2"],
+            "--layers 2 cannot be rehearsed: plan.x or plan.o names 3 layers one by one, so 3 to 4 can",
+        ),
+        (
+            ["--set", "plan.o=host*5", "--layers", "2"],
+            "o names 5 layers, but the model has 4: name 4, or fewer, to be repeated",
+        ),
         (["--recipe", "dense", "--set", "plan.checkpoint=none", "--layers", "2"], "rehearse all 4"),
     ],
 )

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import re
 import shutil
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from ithaca.plans.places import IN_MEMORY, Placement, spell
 from tests.models import make_model, save
 from tests.plans.placements import placements
 from tests.schedule.steps import Outcome, assert_same, compare, model_step, naive_step, random_batch
+from tests.tape.disks import open_files
 
 LAYERS = 6
 
@@ -189,6 +191,28 @@ def test_a_disk_that_fails_ends_the_pass_and_not_the_model(folders, tmp_path: Pa
     plain = step(folders["wide"], ithaca.Plan(recipe="sweep", chunk=4, tile=3), [batch])
     assert_same_bits(model_step(model, [batch]), plain)
     assert os.listdir(tmp_path) == []
+
+
+def test_another_length_has_the_disk_to_itself(folders, tmp_path: Path) -> None:
+    """Whoever still holds a loss of the one before."""
+    model = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), sweep(tmp_path, x="disk", chunk=8))
+    loss = model(model.shard(*random_batch(1, 30, documents=False, ignored=0.0, seed=7)))
+    loss.backward()
+    model.reserve(1, 40)
+    assert len(open_files(tmp_path)) == 1
+
+
+def test_what_is_said_to_fit_the_host_fits_beside_the_staging(folders, tmp_path: Path) -> None:
+    def check(tokens: int) -> None:
+        plan = sweep(tmp_path, o="disk", chunk=16, host_memory=400 * 2**10)
+        ithaca.apply(ithaca.load_model(folders["untied"], "float64"), plan).check_room(1, tokens)
+
+    with pytest.raises(PlanError, match="tokens would fit") as refused:
+        check(1600)
+    (fitting,) = re.findall(r"(\d+) tokens would fit", str(refused.value))
+    check(int(fitting))
+    with pytest.raises(PlanError):
+        check(int(fitting) + 16)
 
 
 def test_what_is_on_the_disk_is_said_and_counted(folders, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -180,6 +181,16 @@ def test_a_loss_that_is_dropped_waits_for_nothing(folders) -> None:
     model, batch = open_model(folders["tied"])
     model(batch)
     gc.collect()
+    model(batch).backward()
+
+
+def test_what_was_summed_over_ranks_holds_no_loss(folders, monkeypatch) -> None:
+    """A backend's thread may keep it a moment longer than the caller."""
+    summed, sum_up = [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda value, **more: summed.append(value) or sum_up(value, **more))
+    model, batch = open_model(folders["tied"])
+    model(batch)
+    assert summed
     model(batch).backward()
 
 

@@ -1,5 +1,6 @@
 """Tapes on a disk, with content, for tests."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -41,3 +42,9 @@ def read_all(tape: Tape) -> Tensor:
         tiles.append(tile.clone())
         tape.release(tile)
     return torch.cat(tiles)
+
+
+def open_files(folder: Path) -> list[str]:
+    """Those that this process has in a folder, without a name among them."""
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return [target for link in links if os.path.lexists(link) and str(folder) in (target := os.readlink(link))]

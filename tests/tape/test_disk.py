@@ -31,7 +31,7 @@ from ithaca.tape.file import TapeFile, free_space
 from ithaca.tape.slots import Slots
 from ithaca.tape.tape import DeviceTape, HostTape
 from ithaca.tape.tiles import Tiles
-from tests.tape.disks import disk_tapes, make_disk, read_all
+from tests.tape.disks import disk_tapes, make_disk, open_files, read_all
 from tests.tape.test_tape import CPU, SLOTS, TAPES, TILES, make_program, make_slots, numbers, run
 
 
@@ -161,6 +161,18 @@ def test_the_staging_of_a_dropped_tile_is_free_when_it_is_read(engine: ThreadEng
     assert torch.equal(tile, torch.full_like(tile, 7))
 
 
+def test_staging_is_free_when_a_pass_that_broke_off_is_settled(engine: ThreadEngine, tmp_path: Path) -> None:
+    (tape,) = disk_tapes([numbers()], TILES, make_slots(engine, 2), tmp_path, staged=1)
+    read_all(tape)
+    engine.before_disk = lambda: time.sleep(0.02 if threading.current_thread().name.startswith("disk-in") else 0.04)
+    tape.prefetch(0)
+    tape.drop()
+    tape.disk.settle()
+    tape.write(1, tape.blank(1).fill_(7))
+    tile = tape.read(1)
+    assert torch.equal(tile, torch.full_like(tile, 7))
+
+
 # Each of these waits is needed
 
 
@@ -276,6 +288,24 @@ def test_a_failing_disk_is_a_sentence_and_the_next_pass_has_nothing_to_do_with_i
     assert torch.equal(read_all(tape), numbers(1))
 
 
+def test_a_part_that_fails_is_told_when_no_other_is_under_way(monkeypatch, tmp_path: Path) -> None:
+    """Since the memory has another use then."""
+    monkeypatch.setattr("ithaca.tape.file.PART", BLOCK)
+    file, ended = TapeFile(str(tmp_path), 2 * BLOCK), []
+
+    def read(_: int, parts: list[memoryview], place: int) -> int:
+        if place == 0:
+            raise OSError(errno.EIO, "Input/output error")
+        time.sleep(0.05)
+        ended.append(place)
+        return len(parts[0])
+
+    monkeypatch.setattr(os, "preadv", read)
+    with pytest.raises(RunError, match="could not be read"):
+        file.read(0, memoryview(bytearray(2 * BLOCK)))
+    assert ended == [BLOCK]
+
+
 def test_a_tile_that_was_not_written_is_not_read(engine: ThreadEngine, monkeypatch, tmp_path: Path) -> None:
     """Even when nothing else has been asked of the disk since."""
     tape, _ = disk_of_one(engine, tmp_path)
@@ -343,11 +373,6 @@ def test_a_file_system_without_direct_access(engine: ThreadEngine, monkeypatch, 
 
 
 # What is left
-
-
-def open_files(folder: Path) -> list[str]:
-    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-    return [target for link in links if os.path.lexists(link) and str(folder) in (target := os.readlink(link))]
 
 
 def disk_threads() -> set[threading.Thread]:
