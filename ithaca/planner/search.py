@@ -29,7 +29,7 @@ RUNTIME = 1_500_000_000  # bytes of a GPU that the driver and NCCL take: assumed
 MARGIN = 0.04  # of a GPU, by which a prediction may be off (bench/results/rehearsals-fresh.json)
 KEPT_BACK = 0.05  # of a node's memory, for the programs themselves (tape/budget.py)
 LOCAL_CHUNK = 8192  # tokens of a rank from which on its matrix products run at their best
-CHUNKS = 4  # of them are tried, each half of the one before
+LEAST_CHUNK = CHUNK // 8  # tokens; what a still smaller one would save is little
 LONGEST = 2**32  # tokens
 STEP = 2**16  # tokens by which the longest context is told
 SAME = 1.02  # rates within that are no difference
@@ -262,13 +262,20 @@ def _best_mesh(spec: Spec, plan: Plan, machine: Machine, tokens: int, sharing: i
 def _plans(recipe: str, tokens: int, sharing: int) -> Iterator[Plan]:
     """What a recipe may be told, from what computes least to what holds least."""
     if recipe == "sweep":
-        largest = min(max(CHUNK, LOCAL_CHUNK * sharing), tokens)
-        for chunk in dict.fromkeys(max(largest >> halved, min(SHORTEST, tokens)) for halved in range(CHUNKS)):
+        for chunk in _chunks(tokens, sharing):
             yield Plan(recipe="sweep", chunk=chunk, tile=min(LOCAL_CHUNK, chunk))
         return
     for optimizer in ("device", "host"):
         for options in _options(recipe):
             yield Plan(recipe=recipe, optimizer=optimizer, **options)
+
+
+def _chunks(tokens: int, sharing: int) -> list[int]:
+    """From the largest that is of use on, each half of the one before. Ring ranks gather the queries of a whole chunk,
+    so that among many of them only small ones fit."""
+    largest = min(max(CHUNK, LOCAL_CHUNK * sharing), tokens)
+    least = max(min(LEAST_CHUNK, largest // 8), min(SHORTEST, largest))
+    return [chunk for halved in range(largest.bit_length()) if (chunk := largest >> halved) >= least]
 
 
 def _options(recipe: str) -> list[dict[str, Any]]:

@@ -215,6 +215,13 @@ def test_more_gpus_never_shorten(spec: Spec, gpu, host: float) -> None:
         assert more >= fewer * (1 - 1 / 256) - STEP
 
 
+def test_thousands_of_gpus_share_a_sequence() -> None:
+    """A ring rank gathers the queries of a chunk: one that grew with the ranks would at last not fit."""
+    spec = spec_of("llama3-8b")
+    some, many = (longest(spec, cluster(f"{count}xH100-80GB")) for count in (1024, 4096))
+    assert many == pytest.approx(4 * some, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("gpus", "host", "disk", "recipe", "limit"),
     [
