@@ -6,6 +6,7 @@ from typing import Any
 
 from ithaca.model.spec import Spec
 from ithaca.planner.hardware import HERE, RATES, Gpu
+from ithaca.planner.machine import MOST_GPUS
 from ithaca.planner.owners import KEYS, STATES
 from ithaca.planner.search import KEPT_BACK, MARGIN, RUNTIME, Answer, Cluster, longest, search
 from ithaca.planner.seconds import DISK
@@ -158,7 +159,7 @@ def alternatives(asked: Asked, answer: Answer, most: int) -> list[str]:
             found.append(f"longer: {format_tokens(again)} tokens where attention may run again in backward")
     before = format_seconds(answer.seconds.step / answer.shard)
     for count, word in ((2 * cluster.count, "faster"), (cluster.count // 2, "fewer GPUs")):
-        if not count or (count > cluster.node_gpus and count % cluster.node_gpus):
+        if not 1 <= count <= MOST_GPUS or (count > cluster.node_gpus and count % cluster.node_gpus):
             continue
         other = search(spec, resized(cluster, count), answer.tokens, recipe)
         each = other.seconds.step / other.shard if other else 0.0

@@ -163,6 +163,13 @@ def test_faster_is_faster(say: Say) -> None:
     assert not any(text.startswith("faster") for text in found["alternatives"])
 
 
+def test_the_most_gpus(say: Say) -> None:
+    """Twice as many, which might be faster, cannot be planned for."""
+    found = answer(say("llama3-8b", "--gpus", "1048576xH100-80GB", "--tokens", "1M", "--json"))
+    assert found["fits"]
+    assert not any(text.startswith("faster") for text in found["alternatives"])
+
+
 def test_a_folder_is_a_model(say: Say, tmp_path: Path) -> None:
     folder = tmp_path / "my model"
     folder.mkdir()
