@@ -47,6 +47,7 @@ from ithaca.plans.needs import (
     disk_bytes,
     host_bytes,
     layout_of,
+    moment_slot_bytes,
     needs,
     passing_bytes,
     tiles_of,
@@ -146,7 +147,7 @@ class Job:
             {
                 STATES: FP32 * weights * (3 if plan.optimizer == "device" else 1),
                 KEYS: device_bytes(keys, self.tiles),
-                TAPES: device_bytes(others, self.tiles),
+                TAPES: device_bytes(others, self.tiles) + self._moment_slots(),
                 BLOCKS: self._kept(spec.layers - self.present),
                 GRADIENTS: FP32 * (spec.layers - self.present) * self.block.mine,
                 GATHERED: passing_bytes(plan, spec, self.tapes)
@@ -160,6 +161,9 @@ class Job:
     def host_states(self) -> int:
         moments = 2 * FP32 * (self.spec.layers * self.block.mine + self.table.mine)
         return moments if self.plan.optimizer == "host" else 0
+
+    def _moment_slots(self) -> int:
+        return moment_slot_bytes(max(self.block.largest, self.table.largest)) if self.plan.optimizer == "host" else 0
 
     @property
     def left_over(self) -> float:
@@ -321,10 +325,12 @@ class Job:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Parameters: all, and this rank's part of them; `unit`: those of the head, gathered and reduced together."""
+    """Parameters: all, this rank's part of them, and of the largest; `unit`: those of the head, gathered and reduced
+    together."""
 
     all: int
     mine: int
+    largest: int
     unit: int
     unit_mine: int
 
@@ -337,6 +343,7 @@ def _numbers(spec: Spec, ranks: int, block: bool) -> _Numbers:
     return _Numbers(
         all=sum(map(math.prod, shapes.values())),
         mine=sum(_part(shape, ranks) for shape in shapes.values()),
+        largest=max(_part(shape, ranks) for shape in shapes.values()),
         unit=sum(map(math.prod, unit.values())),
         unit_mine=sum(_part(shape, ranks) for shape in unit.values()),
     )

@@ -17,10 +17,9 @@ from ithaca.planner.hardware import Gpu
 from ithaca.planner.machine import MOST_GPUS, Machine
 from ithaca.planner.memory import Memory, predict_memory
 from ithaca.planner.meshes import choose
-from ithaca.planner.owners import KEYS, TAPES
 from ithaca.planner.seconds import Seconds, predict_seconds
 from ithaca.plans.fill import Kept, every_choice, least_choices, some_choices, try_place
-from ithaca.plans.needs import host_bytes
+from ithaca.plans.needs import device_bytes, host_bytes
 from ithaca.plans.places import RECOMPUTE
 from ithaca.plans.plan import CHUNK, Plan
 from ithaca.plans.rebuild import fewest_kept
@@ -312,7 +311,7 @@ def _placed(
 ) -> Plan | None:
     """x and o of every layer in what all else leaves of GPU, host and disk."""
     least = predict_memory(spec, replace(plan, x="host", o="host", gradient="host"), tokens, ulysses, ring, shard)
-    device = cluster.capacity - least.total + least.parts.get(TAPES, 0) + least.parts.get(KEYS, 0)
+    device = cluster.capacity - least.total + device_bytes(least.tapes, least.tiles)
     states = least.host - host_bytes(least.tapes, least.tiles, gpu=True)
     host, disk = cluster.of_host() - states, cluster.of_disk()
     if min(device, host) <= 0 or _least(spec, least) > device + host + disk:
