@@ -72,7 +72,7 @@ def cluster_of(count: int, gpu: Gpu, host: str | None, disk: str, node_gpus: int
     return Cluster(
         count=count,
         gpu=gpu,
-        host=parse_bytes(host) if host else gpu.ram * min(count, node_gpus),
+        host=gpu.ram * min(count, node_gpus) if host is None else parse_bytes(host),
         disk=0 if disk == "0" else parse_bytes(disk),
         node_gpus=node_gpus,
     )

@@ -35,6 +35,7 @@ SAME = 1.02  # rates within that are no difference
 PREFERRED = ("sweep", "dense", "ulysses", "untied", "hybrid", "ring", "alst")
 SCRATCH = "/scratch"  # a folder on the disk, for the user to replace
 SHORTEST = 128  # tokens: a tile of attention
+MOST_BYTES = 1e18  # of a node's memory, and of its disk
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class Cluster:
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MOST_GPUS:
             raise PlanError(f"--gpus {self.count}x{self.gpu.name} cannot be planned for: 1 to {MOST_GPUS} GPUs can")
+        for name in ("host", "disk"):
+            if (size := getattr(self, name)) > MOST_BYTES:
+                given, most = (f"{bytes_ / 1e12:.7g}TB" for bytes_ in (size, MOST_BYTES))
+                raise PlanError(f"--{name} {given} cannot be planned for: up to {most} can")
         if self.count > self.node_gpus and self.count % self.node_gpus:
             below = self.count - self.count % self.node_gpus
             raise PlanError(
@@ -65,7 +70,7 @@ class Cluster:
     @property
     def capacity(self) -> int:
         """Bytes of a GPU that a Plan may be predicted to take."""
-        return int((1 - MARGIN) * self.gpu.memory) - RUNTIME
+        return max(int((1 - MARGIN) * self.gpu.memory) - RUNTIME, 0)
 
     def of_host(self) -> int:
         """Bytes of its node's memory that a rank may take."""
