@@ -17,7 +17,12 @@ from ithaca.plans.rebuild import rebuild_passes
 from ithaca.sizes import format_bytes, format_seconds, format_tokens
 
 ON = {place: f"on the {place}" for place in KEPT} | {REBUILD: "rebuilt", RECOMPUTE: "recomputed"}
-LIMITS = {"GPU": "the GPU's memory", "host": "the host's memory (--host)", "disk": "the disk (--disk)"}
+LIMITS = {
+    "GPU": "the GPU's memory",
+    "host": "the host's memory (--host)",
+    "disk": "the disk (--disk)",
+    "planner": "what can be planned for",
+}
 
 
 @dataclass(frozen=True)

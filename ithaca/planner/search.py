@@ -184,7 +184,10 @@ def _halves(tokens: int) -> list[int]:
 
 
 def binding(spec: Spec, cluster: Cluster, recipe: str | None, most: int) -> str:
-    """Which of GPU, host and disk keeps the context from being longer: that of which a tenth more helps most."""
+    """Which of GPU, host and disk keeps the context from being longer: that of which a tenth more helps most. None of
+    them does where no more can be planned for."""
+    if most == LONGEST:
+        return "planner"
     more = {
         "GPU": replace(cluster, gpu=replace(cluster.gpu, memory=cluster.gpu.memory * 1.1)),
         "host": replace(cluster, host=cluster.host * 1.1),
@@ -319,7 +322,7 @@ def _placed(
     device = cluster.capacity - least.total + device_bytes(least.tapes, least.tiles)
     states = least.host - host_bytes(least.tapes, least.tiles, gpu=True)
     host, disk = cluster.of_host() - states, cluster.of_disk()
-    if min(device, host) <= 0 or _least(spec, least) > device + host + disk:
+    if device <= 0 or host < 0 or _least(spec, least) > device + host + disk:
         return None
     return try_place(plan, spec, tokens, device, host, disk, ulysses, ring, SCRATCH, choices)
 

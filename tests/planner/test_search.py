@@ -188,8 +188,20 @@ def test_less_than_a_step() -> None:
     assert any(0 < length < STEP for length in found)
 
 
+def test_a_host_without_memory() -> None:
+    """All of it can lie on the GPUs: a length that fits so is not too long for `max`."""
+    spec, there = spec_of("llama3-8b"), cluster(host=1.0)
+    most = longest(spec, there)
+    assert most >= M
+    answer = search(spec, there, most)
+    assert answer is not None
+    assert (answer.memory.host, answer.plan.recipe) == (0, "sweep")
+
+
 def test_no_longer_than_can_be_asked_for() -> None:
-    assert longest(spec_of("tiny"), cluster("64xB200-180GB", host=1e15, disk=1e16)) == LONGEST
+    there = cluster("64xB200-180GB", host=1e15, disk=1e16)
+    assert longest(spec_of("tiny"), there) == LONGEST
+    assert binding(spec_of("tiny"), there, None, LONGEST) == "planner"
 
 
 # More is never worse
