@@ -35,7 +35,7 @@ SAME = 1.02  # rates within that are no difference
 PREFERRED = ("sweep", "dense", "ulysses", "untied", "hybrid", "ring", "alst")
 SCRATCH = "/scratch"  # a folder on the disk, for the user to replace
 SHORTEST = 128  # tokens: a tile of attention
-MOST_BYTES = 1e18  # of a node's memory, and of its disk
+MORE = (1.1, 2.0)  # times what there is, by which it is seen what helps
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,6 @@ class Cluster:
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MOST_GPUS:
             raise PlanError(f"--gpus {self.count}x{self.gpu.name} cannot be planned for: 1 to {MOST_GPUS} GPUs can")
-        for name in ("host", "disk"):
-            if (size := getattr(self, name)) > MOST_BYTES:
-                given, most = (f"{bytes_ / 1e12:.7g}TB" for bytes_ in (size, MOST_BYTES))
-                raise PlanError(f"--{name} {given} cannot be planned for: up to {most} can")
         if self.count > self.node_gpus and self.count % self.node_gpus:
             below = self.count - self.count % self.node_gpus
             raise PlanError(
@@ -184,16 +180,20 @@ def _halves(tokens: int) -> list[int]:
 
 
 def binding(spec: Spec, cluster: Cluster, recipe: str | None, most: int) -> str:
-    """Which of GPU, host and disk keeps the context from being longer: that of which a tenth more helps most. None of
-    them does where no more can be planned for."""
+    """Which of GPU, host and disk keeps the context from being longer: that of which a tenth more helps most, or,
+    where that is less than a step, twice as much. None of them does where no more can be planned for."""
     if most == LONGEST:
         return "planner"
-    more = {
-        "GPU": replace(cluster, gpu=replace(cluster.gpu, memory=cluster.gpu.memory * 1.1)),
-        "host": replace(cluster, host=cluster.host * 1.1),
-        "disk": replace(cluster, disk=cluster.disk * 1.1),
-    }
-    found = {name: longest(spec, other, recipe, from_=max(most, STEP)) for name, other in more.items()}
+    found: dict[str, int] = {}
+    for share in MORE:
+        more = {
+            "GPU": replace(cluster, gpu=replace(cluster.gpu, memory=cluster.gpu.memory * share)),
+            "host": replace(cluster, host=cluster.host * share),
+            "disk": replace(cluster, disk=cluster.disk * share),
+        }
+        found = {name: longest(spec, other, recipe, from_=max(most, STEP)) for name, other in more.items()}
+        if max(found.values()) > most:
+            break
     return max(found, key=lambda name: found[name])
 
 

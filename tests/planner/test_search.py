@@ -260,6 +260,16 @@ def test_what_binds_is_what_helps(gpus: str, host: float, disk: float, recipe: s
     assert helped[limit] == max(helped.values())
 
 
+def test_what_binds_where_a_tenth_more_is_less_than_a_step() -> None:
+    spec, there = spec_of("llama2-7b"), cluster("64xRTX4090-24GB", host=0.2 * TB)
+    most = longest(spec, there, "dense")
+    gpu = replace(there.gpu, memory=1.1 * there.gpu.memory)
+    for more in (replace(there, gpu=gpu), replace(there, host=1.1 * there.host)):
+        assert longest(spec, more, "dense") == most
+    assert longest(spec, replace(there, host=2 * there.host), "dense") > most
+    assert binding(spec, there, "dense", most) == "host"
+
+
 # What is found can be used
 @settings(CHEAP, max_examples=20)
 @given(MODELS, CLUSTERS, st.integers(SHORTEST, 8 * M), st.none() | st.sampled_from(list(RECIPES)))
