@@ -85,14 +85,15 @@ class Answer:
     ulysses: int
     ring: int
     shard: int  # times that sequences are at work beside each other
-    rows: int  # sequences of a pass for those that share them
+    rows: int  # sequences of a pass for those that share them, where they have most
+    sequences: int  # of a pass, over all GPUs
     memory: Memory
     seconds: Seconds
 
     @property
     def rate(self) -> float:
         """Tokens a second and GPU."""
-        return self.rows * self.tokens / self.seconds.step / (self.ulysses * self.ring)
+        return self.sequences * self.tokens / self.seconds.step / (self.shard * self.ring * self.ulysses)
 
     def recomputed(self, spec: Spec) -> int:
         """Layers whose attention runs twice."""
@@ -112,15 +113,18 @@ def search(
     """The fastest for this length; None where nothing fits.
 
     `mesh`: ulysses × ring that share a sequence, where that is settled. `sequences`: of a pass, over all GPUs; not
-    given: one for those that share it.
+    given: one for those that share it. There must be one for each of those.
     """
     if not SHORTEST <= tokens <= LONGEST:
         raise PlanError(f"--tokens {tokens} cannot be planned for: {SHORTEST}, a tile of attention, to {LONGEST} can")
     found: list[Answer] = []
     for sharing in _divisors(cluster.count) if mesh is None else [mesh[0] * mesh[1]]:
-        rows = -(-(sequences or 1) * sharing // cluster.count)
-        answer = _best_of(spec, cluster, tokens, sharing, recipe, mesh, rows)
-        found += [answer] if answer else []
+        shard = cluster.count // sharing
+        if mesh is None and sequences is not None and shard > sequences:
+            continue
+        rows = -(-(sequences or 1) // shard)
+        if answer := _best_of(spec, cluster, tokens, sharing, recipe, mesh, rows):
+            found.append(replace(answer, sequences=sequences or shard))
         if len(found) > 1 and found[-1].rate <= found[-2].rate:
             break  # with more GPUs to a sequence there is now only more to exchange
     best = _preferred(found)
@@ -244,7 +248,7 @@ def _fitting(
     for plan in _plans(recipe, rows * tokens, sharing):
         for fitted, memory in _fit(spec, cluster, plan, rows * tokens, *mesh, shard, choices):
             seconds = _seconds(spec, cluster, fitted, tokens, rows, mesh)
-            answer = Answer(fitted, tokens, *mesh, shard, rows, memory, seconds)
+            answer = Answer(fitted, tokens, *mesh, shard, rows, rows * shard, memory, seconds)
             yield answer
             if recipe == "sweep" and not answer.recomputed(spec):
                 return  # what holds less is no faster
