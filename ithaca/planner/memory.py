@@ -217,10 +217,11 @@ class Job:
         yield "the loss", Counter({**at_head, LOSS: FP32 * head.unit + logits + 3 * self.hidden(self.plan.loss_tile)})
         if not tied:
             yield "the head's gradient", Counter({**at_head, LOSS: FP32 * head.unit, GRADIENTS: FP32 * head.unit})
-        # At the end that of the embedding, and of a tied model its sum with the head's
+        # At the end that of the embedding; of a tied model its sum with the head's, while the first block's is still
+        # being reduced
         shards = FP32 * (self.present * block.mine + (0 if tied else head.unit_mine))
         table = FP32 * self.spec.vocab * self.spec.hidden
-        at_end = {GRADIENTS: shards + (0 if tied else table), BLOCKS: table}
+        at_end = {GRADIENTS: shards + (FP32 * block.all if tied else table), BLOCKS: table}
         if tied:
             at_end |= {LOSS: table, OTHER: table, GATHERED: BF16 * head.unit}
         yield "the embedding's gradient", Counter(at_end)
