@@ -14,6 +14,7 @@ from ithaca.plans.plan import Plan
 from ithaca.sizes import parse_bytes, parse_tokens
 
 USUAL = "8xH100-80GB"
+MOST_BYTES = 1e18  # of a node's memory, and of its disk
 
 
 def run(
@@ -69,10 +70,12 @@ def plan(
 
 
 def cluster_of(count: int, gpu: Gpu, host: str | None, disk: str, node_gpus: int = 8) -> Cluster:
-    return Cluster(
-        count=count,
-        gpu=gpu,
-        host=parse_bytes(host) if host else gpu.ram * min(count, node_gpus),
-        disk=0 if disk == "0" else parse_bytes(disk),
-        node_gpus=node_gpus,
-    )
+    sizes = {
+        "host": gpu.ram * min(count, node_gpus) if host is None else parse_bytes(host),
+        "disk": 0 if disk == "0" else parse_bytes(disk),
+    }
+    for name, size in sizes.items():
+        if size > MOST_BYTES:
+            given, most = (f"{number / 1e12:.7g}TB" for number in (size, MOST_BYTES))
+            raise PlanError(f"--{name} {given} cannot be planned for: up to {most} can")
+    return Cluster(count=count, gpu=gpu, node_gpus=node_gpus, **sizes)

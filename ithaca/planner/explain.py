@@ -6,6 +6,7 @@ from typing import Any
 
 from ithaca.model.spec import Spec
 from ithaca.planner.hardware import HERE, RATES, Gpu
+from ithaca.planner.machine import MOST_GPUS
 from ithaca.planner.owners import KEYS, STATES
 from ithaca.planner.search import KEPT_BACK, MARGIN, RUNTIME, Answer, Cluster, longest, search
 from ithaca.planner.seconds import DISK
@@ -16,7 +17,12 @@ from ithaca.plans.rebuild import rebuild_passes
 from ithaca.sizes import format_bytes, format_seconds, format_tokens
 
 ON = {place: f"on the {place}" for place in KEPT} | {REBUILD: "rebuilt", RECOMPUTE: "recomputed"}
-LIMITS = {"GPU": "the GPU's memory", "host": "the host's memory (--host)", "disk": "the disk (--disk)"}
+LIMITS = {
+    "GPU": "the GPU's memory",
+    "host": "the host's memory (--host)",
+    "disk": "the disk (--disk)",
+    "planner": "what can be planned for",
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ def explain(asked: Asked, answer: Answer, most: int, limit: str) -> list[str]:
     seconds = answer.seconds
     lines += [
         "",
-        f"a step          {format_seconds(seconds.step)} for {_count(answer.shard * answer.rows, 'sequence')}: "
+        f"a step          {format_seconds(seconds.step)} for {_count(answer.sequences, 'sequence')}: "
         f"{answer.rate:.3g} tokens/s on each GPU, {100 * mfu(asked, answer):.1f} % causal MFU",
         "  "
         + ", ".join(
@@ -156,14 +162,15 @@ def alternatives(asked: Asked, answer: Answer, most: int) -> list[str]:
         again = longest(spec, cluster, recipe, recomputing=True, from_=most) if most else 0
         if again > 1.01 * most:
             found.append(f"longer: {format_tokens(again)} tokens where attention may run again in backward")
-    before = format_seconds(answer.seconds.step / answer.shard)
+    now = answer.seconds.step / answer.sequences
     for count, word in ((2 * cluster.count, "faster"), (cluster.count // 2, "fewer GPUs")):
-        if not count or (count > cluster.node_gpus and count % cluster.node_gpus):
+        if not 1 <= count <= MOST_GPUS or (count > cluster.node_gpus and count % cluster.node_gpus):
             continue
         other = search(spec, resized(cluster, count), answer.tokens, recipe)
-        each = other.seconds.step / other.shard if other else 0.0
-        if other and (word != "faster" or each < answer.seconds.step / answer.shard):
-            found.append(f"{word}: {count}x{cluster.gpu.name}, {format_seconds(each)} a sequence instead of {before}")
+        each = other.seconds.step / other.sequences if other else 0.0
+        if other and (word != "faster" or each < now):
+            times = f"{format_seconds(each)} a sequence instead of {format_seconds(now)}"
+            found.append(f"{word}: {count}x{cluster.gpu.name}, {times}")
         if not other and word == "fewer GPUs":
             found.append(f"fewer GPUs: {count}x{cluster.gpu.name} do not hold it")
     return found

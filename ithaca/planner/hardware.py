@@ -5,7 +5,6 @@ What kernels reach on a GPU for which nobody has measured it is taken to be the 
 H200, and says so.
 """
 
-import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from ithaca.errors import PlanError, suggestion
 
 MEASURED_ON = "H200-141GB"
 NEEDED = 'a number and its source are needed, as [55e9, "measured"]'
+LARGEST = 1e24  # of the table's numbers: what is far beyond any GPU overflows later
 HERE = "measured by --measure"  # the source of a number that needs no excuse
 RATES = ("matmul", "attention_forward", "attention_backward")
 
@@ -112,8 +112,10 @@ def _gpu(name: str, table: Mapping[str, Any], measured: Mapping[str, float]) -> 
 
 def _figure(name: str, number: str, value: Any) -> tuple[float, str]:
     match value:
-        case [int() | float() as figure, str() as source] if 0 < figure < math.inf:
+        case [int() | float() as figure, str() as source] if not isinstance(figure, bool) and 1 <= figure <= LARGEST:
             return float(figure), source
+        case [int() | float() as figure, str()] if figure > LARGEST:
+            raise PlanError(f"{number} of GPU '{name}' is more than can be planned with: up to {LARGEST:g} can")
     raise PlanError(f"{number} of GPU '{name}' is {value}: {NEEDED}")
 
 
@@ -125,7 +127,7 @@ def _own() -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise PlanError(f"'{path}' cannot be read as TOML ({problem})") from None
     wrong = [name for name, table in tables.items() if not isinstance(table, dict)]
     if wrong:

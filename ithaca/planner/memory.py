@@ -47,6 +47,7 @@ from ithaca.plans.needs import (
     disk_bytes,
     host_bytes,
     layout_of,
+    moment_slot_bytes,
     needs,
     passing_bytes,
     tiles_of,
@@ -146,7 +147,7 @@ class Job:
             {
                 STATES: FP32 * weights * (3 if plan.optimizer == "device" else 1),
                 KEYS: device_bytes(keys, self.tiles),
-                TAPES: device_bytes(others, self.tiles),
+                TAPES: device_bytes(others, self.tiles) + self._moment_slots(),
                 BLOCKS: self._kept(range(self.present, spec.layers)),
                 GRADIENTS: FP32 * (spec.layers - self.present) * self.block.mine,
                 GATHERED: passing_bytes(plan, spec, self.tapes)
@@ -160,6 +161,9 @@ class Job:
     def host_states(self) -> int:
         moments = 2 * FP32 * (self.spec.layers * self.block.mine + self.table.mine)
         return moments if self.plan.optimizer == "host" else 0
+
+    def _moment_slots(self) -> int:
+        return moment_slot_bytes(max(self.block.largest, self.table.largest)) if self.plan.optimizer == "host" else 0
 
     @property
     def left_over(self) -> float:
@@ -213,10 +217,11 @@ class Job:
         yield "the loss", Counter({**at_head, LOSS: FP32 * head.unit + logits + 3 * self.hidden(self.plan.loss_tile)})
         if not tied:
             yield "the head's gradient", Counter({**at_head, LOSS: FP32 * head.unit, GRADIENTS: FP32 * head.unit})
-        # At the end that of the embedding, and of a tied model its sum with the head's
+        # At the end that of the embedding; of a tied model its sum with the head's, while the first block's is still
+        # being reduced
         shards = FP32 * (self.present * block.mine + (0 if tied else head.unit_mine))
         table = FP32 * self.spec.vocab * self.spec.hidden
-        at_end = {GRADIENTS: shards + (0 if tied else table), BLOCKS: table}
+        at_end = {GRADIENTS: shards + (FP32 * block.all if tied else table), BLOCKS: table}
         if tied:
             at_end |= {LOSS: table, OTHER: table, GATHERED: BF16 * head.unit}
         yield "the embedding's gradient", Counter(at_end)
@@ -321,10 +326,12 @@ class Job:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Parameters: all, and this rank's part of them; `unit`: those of the head, gathered and reduced together."""
+    """Parameters: all, this rank's part of them, and of the largest; `unit`: those of the head, gathered and reduced
+    together."""
 
     all: int
     mine: int
+    largest: int
     unit: int
     unit_mine: int
 
@@ -337,6 +344,7 @@ def _numbers(spec: Spec, ranks: int, block: bool) -> _Numbers:
     return _Numbers(
         all=sum(map(math.prod, shapes.values())),
         mine=sum(_part(shape, ranks) for shape in shapes.values()),
+        largest=max(_part(shape, ranks) for shape in shapes.values()),
         unit=sum(map(math.prod, unit.values())),
         unit_mine=sum(_part(shape, ranks) for shape in unit.values()),
     )

@@ -186,15 +186,29 @@ def _seats(machine: Machine, layout: Layout) -> Iterator[_Seat]:
             yield _Seat(ulysses, ring, here, rings, (ring + 1) % layout.ring in rings)
 
 
+@dataclass(frozen=True)
+class _Seated(Sender):
+    """One that knows how many of its ring ranks count, and need not ask for each of thousands."""
+
+    rings: int = 0
+
+    @property
+    def ring_peers(self) -> int:
+        return self.rings
+
+
 def _sent(spec: Spec, plan: Plan, layout: Layout, share: Share, seat: _Seat, in_ring: bool) -> Sent:
     """To its Ulysses ranks or to its ring ranks, in all blocks."""
+    rings_here = len(seat.rings_here) - 1  # but its own
 
     def sent(on_node: bool) -> int:
+        rings = rings_here if on_node else layout.ring - 1 - rings_here
+
         def counts(ring: int, ulysses: int) -> bool:
             here = ring in seat.rings_here if ring != seat.ring else ulysses in seat.ulysses_here
             return (ring != seat.ring) == in_ring and here == on_node
 
-        sender = Sender(
+        sender = _Seated(
             seat.ulysses,
             layout.local,
             layout.chunks.count,
@@ -204,6 +218,7 @@ def _sent(spec: Spec, plan: Plan, layout: Layout, share: Share, seat: _Seat, in_
             layout.ring,
             seat.ring,
             counts,
+            rings if in_ring else 0,
         )
         rounds = head_rounds(share, plan.heads_at_once(layout.ulysses))
         blocks = (block_traffic(plan, layer, spec.layers, rounds, sender) for layer in (0, spec.layers - 1))

@@ -17,10 +17,9 @@ from ithaca.planner.hardware import Gpu
 from ithaca.planner.machine import MOST_GPUS, Machine
 from ithaca.planner.memory import Memory, predict_memory
 from ithaca.planner.meshes import choose
-from ithaca.planner.owners import KEYS, TAPES
 from ithaca.planner.seconds import Seconds, predict_seconds
 from ithaca.plans.fill import Kept, every_choice, least_choices, some_choices, try_place
-from ithaca.plans.needs import host_bytes
+from ithaca.plans.needs import device_bytes, host_bytes
 from ithaca.plans.places import RECOMPUTE
 from ithaca.plans.plan import CHUNK, Plan
 from ithaca.plans.rebuild import fewest_kept
@@ -29,13 +28,14 @@ RUNTIME = 1_500_000_000  # bytes of a GPU that the driver and NCCL take: assumed
 MARGIN = 0.04  # of a GPU, by which a prediction may be off (bench/results/rehearsals-fresh.json)
 KEPT_BACK = 0.05  # of a node's memory, for the programs themselves (tape/budget.py)
 LOCAL_CHUNK = 8192  # tokens of a rank from which on its matrix products run at their best
-CHUNKS = 4  # of them are tried, each half of the one before
+LEAST_CHUNK = CHUNK // 8  # tokens; what a still smaller one would save is little
 LONGEST = 2**32  # tokens
 STEP = 2**16  # tokens by which the longest context is told
 SAME = 1.02  # rates within that are no difference
 PREFERRED = ("sweep", "dense", "ulysses", "untied", "hybrid", "ring", "alst")
 SCRATCH = "/scratch"  # a folder on the disk, for the user to replace
 SHORTEST = 128  # tokens: a tile of attention
+MORE = (1.1, 2.0)  # times what there is, by which it is seen what helps
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Cluster:
     @property
     def capacity(self) -> int:
         """Bytes of a GPU that a Plan may be predicted to take."""
-        return int((1 - MARGIN) * self.gpu.memory) - RUNTIME
+        return max(int((1 - MARGIN) * self.gpu.memory) - RUNTIME, 0)
 
     def of_host(self) -> int:
         """Bytes of its node's memory that a rank may take."""
@@ -85,14 +85,15 @@ class Answer:
     ulysses: int
     ring: int
     shard: int  # times that sequences are at work beside each other
-    rows: int  # sequences of a pass for those that share them
+    rows: int  # sequences of a pass for those that share them, where they have most
+    sequences: int  # of a pass, over all GPUs
     memory: Memory
     seconds: Seconds
 
     @property
     def rate(self) -> float:
         """Tokens a second and GPU."""
-        return self.rows * self.tokens / self.seconds.step / (self.ulysses * self.ring)
+        return self.sequences * self.tokens / self.seconds.step / (self.shard * self.ring * self.ulysses)
 
     def recomputed(self, spec: Spec) -> int:
         """Layers whose attention runs twice."""
@@ -112,15 +113,18 @@ def search(
     """The fastest for this length; None where nothing fits.
 
     `mesh`: ulysses × ring that share a sequence, where that is settled. `sequences`: of a pass, over all GPUs; not
-    given: one for those that share it.
+    given: one for those that share it. There must be one for each of those.
     """
     if not SHORTEST <= tokens <= LONGEST:
         raise PlanError(f"--tokens {tokens} cannot be planned for: {SHORTEST}, a tile of attention, to {LONGEST} can")
     found: list[Answer] = []
     for sharing in _divisors(cluster.count) if mesh is None else [mesh[0] * mesh[1]]:
-        rows = -(-(sequences or 1) * sharing // cluster.count)
-        answer = _best_of(spec, cluster, tokens, sharing, recipe, mesh, rows)
-        found += [answer] if answer else []
+        shard = cluster.count // sharing
+        if mesh is None and sequences is not None and shard > sequences:
+            continue
+        rows = -(-(sequences or 1) // shard)
+        if answer := _best_of(spec, cluster, tokens, sharing, recipe, mesh, rows):
+            found.append(replace(answer, sequences=sequences or shard))
         if len(found) > 1 and found[-1].rate <= found[-2].rate:
             break  # with more GPUs to a sequence there is now only more to exchange
     best = _preferred(found)
@@ -180,13 +184,20 @@ def _halves(tokens: int) -> list[int]:
 
 
 def binding(spec: Spec, cluster: Cluster, recipe: str | None, most: int) -> str:
-    """Which of GPU, host and disk keeps the context from being longer: that of which a tenth more helps most."""
-    more = {
-        "GPU": replace(cluster, gpu=replace(cluster.gpu, memory=cluster.gpu.memory * 1.1)),
-        "host": replace(cluster, host=cluster.host * 1.1),
-        "disk": replace(cluster, disk=cluster.disk * 1.1),
-    }
-    found = {name: longest(spec, other, recipe, from_=max(most, STEP)) for name, other in more.items()}
+    """Which of GPU, host and disk keeps the context from being longer: that of which a tenth more helps most, or,
+    where that is less than a step, twice as much. None of them does where no more can be planned for."""
+    if most == LONGEST:
+        return "planner"
+    found: dict[str, int] = {}
+    for share in MORE:
+        more = {
+            "GPU": replace(cluster, gpu=replace(cluster.gpu, memory=cluster.gpu.memory * share)),
+            "host": replace(cluster, host=cluster.host * share),
+            "disk": replace(cluster, disk=cluster.disk * share),
+        }
+        found = {name: longest(spec, other, recipe, from_=max(most, STEP)) for name, other in more.items()}
+        if max(found.values()) > most:
+            break
     return max(found, key=lambda name: found[name])
 
 
@@ -237,7 +248,7 @@ def _fitting(
     for plan in _plans(recipe, rows * tokens, sharing):
         for fitted, memory in _fit(spec, cluster, plan, rows * tokens, *mesh, shard, choices):
             seconds = _seconds(spec, cluster, fitted, tokens, rows, mesh)
-            answer = Answer(fitted, tokens, *mesh, shard, rows, memory, seconds)
+            answer = Answer(fitted, tokens, *mesh, shard, rows, rows * shard, memory, seconds)
             yield answer
             if recipe == "sweep" and not answer.recomputed(spec):
                 return  # what holds less is no faster
@@ -262,13 +273,20 @@ def _best_mesh(spec: Spec, plan: Plan, machine: Machine, tokens: int, sharing: i
 def _plans(recipe: str, tokens: int, sharing: int) -> Iterator[Plan]:
     """What a recipe may be told, from what computes least to what holds least."""
     if recipe == "sweep":
-        largest = min(max(CHUNK, LOCAL_CHUNK * sharing), tokens)
-        for chunk in dict.fromkeys(max(largest >> halved, min(SHORTEST, tokens)) for halved in range(CHUNKS)):
+        for chunk in _chunks(tokens, sharing):
             yield Plan(recipe="sweep", chunk=chunk, tile=min(LOCAL_CHUNK, chunk))
         return
     for optimizer in ("device", "host"):
         for options in _options(recipe):
             yield Plan(recipe=recipe, optimizer=optimizer, **options)
+
+
+def _chunks(tokens: int, sharing: int) -> list[int]:
+    """From the largest that is of use on, each half of the one before. Ring ranks gather the queries of a whole chunk,
+    so that among many of them only small ones fit."""
+    largest = min(max(CHUNK, LOCAL_CHUNK * sharing), tokens)
+    least = max(min(LEAST_CHUNK, largest // 8), min(SHORTEST, largest))
+    return [chunk for halved in range(largest.bit_length()) if (chunk := largest >> halved) >= least]
 
 
 def _options(recipe: str) -> list[dict[str, Any]]:
@@ -305,10 +323,10 @@ def _placed(
 ) -> Plan | None:
     """x and o of every layer in what all else leaves of GPU, host and disk."""
     least = predict_memory(spec, replace(plan, x="host", o="host", gradient="host"), tokens, ulysses, ring, shard)
-    device = cluster.capacity - least.total + least.parts.get(TAPES, 0) + least.parts.get(KEYS, 0)
+    device = cluster.capacity - least.total + device_bytes(least.tapes, least.tiles)
     states = least.host - host_bytes(least.tapes, least.tiles, gpu=True)
     host, disk = cluster.of_host() - states, cluster.of_disk()
-    if min(device, host) <= 0 or _least(spec, least) > device + host + disk:
+    if device <= 0 or host < 0 or _least(spec, least) > device + host + disk:
         return None
     return try_place(plan, spec, tokens, device, host, disk, ulysses, ring, SCRATCH, choices)
 

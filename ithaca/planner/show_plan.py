@@ -23,7 +23,7 @@ def run(
     model: str, cluster: Cluster, tokens: int | None, recipe: str | None, as_json: bool, picture: Path | None
 ) -> None:
     """`ithaca plan MODEL --gpus 8xH100-80GB --tokens 5M`."""
-    Plan(recipe=recipe or "sweep")  # which must exist
+    Plan(recipe="sweep" if recipe is None else recipe)  # which must exist
     if picture:
         check_kind(picture)
     asked = Asked(model, read_spec(find_config(model)[0]), cluster, tokens, recipe)
@@ -61,8 +61,8 @@ def refusal(asked: Asked, most: int, option: str = "--tokens ") -> str:
     states = PER_PARAMETER * spec.parameters() / cluster.count
     if states > cluster.capacity:
         return (
-            f"{name} does not fit: weights, gradients and moments alone take {format_bytes(states)} of each GPU, which "
-            f"has {format_bytes(cluster.capacity)}{hint}"
+            f"{name} does not fit: weights, gradients and moments alone take {format_bytes(states)} of each GPU, of "
+            f"which {format_bytes(cluster.capacity)} can be used{hint}"
         )
     return (
         f"{name} does not fit at any length: a GPU has {format_bytes(cluster.capacity)}, a node "

@@ -18,6 +18,9 @@ from ithaca.tape.blocks import STAGED, staged_bytes, stretch_bytes
 from ithaca.tape.tiles import Tiles
 
 FP32 = 4  # bytes
+MOMENTS = 2  # of AdamW for each parameter
+MOMENT_TILE = 8 * 2**20  # of their elements that pass through the device together, where they live on the host
+MOMENT_SLOTS = 4  # of such tiles: one in use, one ahead, two on their way out
 WHOLE_TILE = 8192  # tokens that the schedule `whole` moves to and from the host at a time, when the Plan has no tile
 
 
@@ -151,6 +154,11 @@ def slot_bytes(asked: list[Need], tiles: Tiles) -> int:
     rows = min(tiles.size, tiles.length)
     slots = {need.name: need.slots * rows * need.ranks * need.row for need in asked if need.place != "device"}
     return sum(slots.values())
+
+
+def moment_slot_bytes(largest: int) -> int:
+    """What AdamW's moments on the host take of the device; `largest`: elements of the rank's largest shard."""
+    return MOMENTS * MOMENT_SLOTS * min(MOMENT_TILE, largest) * FP32
 
 
 def passing_bytes(plan: Plan, spec: Spec, asked: list[Need]) -> int:

@@ -32,25 +32,27 @@ def choose_plan(config: Config, spec: Spec, grid: Mesh, tokens: int) -> Chosen:
         return Plan(recipe="dense" if mesh.ring * mesh.ulysses == 1 else "sweep"), mesh, []
     cluster = _here(grid, mesh.replicate)
     axes = None if mesh == MeshSection() else (mesh.ulysses, mesh.ring)
-    sequences = -(-(config.train.micro or config.train.batch or 1) // mesh.replicate)
+    given = config.train.micro or config.train.batch
+    sequences = -(-given // mesh.replicate) if given else None  # not given: one for those that share it
     answer = search(spec, cluster, tokens, mesh=axes, sequences=sequences)
     most = longest(spec, cluster)
     asked = Asked(config.model.source, spec, cluster, tokens, None)
     if answer is None:
-        raise PlanError(_refusal(asked, most, axes, sequences))
+        raise PlanError(_refusal(asked, most, axes, given))
     lines = explain(asked, answer, most, binding(spec, cluster, None, most))
     if axes is None:
         mesh = replace(mesh, ulysses=answer.ulysses, ring=answer.ring)
     return answer.plan, mesh, lines
 
 
-def _refusal(asked: Asked, most: int, axes: tuple[int, int] | None, sequences: int) -> str:
-    """Why nothing fits; where the length alone would, what else was asked for."""
+def _refusal(asked: Asked, most: int, axes: tuple[int, int] | None, sequences: int | None) -> str:
+    """Why nothing fits; where the length alone would, what else was asked for. `most`: of a sequence on all GPUs."""
     tokens, cluster = asked.tokens or most, asked.cluster
-    if most < tokens:
-        return refusal(asked, most, "train.tokens=")
     given = [f"mesh.ulysses={axes[0]} and mesh.ring={axes[1]}"] if axes else []
-    given += [f"{sequences} sequences in a pass"] if sequences > 1 else []
+    given += [f"{sequences} sequences in a pass"] if sequences and sequences > 1 else []
+    if most < tokens:
+        alone = ", with train.micro=1 and without options of mesh" if given and most else ""
+        return refusal(asked, most, "train.tokens=") + alone
     return (
         f"{format_tokens(tokens)} tokens of {asked.model} on {cluster.count}x{cluster.gpu.name} do not fit with "
         f"{', and '.join(given)}: train.micro=1 without options of mesh does"

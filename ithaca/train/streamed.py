@@ -21,15 +21,14 @@ from torch.optim.adamw import adamw
 from ithaca.errors import InputError
 from ithaca.parallel.mesh import host_mesh
 from ithaca.parallel.sharding import host_twin
+from ithaca.plans.needs import MOMENT_SLOTS, MOMENT_TILE
 from ithaca.tape.engine import Engine
 from ithaca.tape.slab import Slab, whole_pages
 from ithaca.tape.slots import Slots
 from ithaca.tape.tape import HostTape
 from ithaca.tape.tiles import Tiles
 
-TILE = 8 * 2**20  # elements
 VECTOR = 16  # elements; see StreamedAdamW
-SLOTS = 4  # a tile in use, one ahead, two on their way out
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -52,7 +51,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         *,
         learning_rate: float,
         betas: tuple[float, float],
-        tile: int = TILE,
+        tile: int = MOMENT_TILE,
     ):
         assert tile % VECTOR == 0
         # AdamW's own defaults, each of them, so that a state_dict says the same of both
@@ -65,7 +64,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         slab = Slab(sizes, engine.device, lambda _: None)  # zeros, as AdamW's moments are before its first step
         slab.belong_to(self, engine)
         rows = max(1, min(tile, max(sizes) // dtype.itemsize))
-        self._slots = [Slots(engine, rows, (), dtype, SLOTS) for _ in MOMENTS]
+        self._slots = [Slots(engine, rows, (), dtype, MOMENT_SLOTS) for _ in MOMENTS]
         parts = iter(slab.parts)
         self._tapes: dict[DTensor, list[HostTape]] = {}  # of shards that have elements
         for parameter in parameters:

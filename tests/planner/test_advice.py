@@ -42,3 +42,11 @@ def test_what_is_offered_saves_what_is_said() -> None:
         other = Plan(**{"recipe": "sweep", option: int(value) if value.isdigit() else value})  # pyrefly: ignore
         less = predict_memory(SPEC, Plan(recipe="sweep"), M, 8).total - predict_memory(SPEC, other, M, 8).total
         assert format_bytes(less) == saved
+
+
+def test_what_saves_nothing_is_not_offered() -> None:
+    """Of 128 tokens a chunk of 1024 takes no less than one of 2048."""
+    small = {"chunk": 2048, "tile": 1024, "loss_tile": 1024}
+    plan = Plan(recipe="sweep", kv="host", lse="host", optimizer="host", **small)
+    said = out_of_memory(Rank(SPEC, plan, 128, 8, 1, 1), "…", GIB, GIB, GIB)
+    assert said.endswith(": fewer tokens, or more GPUs, take less")

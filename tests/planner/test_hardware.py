@@ -117,7 +117,11 @@ def test_another_file(tmp_path: Path) -> None:
     [
         ('["X"]\nmemory = 5', "memory of GPU 'X' is 5: a number and its source are needed"),
         ('["X"]\nmemory = [-5, "no"]', "memory of GPU 'X' is"),
-        ('["X"]\nmemory = [inf, "no"]', "memory of GPU 'X' is"),
+        ('["X"]\nmemory = [inf, "no"]', "memory of GPU 'X' is more than can be planned with: up to 1e\\+24 can"),
+        (f'["X"]\nmemory = [1{400 * "0"}, "no"]', "memory of GPU 'X' is more than can be planned with: up to 1e"),
+        ('["X"]\nmemory = [nan, "no"]', "memory of GPU 'X' is .*nan, 'no'.: a number and its source are needed"),
+        ('["X"]\nmemory = [true, "no"]', "memory of GPU 'X' is .*True, 'no'.: a number and its source are needed"),
+        ('["X"]\nmemory = [1e-300, "no"]', "memory of GPU 'X' is .*1e-300, 'no'.: a number and its source are needed"),
         ('["X"]\nmemory = [5]', "memory of GPU 'X' is"),
         ('["H200-141GB"]\nmatmul = 5', "matmul of GPU 'H200-141GB' is 5: a number and its source are needed"),
         ('["X"]\n' + made_up().replace("ram =", "# ="), "GPU 'X' has no ram: a number and its source are needed"),
@@ -128,6 +132,7 @@ def test_another_file(tmp_path: Path) -> None:
         ),
         ("x = 1", "'x' in '.*' is no GPU: a table of numbers is"),
         ("[", "cannot be read as TOML"),
+        (f"x = {20_000 * '['}", "cannot be read as TOML"),
     ],
 )
 def test_refused(tmp_path: Path, text: str, sentence: str) -> None:

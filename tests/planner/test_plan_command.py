@@ -163,6 +163,13 @@ def test_faster_is_faster(say: Say) -> None:
     assert not any(text.startswith("faster") for text in found["alternatives"])
 
 
+def test_the_most_gpus(say: Say) -> None:
+    """Twice as many, which might be faster, cannot be planned for."""
+    found = answer(say("llama3-8b", "--gpus", "1048576xH100-80GB", "--tokens", "1M", "--json"))
+    assert found["fits"]
+    assert not any(text.startswith("faster") for text in found["alternatives"])
+
+
 def test_a_folder_is_a_model(say: Say, tmp_path: Path) -> None:
     folder = tmp_path / "my model"
     folder.mkdir()
@@ -217,6 +224,10 @@ def refused(end: Ended) -> str:
         (["llama3-8b", "--tokens", "0"], "'0' is not a number of tokens: write 4096, 64K or 5M"),
         (["llama3-8b", "--tokens", "many"], "'many' is not a number of tokens: write 4096, 64K or 5M"),
         (["llama3-8b", "--host", "lots"], "'lots' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
+        (["llama3-8b", "--host", ""], "'' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
+        (["llama3-8b", "--recipe", ""], "recipe '' does not exist: known are dense, ulysses"),
+        (["tiny", "--host", f"17{290 * '0'}TB"], "--host 1.7e+291TB cannot be planned for: up to 1000000TB can"),
+        (["tiny", "--disk", "1000001TB"], "--disk 1000001TB cannot be planned for: up to 1000000TB can"),
         (["llama3-8b", "--disk", "some"], "'some' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
         (["tiny", "--picture", "x.jpeg"], "--picture x.jpeg is of no kind that can be drawn: .png, .svg and .pdf are"),
         (["tiny", "--picture", "x"], "--picture x is of no kind that can be drawn: .png, .svg and .pdf are"),
@@ -253,6 +264,8 @@ def test_nothing_to_measure(say: Say, tmp_path: Path, monkeypatch: pytest.Monkey
         ("x = 1", "is no GPU: a table of numbers is"),
         ('["H100-80GB"]\nmemory = "80GB"', "memory of GPU 'H100-80GB' is 80GB: a number and its source are needed"),
         ('["Mine-1GB"]\nmemory = [1e9, "me"]', "GPU 'Mine-1GB' has no flops: a number and its source are needed"),
+        ('["H100-80GB"]\nram = [1e24, "me"]', "--host 8e+12TB cannot be planned for: up to 1000000TB can"),
+        ('["H100-80GB"]\nmemory = [1e9, "me"]', "moments alone take 5.5 MiB of each GPU, of which 0 B can be used"),
     ],
 )
 def test_hardware_that_cannot_be_used(say: Say, tmp_path: Path, content: str, sentence: str) -> None:

@@ -11,6 +11,7 @@ from ithaca.model.spec import read_spec
 from ithaca.planner.hardware import read_gpus
 from ithaca.planner.machine import Machine
 from ithaca.planner.memory import predict_memory
+from ithaca.planner.owners import GRADIENTS
 from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.plan import Plan
 
@@ -28,6 +29,16 @@ def test_memory(seen: dict[str, Any]) -> None:
     spec, mesh = read_spec(find_config(seen["model"])[0]), seen["mesh"]
     found = predict_memory(spec, Plan(**seen["plan"]), seen["tokens"], **mesh, present=seen["layers"])
     assert found.total == pytest.approx(seen["peak_bytes"], rel=0.05)
+
+
+def test_gradients_at_the_end_of_a_tied_model() -> None:
+    """A block's are still being reduced when the embedding's is added to the head's."""
+    names = {"3B sweep, o recomputed, 256K of 8", "1B sweep 128K of 4", "3B sweep 1M of 8"}
+    for seen in (row for row in POINTS if row["point"] in names):
+        spec = read_spec(find_config(seen["model"])[0])
+        found = predict_memory(spec, Plan(**seen["plan"]), seen["tokens"], **seen["mesh"], present=seen["layers"])
+        assert (spec.tied, found.moment) == (True, "the embedding's gradient")
+        assert found.parts[GRADIENTS] == pytest.approx(seen["memory"][GRADIENTS], rel=0.01)
 
 
 @pytest.mark.parametrize("seen", [row for row in POINTS if "seconds" in row], ids=lambda seen: seen["point"])

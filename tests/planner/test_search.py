@@ -188,8 +188,20 @@ def test_less_than_a_step() -> None:
     assert any(0 < length < STEP for length in found)
 
 
+def test_a_host_without_memory() -> None:
+    """All of it can lie on the GPUs: a length that fits so is not too long for `max`."""
+    spec, there = spec_of("llama3-8b"), cluster(host=1.0)
+    most = longest(spec, there)
+    assert most >= M
+    answer = search(spec, there, most)
+    assert answer is not None
+    assert (answer.memory.host, answer.plan.recipe) == (0, "sweep")
+
+
 def test_no_longer_than_can_be_asked_for() -> None:
-    assert longest(spec_of("tiny"), cluster("64xB200-180GB", host=1e15, disk=1e16)) == LONGEST
+    there = cluster("64xB200-180GB", host=1e15, disk=1e16)
+    assert longest(spec_of("tiny"), there) == LONGEST
+    assert binding(spec_of("tiny"), there, None, LONGEST) == "planner"
 
 
 # More is never worse
@@ -213,6 +225,13 @@ def test_more_gpus_never_shorten(spec: Spec, gpu, host: float) -> None:
     found = [longest(spec, Cluster(count, gpu, host)) for count in (2, 4, 8, 16, 32)]
     for fewer, more in pairwise(found):
         assert more >= fewer * (1 - 1 / 256) - STEP
+
+
+def test_thousands_of_gpus_share_a_sequence() -> None:
+    """A ring rank gathers the queries of a chunk: one that grew with the ranks would at last not fit."""
+    spec = spec_of("llama3-8b")
+    some, many = (longest(spec, cluster(f"{count}xH100-80GB")) for count in (1024, 4096))
+    assert many == pytest.approx(4 * some, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +258,16 @@ def test_what_binds_is_what_helps(gpus: str, host: float, disk: float, recipe: s
     helped = {name: longest(spec, other, recipe) for name, other in more.items()}
     assert helped[limit] > most * 1.02
     assert helped[limit] == max(helped.values())
+
+
+def test_what_binds_where_a_tenth_more_is_less_than_a_step() -> None:
+    spec, there = spec_of("llama2-7b"), cluster("64xRTX4090-24GB", host=0.2 * TB)
+    most = longest(spec, there, "dense")
+    gpu = replace(there.gpu, memory=1.1 * there.gpu.memory)
+    for more in (replace(there, gpu=gpu), replace(there, host=1.1 * there.host)):
+        assert longest(spec, more, "dense") == most
+    assert longest(spec, replace(there, host=2 * there.host), "dense") > most
+    assert binding(spec, there, "dense", most) == "host"
 
 
 # What is found can be used

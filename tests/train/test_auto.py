@@ -166,14 +166,14 @@ def test_copies_of_the_parameters(machine: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "ranks", "sequences"),
+    ("given", "ranks", "sequences", "rows"),
     [
-        (["train.batch=8", "mesh.shard=8"], (1, 1, 8), 8),
-        (["train.batch=32", "mesh.shard=8"], (1, 1, 8), 32),
-        (["train.batch=32", "train.micro=16", "mesh.shard=8"], (1, 1, 8), 16),
-        (["train.micro=9", "mesh.shard=8"], (1, 1, 8), 16),  # as the rank with most has it
-        (["train.batch=4", "mesh.ulysses=4"], (4, 1, 2), 4),
-        (["train.batch=32", "mesh.replicate=2"], (1, 1, 4), 16),  # of each copy
+        (["train.batch=8", "mesh.shard=8"], (1, 1, 8), 8, 1),
+        (["train.batch=32", "mesh.shard=8"], (1, 1, 8), 32, 4),
+        (["train.batch=32", "train.micro=16", "mesh.shard=8"], (1, 1, 8), 16, 2),
+        (["train.micro=9", "mesh.shard=8"], (1, 1, 8), 9, 2),  # of the rank with most
+        (["train.batch=4", "mesh.ulysses=4"], (4, 1, 2), 4, 2),
+        (["train.batch=32", "mesh.replicate=2"], (1, 1, 4), 16, 4),  # of each copy
     ],
 )
 def test_sequences_of_a_pass_count(
@@ -181,14 +181,35 @@ def test_sequences_of_a_pass_count(
     given: list[str],
     ranks: tuple[int, int, int],
     sequences: int,
+    rows: int,
 ) -> None:
     """Those of a rank lie side by side: memory is that of one sequence as long as all."""
     plan, _, said = chosen(*given, tokens=64 * K)
     assert any(line.startswith("a step ") and f" for {sequences} sequences: " in line for line in said)
     assert " at 64K tokens on " in said[0]
     assert " --set train.tokens=64K " in said[-1]
-    memory = predict_memory(read_spec(find_config("llama3-8b")[0]), plan, 64 * K * sequences // ranks[-1], *ranks)
+    memory = predict_memory(read_spec(find_config("llama3-8b")[0]), plan, rows * 64 * K, *ranks)
     assert f"  {format_bytes(memory.total)} of {format_bytes(cluster(8).capacity)}" in said[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        (["train.batch=1"], 1),
+        (["train.batch=3"], 3),
+        (["train.batch=8", "train.micro=2"], 2),
+        (["train.batch=12"], 4),  # of eight data ranks some would have two, and the others wait
+        ([], 8),
+    ],
+)
+def test_no_rank_is_without_a_sequence(machine: dict[str, Any], given: list[str], most: int) -> None:  # noqa: ARG001
+    """Which a step would refuse: where there are fewer sequences than GPUs, these share them."""
+    _, mesh, said = chosen(*given, tokens=64 * K)
+    data_ranks = 8 // (mesh.ulysses * mesh.ring)
+    assert data_ranks <= most
+    assert given or data_ranks == 8
+    sequences = {"train.micro=2": 2, "train.batch=12": 12}.get(given[-1], most) if given else data_ranks
+    assert any(line.startswith("a step ") and f" for {sequences} sequence" in line for line in said)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +224,11 @@ def test_sequences_of_a_pass_count(
             [],
             {"tokens": 40 * M},
             r"40M tokens of llama3-8b on 8xH100-80GB do not fit: train.tokens=\w+ is the longest, by",
+        ),
+        (
+            ["mesh.ulysses=2"],
+            {"tokens": 40 * M},
+            r"do not fit: train.tokens=\w+ is the longest, by .*, with train.micro=1 and without options of mesh",
         ),
         (
             ["mesh.ulysses=2"],
