@@ -32,9 +32,11 @@ POINTS: dict[str, dict[str, list[str]]] = {
         "3B sweep, o recomputed, 256K of 8": [
             "llama3.2-3b", "--ranks", "8", "--tokens", "256K", "--layers", "2", "--set", "plan.o=recompute",
         ],
+        "1B sweep 128K of 4": ["llama3.2-1b", "--ranks", "4", "--tokens", "128K", "--layers", "4"],
+        "3B sweep 1M of 8": ["llama3.2-3b", "--ranks", "8", "--tokens", "1M", "--layers", "2"],
     },
     "fresh": {
-        "1B sweep 128K of 4": ["llama3.2-1b", "--ranks", "4", "--tokens", "128K", "--layers", "4"],
+        "1B sweep 256K of 8": ["llama3.2-1b", "--ranks", "8", "--tokens", "256K", "--layers", "4"],
         "3B hybrid 256K of 4 x 2": [
             "llama3.2-3b", "--ranks", "8", "--tokens", "256K", "--layers", "2", "--recipe", "hybrid",
             "--set", "mesh.ulysses=4", "--set", "mesh.ring=2",
@@ -55,7 +57,7 @@ POINTS: dict[str, dict[str, list[str]]] = {
         "3B untied 512K of 8": [
             "llama3.2-3b", "--ranks", "8", "--tokens", "512K", "--layers", "2", "--recipe", "untied",
         ],
-        "3B sweep 1M of 8": ["llama3.2-3b", "--ranks", "8", "--tokens", "1M", "--layers", "2"],
+        "3B sweep 512K of 4": ["llama3.2-3b", "--ranks", "4", "--tokens", "512K", "--layers", "2"],
     },
     "long": {
         "8B sweep 5M of 8": [

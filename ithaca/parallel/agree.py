@@ -61,6 +61,11 @@ def without(group: dist.ProcessGroup, has: bool) -> list[int]:
     return [rank for rank, theirs in enumerate(_gather(group, has)) if not theirs]
 
 
+def least(group: dist.ProcessGroup, *amounts: int) -> list[int]:
+    """The smallest of each amount over the ranks."""
+    return [min(theirs) for theirs in zip(*_gather(group, amounts), strict=True)]
+
+
 def on_this_node(group: dist.ProcessGroup, amount: int) -> tuple[int, int]:
     """The sum of an amount over the ranks that share this node, and how many they are.
 

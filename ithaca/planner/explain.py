@@ -1,14 +1,17 @@
 """An answer that explains itself: where bytes and seconds go, what binds, what else there is, how to use it."""
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ithaca.model.spec import Spec
+from ithaca.planner.cluster import KEPT_BACK, MARGIN, RUNTIME, Cluster
+from ithaca.planner.fitting import Answer
 from ithaca.planner.hardware import HERE, RATES, Gpu
+from ithaca.planner.longest import longest
 from ithaca.planner.machine import MOST_GPUS
 from ithaca.planner.owners import KEYS, STATES
-from ithaca.planner.search import KEPT_BACK, MARGIN, RUNTIME, Answer, Cluster, longest, search
+from ithaca.planner.search import search
 from ithaca.planner.seconds import DISK
 from ithaca.plans.needs import has_room_for_x
 from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE
@@ -19,21 +22,26 @@ from ithaca.sizes import format_bytes, format_seconds, format_tokens
 ON = {place: f"on the {place}" for place in KEPT} | {REBUILD: "rebuilt", RECOMPUTE: "recomputed"}
 LIMITS = {
     "GPU": "the GPU's memory",
-    "host": "the host's memory (--host)",
-    "disk": "the disk (--disk)",
+    "host": "the host's memory",
+    "disk": "the disk",
     "planner": "what can be planned for",
 }
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is planned for; `tokens` None: the longest."""
+    """What is planned for; `tokens` None: the longest. `running`: by a run that starts, not by `ithaca plan`."""
 
     model: str
     spec: Spec
     cluster: Cluster
     tokens: int | None
     recipe: str | None
+    running: bool = False
+
+    def name_limit(self, limit: str) -> str:
+        """With the option that gives it, where there is one."""
+        return LIMITS[limit] + (f" (--{limit})" if limit in ("host", "disk") and not self.running else "")
 
 
 def explain(asked: Asked, answer: Answer, most: int, limit: str) -> list[str]:
@@ -52,9 +60,8 @@ def explain(asked: Asked, answer: Answer, most: int, limit: str) -> list[str]:
         f"{format_bytes(cluster.capacity)}",
     ]
     how = arithmetic(asked, answer)
-    again = answer.plan.sweeps and answer.recomputed(spec)
-    most = most if again else max(most, answer.tokens)
-    once = " where attention runs once" if again and answer.tokens > most else ""
+    most = longest_known(spec, answer, most)
+    once = " where attention runs once" if answer.tokens > most else ""
     width = max(map(len, parts))
     lines += [
         f"  {owner:{width}}  {format_bytes(size):>9}" + (f"  = {how[owner]}" if owner in how else "")
@@ -83,12 +90,17 @@ def explain(asked: Asked, answer: Answer, most: int, limit: str) -> list[str]:
         )
         + _hidden(answer),
         "",
-        f"the longest context{once} is {format_tokens(most)}, and what limits it is {LIMITS[limit]}",
+        f"the longest context{once} is {format_tokens(most)}, and what limits it is {asked.name_limit(limit)}",
     ]
     lines += [f"  {text}" for text in alternatives(asked, answer, most)]
     lines += ["", "assumed, or measured elsewhere:", *(f"  {text}" for text in _assumed(cluster))]
     lines += ["", train_line(asked, answer)]
     return lines
+
+
+def longest_known(spec: Spec, answer: Answer, most: int) -> int:
+    """Where attention runs once: `most`, found in whole steps, or what was asked, if that is longer and fits so."""
+    return most if answer.plan.sweeps and answer.recomputed(spec) else max(most, answer.tokens)
 
 
 def _assumed(cluster: Cluster) -> list[str]:
@@ -166,7 +178,7 @@ def alternatives(asked: Asked, answer: Answer, most: int) -> list[str]:
     for count, word in ((2 * cluster.count, "faster"), (cluster.count // 2, "fewer GPUs")):
         if not 1 <= count <= MOST_GPUS or (count > cluster.node_gpus and count % cluster.node_gpus):
             continue
-        other = search(spec, resized(cluster, count), answer.tokens, recipe)
+        other = search(spec, cluster.resized(count), answer.tokens, recipe)
         each = other.seconds.step / other.sequences if other else 0.0
         if other and (word != "faster" or each < now):
             times = f"{format_seconds(each)} a sequence instead of {format_seconds(now)}"
@@ -174,12 +186,6 @@ def alternatives(asked: Asked, answer: Answer, most: int) -> list[str]:
         if not other and word == "fewer GPUs":
             found.append(f"fewer GPUs: {count}x{cluster.gpu.name} do not hold it")
     return found
-
-
-def resized(cluster: Cluster, count: int) -> Cluster:
-    """With more or fewer GPUs. A node keeps its memory; part of one has its share."""
-    share = min(count, cluster.node_gpus) / cluster.machine.gpus
-    return replace(cluster, count=count, host=cluster.host * share, disk=cluster.disk * share)
 
 
 def mfu(asked: Asked, answer: Answer) -> float:
@@ -210,14 +216,15 @@ def _count(number: int, what: str) -> str:
 
 
 def train_line(asked: Asked, answer: Answer) -> str:
-    sets = {
-        "model.source": asked.model,
-        "train.tokens": format_tokens(answer.tokens),
+    """How to train so; of a run, which has a model and a length, how to name the Plan that was chosen."""
+    named = {"model.source": asked.model, "train.tokens": format_tokens(answer.tokens)}
+    sets = ({} if asked.running else named) | {
         **{f"plan.{name}": value for name, value in options(answer.plan).items()},
         "mesh.ulysses": answer.ulysses,
         "mesh.ring": answer.ring,
     }
-    return "ithaca train " + " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in sets.items())
+    words = " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in sets.items())
+    return f"the same by name: {words}" if asked.running else f"ithaca train {words}"
 
 
 def options(plan: Plan) -> dict[str, Any]:

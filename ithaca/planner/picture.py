@@ -4,7 +4,9 @@ from pathlib import Path
 
 from ithaca.errors import PlanError
 from ithaca.model.spec import Spec
-from ithaca.planner.search import STEP, Cluster, search
+from ithaca.planner.cluster import Cluster
+from ithaca.planner.longest import STEP
+from ithaca.planner.search import search
 from ithaca.sizes import format_tokens
 
 SHOWN = ("sweep", "untied", "ulysses")  # recipes side by side

@@ -7,10 +7,13 @@ from typing import Any
 from ithaca.errors import PlanError
 from ithaca.model.named import find_config
 from ithaca.model.spec import read_spec
-from ithaca.planner.explain import LIMITS, Asked, alternatives, assumptions, explain, mfu, options, resized, train_line
+from ithaca.planner.cluster import Cluster
+from ithaca.planner.explain import Asked, alternatives, assumptions, explain, longest_known, mfu, options, train_line
+from ithaca.planner.fitting import Answer
+from ithaca.planner.longest import STEP, binding, longest
 from ithaca.planner.owners import ALLOCATOR, GATHERED, GRADIENTS, KERNELS, STATES
 from ithaca.planner.picture import check_kind, draw
-from ithaca.planner.search import STEP, Answer, Cluster, binding, longest, search
+from ithaca.planner.search import search
 from ithaca.plans.plan import Plan
 from ithaca.sizes import format_bytes, format_tokens
 
@@ -45,16 +48,17 @@ def run(
         print("\n".join(explain(asked, answer, most, limit)))
 
 
-def refusal(asked: Asked, most: int, option: str = "--tokens ") -> str:
-    """Why nothing fits, with both numbers, and what would; `option` is where the length is given."""
+def refusal(asked: Asked, most: int) -> str:
+    """Why nothing fits, with both numbers, and what would."""
     spec, cluster = asked.spec, asked.cluster
     name = f"{asked.model} on {cluster.count}x{cluster.gpu.name}"
     if asked.tokens and most:
         limit = binding(spec, cluster, asked.recipe, most)
         have = {"GPU": cluster.gpu.memory, "host": cluster.host, "disk": cluster.disk}[limit]
+        option = "train.tokens=" if asked.running else "--tokens "
         return (
             f"{format_tokens(asked.tokens)} tokens of {name} do not fit: {option}{format_tokens(most)} is the "
-            f"longest, by {format_bytes(have)} of {LIMITS[limit]}"
+            f"longest, by {format_bytes(have)} of {asked.name_limit(limit)}"
         )
     enough = _enough(asked)
     hint = f": {enough} GPUs would do" if enough else ""
@@ -66,7 +70,8 @@ def refusal(asked: Asked, most: int, option: str = "--tokens ") -> str:
         )
     return (
         f"{name} does not fit at any length: a GPU has {format_bytes(cluster.capacity)}, a node "
-        f"{format_bytes(cluster.host)} (--host) and {format_bytes(cluster.disk)} of disk (--disk){hint}"
+        f"{format_bytes(cluster.host)} of {asked.name_limit('host')} and {format_bytes(cluster.disk)} of "
+        f"{asked.name_limit('disk')}{hint}"
     )
 
 
@@ -75,7 +80,7 @@ def _enough(asked: Asked) -> int | None:
     count, node = asked.cluster.count, asked.cluster.node_gpus
     while (count := 2 * count) <= MOST_TRIED:
         count = count if count <= node else -(-count // node) * node
-        if search(asked.spec, resized(asked.cluster, count), asked.tokens or STEP, asked.recipe):
+        if search(asked.spec, asked.cluster.resized(count), asked.tokens or STEP, asked.recipe):
             return count
     return None
 
@@ -90,7 +95,7 @@ def describe(asked: Asked, answer: Answer, most: int, limit: str) -> dict[str, A
         "model": asked.model,
         "gpus": f"{asked.cluster.count}x{asked.cluster.gpu.name}",
         "tokens": answer.tokens,
-        "max_tokens": max(most, answer.tokens),
+        "max_tokens": longest_known(asked.spec, answer, most),
         "limit": limit,
         "recomputed_attention_layers": answer.recomputed(asked.spec),
         "plan": options(answer.plan),

@@ -1,17 +1,21 @@
 """The Plan and the mesh of a run that names none: the planner's answer for the ranks and the memory that are here."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from ithaca.config import Config, MeshSection
 from ithaca.errors import PlanError
 from ithaca.model.spec import Spec
+from ithaca.parallel.agree import least
 from ithaca.parallel.mesh import Mesh
+from ithaca.planner.cluster import RUNTIME, Cluster
 from ithaca.planner.explain import Asked, explain
+from ithaca.planner.fitting import SHORTEST
 from ithaca.planner.hardware import nearest, read_gpus
-from ithaca.planner.search import KEPT_BACK, SHORTEST, Cluster, binding, longest, search
+from ithaca.planner.longest import binding, longest
+from ithaca.planner.search import search
 from ithaca.planner.show_plan import refusal
 from ithaca.plans.plan import Plan
 from ithaca.sizes import format_tokens
@@ -22,7 +26,22 @@ UNKNOWN = "A100-80GB"  # what a GPU that nobody knows is taken to be like
 Chosen = tuple[Plan, MeshSection, list[str]]  # and what there is to say about it
 
 
-def choose_plan(config: Config, spec: Spec, grid: Mesh, tokens: int) -> Chosen:
+@dataclass(frozen=True)
+class Room:
+    """Bytes of a GPU, and of a node's memory, that a run can have."""
+
+    gpu: int
+    host: int
+
+
+def find_room(grid: Mesh) -> Room:
+    """On the fullest GPU and the fullest node; every rank calls it."""
+    free, total = torch.cuda.mem_get_info(grid.device) if grid.device.type == "cuda" else (0, 0)
+    # What the driver took for this program is kept back by the planner (Cluster.capacity); what others hold is not
+    return Room(*least(grid.group, min(total, free + RUNTIME), host_budget()[0]))
+
+
+def choose_plan(config: Config, spec: Spec, grid: Mesh, tokens: int, room: Room) -> Chosen:
     """As the configuration has it; what it leaves open is chosen. The mesh is, where none of its options is given."""
     if config.plan is not None:
         return config.plan, config.mesh, []
@@ -30,13 +49,13 @@ def choose_plan(config: Config, spec: Spec, grid: Mesh, tokens: int) -> Chosen:
     if grid.device.type != "cuda" or tokens < SHORTEST:
         # Nothing to plan for: memory of a CPU is the host's, and nobody waits for its speed
         return Plan(recipe="dense" if mesh.ring * mesh.ulysses == 1 else "sweep"), mesh, []
-    cluster = _here(grid, mesh.replicate)
+    cluster = _here(grid, mesh.replicate, room)
     axes = None if mesh == MeshSection() else (mesh.ulysses, mesh.ring)
     given = config.train.micro or config.train.batch
     sequences = -(-given // mesh.replicate) if given else None  # not given: one for those that share it
     answer = search(spec, cluster, tokens, mesh=axes, sequences=sequences)
     most = longest(spec, cluster)
-    asked = Asked(config.model.source, spec, cluster, tokens, None)
+    asked = Asked(config.model.source, spec, cluster, tokens, None, running=True)
     if answer is None:
         raise PlanError(_refusal(asked, most, axes, given))
     lines = explain(asked, answer, most, binding(spec, cluster, None, most))
@@ -52,15 +71,19 @@ def _refusal(asked: Asked, most: int, axes: tuple[int, int] | None, sequences: i
     given += [f"{sequences} sequences in a pass"] if sequences and sequences > 1 else []
     if most < tokens:
         alone = ", with train.micro=1 and without options of mesh" if given and most else ""
-        return refusal(asked, most, "train.tokens=") + alone
+        return refusal(asked, most) + alone
     return (
         f"{format_tokens(tokens)} tokens of {asked.model} on {cluster.count}x{cluster.gpu.name} do not fit with "
         f"{', and '.join(given)}: train.micro=1 without options of mesh does"
     )
 
 
-def _here(grid: Mesh, copies: int) -> Cluster:
-    """The GPUs of one copy of the parameters, with their part of the nodes."""
+def _here(grid: Mesh, copies: int, room: Room) -> Cluster:
+    """The GPUs of one copy of the parameters, with their part of the nodes.
+
+    Of the host's free memory, too, a part is kept back (Cluster.of_host): until the tapes are there, loading the model
+    takes some.
+    """
     properties = torch.cuda.get_device_properties(grid.device)
     known = read_gpus()
     try:
@@ -71,5 +94,4 @@ def _here(grid: Mesh, copies: int) -> Cluster:
         gpu = replace(like, name=properties.name, sources=dict.fromkeys(like.sources, why))
     count, node = grid.size // copies, grid.node_ranks or grid.size
     gpus = math.gcd(count, node)
-    host = host_budget()[0] / (1 - KEPT_BACK) * gpus / node
-    return Cluster(count, replace(gpu, memory=float(properties.total_memory)), host, node_gpus=gpus)
+    return Cluster(count, replace(gpu, memory=float(room.gpu)), room.host * gpus / node, node_gpus=gpus)

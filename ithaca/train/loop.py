@@ -25,6 +25,7 @@ from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.parallel.patience import patience, set_patience, step_seconds
 from ithaca.planner.advice import Rank, out_of_memory
 from ithaca.sizes import format_bytes, format_seconds, format_tokens
+from ithaca.train.auto import find_room
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.metrics import Sink, draw_loss, open_sinks
 from ithaca.train.optimizer import clip, learning_rate, make_optimizer
@@ -50,7 +51,8 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool) -> None:
     lock = together(grid.group, lambda: run.hold() if grid.rank == 0 else None)
     try:
         check_shared(run, lock, grid)
-        config, (plan, axes, why) = from_first(grid.group, lambda: settle(config, run, grid))
+        room = find_room(grid)
+        config, (plan, axes, why) = from_first(grid.group, lambda: settle(config, run, grid, room))
         if axes != config.mesh:
             grid = mesh(**vars(axes), device=grid.device.type)
         resumed = from_first(grid.group, run.has_checkpoints)

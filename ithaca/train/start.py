@@ -17,7 +17,7 @@ from ithaca.errors import DataError
 from ithaca.model.source import ModelSource, describe_model, load_model
 from ithaca.model.spec import Spec
 from ithaca.parallel.mesh import Mesh
-from ithaca.train.auto import Chosen, choose_plan
+from ithaca.train.auto import Chosen, Room, choose_plan
 from ithaca.train.run import RunFolder
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -35,14 +35,14 @@ def join_free_memory() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyrefly: ignore
 
 
-def settle(config: Config, run: RunFolder, grid: Mesh) -> tuple[Config, Chosen]:
+def settle(config: Config, run: RunFolder, grid: Mesh, room: Room) -> tuple[Config, Chosen]:
     """Fill in what was not given: as the run had it when it was begun, else as suits the ranks; and choose the Plan."""
     saved = run.saved_config().train if run.begun() else config.train
     suited = GPU_TOKENS if grid.device.type == "cuda" else CPU_TOKENS
     tokens = config.train.tokens or saved.tokens or suited
     batch = config.train.batch or saved.batch
     config = replace(config, train=replace(config.train, tokens=tokens, batch=batch))
-    chosen = choose_plan(config, _spec(config, run), grid, tokens)
+    chosen = choose_plan(config, _spec(config, run), grid, tokens, room)
     sharing = chosen[1].ring * chosen[1].ulysses
     batch = batch or (config.train.micro or 1) * (grid.size // sharing)
     config = replace(config, train=replace(config.train, batch=batch))

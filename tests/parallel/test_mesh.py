@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import ithaca
-from ithaca.parallel.agree import same_everywhere, together
+from ithaca.parallel.agree import least, same_everywhere, together
 from ithaca.parallel.mesh import Mesh, describe_crossing
 from tests.models import make_model, save
 
@@ -54,6 +54,15 @@ def test_a_job_that_cannot_agree_on_the_host(ranks) -> None:
     for found in ranks(2).run(without_gloo):
         assert "begun with cuda:nccl alone" in found
         assert "begin it with 'cpu:gloo,cuda:nccl'" in found
+
+
+def least_of_each() -> list[int]:
+    rank = dist.get_rank()
+    return least(dist.group.WORLD, 10 + rank, 10 - rank)
+
+
+def test_the_least_over_ranks(ranks) -> None:
+    assert ranks(3).run(least_of_each) == [[10, 8]] * 3
 
 
 def coordinates() -> tuple[int, ...]:

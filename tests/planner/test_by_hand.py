@@ -6,12 +6,13 @@ import pytest
 
 from ithaca.model.named import find_config
 from ithaca.model.spec import Spec, read_spec
-from ithaca.planner.explain import resized
+from ithaca.planner.cluster import Cluster
 from ithaca.planner.hardware import read_gpus
+from ithaca.planner.longest import longest
 from ithaca.planner.machine import Machine
 from ithaca.planner.memory import Job, predict_memory
 from ithaca.planner.owners import ATTENTION, BLOCKS, EXCHANGE, GATHERED, GRADIENTS
-from ithaca.planner.search import Cluster, longest, search
+from ithaca.planner.search import search
 from ithaca.planner.seconds import BETWEEN, Seconds, predict_seconds
 from ithaca.plans.plan import Plan
 
@@ -111,7 +112,7 @@ def test_products_that_run_again() -> None:
 # Nodes
 def test_more_or_fewer_gpus_with_what_their_nodes_have() -> None:
     there = Cluster(8, GPU, 2e12, 8e12)
-    half, twice = (resized(there, count) for count in (4, 16))
+    half, twice = (there.resized(count) for count in (4, 16))
     assert (half.host, half.disk) == (1e12, 4e12)
     assert (twice.host, twice.disk) == (2e12, 8e12)
 

@@ -14,10 +14,13 @@ from ithaca.errors import PlanError
 from ithaca.model.named import find_config
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import Spec, read_spec
+from ithaca.planner.cluster import Cluster
 from ithaca.planner.explain import Asked, train_line
+from ithaca.planner.fitting import SHORTEST, Answer
 from ithaca.planner.hardware import read_gpus
+from ithaca.planner.longest import STEP, binding, longest
 from ithaca.planner.memory import predict_memory
-from ithaca.planner.search import LONGEST, SHORTEST, STEP, Answer, Cluster, binding, longest, search
+from ithaca.planner.search import LONGEST, search
 from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.plan import RECIPES, Plan
 
@@ -162,6 +165,15 @@ def test_more_gpus_share_a_sequence_where_attention_then_runs_once() -> None:
     assert alone is not None
     assert (found.recomputed(spec), alone.recomputed(spec)) == (0, 80)
     assert found.rate > 1.1 * alone.rate
+
+
+@pytest.mark.parametrize(("model", "tokens"), [("llama3-8b", 64 * K), ("qwen3-32b", 8 * K), ("llama3.2-1b", 64 * K)])
+def test_the_fastest_of_all_that_can_share_a_sequence(model: str, tokens: int) -> None:
+    """Also where two are slower than one, and eight faster again."""
+    spec, found = spec_of(model), search(spec_of(model), cluster(), tokens)
+    others = (search(spec, cluster(), tokens, mesh=mesh) for mesh in ((1, 1), (2, 1), (4, 1), (2, 2), (8, 1), (4, 2)))
+    assert found is not None
+    assert all(found.rate * 1.02 >= other.rate for other in others if other)
 
 
 def test_where_the_gpu_binds_no_x_is_made_in_passing() -> None:
