@@ -286,7 +286,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as problem:
         raise ConfigError(f"'{file}' cannot be read ({problem.strerror})") from None
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ConfigError(f"'{file}' is not TOML ({problem})") from None
 
 
@@ -297,7 +297,7 @@ def _set(content: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override} is not of the form key=value: write --set train.steps=100")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         value = text.strip()  # a bare word: text that needs no quotes on a command line
     for table in tables:
         content = content.setdefault(table, {})

@@ -62,6 +62,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[train\n")
     with pytest.raises(IthacaError, match="is not TOML"):
         read_config(tmp_path / "bad.toml", [])
+    (tmp_path / "deep.toml").write_text("a = " + 5000 * "[" + 5000 * "]")
+    with pytest.raises(IthacaError, match="is not TOML"):
+        read_config(tmp_path / "deep.toml", [])
 
 
 def test_another_recipe_leaves_out_what_it_has_no_use_for(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 
 from ithaca.errors import ModelError
 
+LARGEST = 2**31 - 1  # of sizes: what is far beyond any model overflows later
+
 
 def whole(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A whole number of 1 or more; `default` where the key is missing or null."""
+    """A whole number of 1 or more, as sizes are; `default` where the key is missing or null."""
     value = default if config.get(name) is None else config[name]
-    if type(value) is not int or value < 1:
-        raise ModelError(f"config.json gives {name} as {value!r}: a whole number of 1 or more is needed")
+    if type(value) is not int or not 1 <= value <= LARGEST:
+        raise ModelError(f"config.json gives {name} as {value!r}: a whole number from 1 to {LARGEST} is needed")
     return value
 
 

@@ -4,6 +4,7 @@ A Spec is read from a Hugging Face `config.json` and says everything the mathema
 could not honour (a sliding window, another activation, quantized weights) is refused here, before anything is read.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,8 +105,9 @@ class Spec:
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every weight of the model by its Hugging Face name, in the order of the forward pass."""
         yield "model.embed_tokens.weight", (self.vocab, self.hidden)
+        block = self.block_shapes()
         for layer in range(self.layers):
-            for name, shape in self.block_shapes().items():
+            for name, shape in block.items():
                 yield f"model.layers.{layer}.{name}", shape
         yield "model.norm.weight", (self.hidden,)
         if not self.tied:
@@ -113,7 +115,8 @@ class Spec:
 
     def parameters(self) -> int:
         """How many numbers the model holds; a tied table counts once."""
-        return sum(_product(shape) for _, shape in self.shapes())
+        block = sum(math.prod(shape) for shape in self.block_shapes().values())
+        return self.layers * block + (1 if self.tied else 2) * self.vocab * self.hidden + self.hidden
 
     def flops_per_token(self, attended: float) -> float:
         """FLOPs of one training step per token, causal: 6·N + 6·L·Hq·D·S, no credit for recomputation.
@@ -206,10 +209,3 @@ def _rope_layers(config: Mapping[str, Any], kind: str, layers: int) -> tuple[boo
     if len(flags) < layers:
         raise ModelError(f"no_rope_layers has {len(flags)} entries for {layers} layers in config.json")
     return tuple(bool(flag) for flag in flags[:layers])
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

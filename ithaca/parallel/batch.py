@@ -52,12 +52,20 @@ def split_batch(
     rows = tokens.shape[0]
     if rows < mesh.data_ranks:
         raise InputError(
-            f"the batch has {rows} rows for {mesh.data_ranks} data ranks "
-            f"(replicate {mesh.replicate} × shard {mesh.shard}): give it {mesh.data_ranks} rows or more"
+            f"the batch has {rows} rows for {mesh.data_ranks} data ranks (replicate {mesh.replicate} × shard "
+            f"{mesh.shard}): give it {mesh.data_ranks} rows or more{_or_share(rows, mesh)}"
         )
     shifted = _shift(labels, documents)
     mine = batch_range(rows, mesh.data_rank, mesh.data_ranks)
     return _part(tokens, shifted, documents, mine, mesh, lay)
+
+
+def _or_share(rows: int, mesh: Mesh) -> str:
+    """How else ranks can have something to do, if they can."""
+    for size in range(2, mesh.shard + 1):
+        if mesh.shard % size == 0 and mesh.data_ranks // size <= rows:
+            return f", or let ranks share them, as ulysses={size * mesh.ulysses} does under the recipe 'sweep'"
+    return ""
 
 
 def whole_batch(

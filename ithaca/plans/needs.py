@@ -69,7 +69,7 @@ def needs(
         return [
             Need(name, name, place, layers_at(words, place), features, itemsize, False, slots, True)
             for place in KEPT
-            if layers_at(words, place)
+            if place in words
         ]
 
     if not plan.sweeps:

@@ -1,6 +1,7 @@
 """config.json against what transformers makes of it, and what is refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def test_silent_keys_mean_what_transformers_means(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_have_the_published_sizes(name: str) -> None:
-    assert read_spec(PRESETS[name]).parameters() == PUBLISHED[name]
+    spec = read_spec(PRESETS[name])
+    assert spec.parameters() == sum(math.prod(shape) for _, shape in spec.shapes()) == PUBLISHED[name]
 
 
 def test_flops_count_the_head_and_not_the_lookup() -> None:
@@ -71,6 +73,10 @@ def test_flops_count_the_head_and_not_the_lookup() -> None:
         ({"rms_norm_eps": "x"}, "rms_norm_eps as 'x': a number above 0"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads as '2': a whole number"),
         ({"head_dim": 8.0}, "head_dim as 8.0: a whole number"),
+        (
+            {"hidden_size": 10**30},
+            "hidden_size as 1000000000000000000000000000000: a whole number from 1 to 2147483647",
+        ),
         ({"layer_types": 5}, "layer_types as 5: a list is needed"),
         ({"model_type": "smollm3", "no_rope_layers": 5}, "no_rope_layers as 5: a list"),
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval as 0"),

@@ -79,14 +79,23 @@ def test_mistakes_of_a_call(model: ithaca.Model) -> None:
     model.zero_grad()
 
 
-def too_few_rows() -> str:
-    model = ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan(), ithaca.mesh())
+def too_few_rows(**sizes: int) -> str:
+    model = ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan(), ithaca.mesh(**sizes))
     tokens = torch.zeros(1, 8, dtype=torch.long)
     with pytest.raises(ithaca.InputError) as caught:
         model.shard(tokens, tokens)
     return str(caught.value)
 
 
+def too_few_for_copies() -> str:
+    return too_few_rows(replicate=2, shard=1)
+
+
 def test_fewer_rows_than_data_ranks(ranks) -> None:
     for found in ranks(2).run(too_few_rows):
-        assert found == "the batch has 1 rows for 2 data ranks (replicate 1 × shard 2): give it 2 rows or more"
+        assert found == (
+            "the batch has 1 rows for 2 data ranks (replicate 1 × shard 2): give it 2 rows or more, "
+            "or let ranks share them, as ulysses=2 does under the recipe 'sweep'"
+        )
+    for found in ranks(2).run(too_few_for_copies):
+        assert found == "the batch has 1 rows for 2 data ranks (replicate 2 × shard 1): give it 2 rows or more"
