@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from ithaca.errors import PlanError
 from ithaca.planner.hardware import Gpu
 from ithaca.planner.machine import MOST_GPUS, Machine
+from ithaca.tape.budget import KEPT_BACK
 
 RUNTIME = 1_500_000_000  # bytes of a GPU that the driver and NCCL take: assumed
 MARGIN = 0.04  # of a GPU, by which a prediction may be off (bench/results/rehearsals-fresh.json)
-KEPT_BACK = 0.05  # of a node's memory, for the programs themselves (tape/budget.py)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from ithaca.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.planner.cluster import Cluster
 from ithaca.planner.explain import Asked
-from ithaca.planner.fitting import SHORTEST
+from ithaca.planner.fitting import LONGEST, SHORTEST
 from ithaca.planner.hardware import Gpu, parse_gpus, read_gpus
 from ithaca.planner.longest import longest
 from ithaca.planner.machine import MOST_ON_A_NODE
-from ithaca.planner.search import LONGEST, search
+from ithaca.planner.search import search
 from ithaca.planner.show_plan import refusal
 from ithaca.planner.show_plan import run as show
 from ithaca.plans.plan import Plan

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ithaca.model.spec import Spec
-from ithaca.planner.cluster import KEPT_BACK, MARGIN, RUNTIME, Cluster
+from ithaca.planner.cluster import MARGIN, RUNTIME, Cluster
 from ithaca.planner.fitting import Answer
 from ithaca.planner.hardware import HERE, RATES, Gpu
 from ithaca.planner.longest import longest
@@ -18,6 +18,7 @@ from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE
 from ithaca.plans.plan import RECIPE_OPTIONS, Plan
 from ithaca.plans.rebuild import rebuild_passes
 from ithaca.sizes import format_bytes, format_seconds, format_tokens
+from ithaca.tape.budget import KEPT_BACK
 
 ON = {place: f"on the {place}" for place in KEPT} | {REBUILD: "rebuilt", RECOMPUTE: "recomputed"}
 LIMITS = {

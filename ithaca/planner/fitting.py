@@ -25,7 +25,7 @@ from ithaca.plans.rebuild import fewest_kept
 LOCAL_CHUNK = 8192  # tokens of a rank from which on its matrix products run at their best
 LEAST_CHUNK = CHUNK // 8  # tokens; what a still smaller one would save is little
 SCRATCH = "/scratch"  # a folder on the disk, for the user to replace
-SHORTEST = 128  # tokens: a tile of attention
+SHORTEST, LONGEST = 128, 2**32  # tokens that can be planned for; the former a tile of attention
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def fitting(
     choices: list[Kept],
     rows: int = 1,
 ) -> Iterator[Answer]:
+    """On one mesh, with so many sequences for those that share them; `choices` of what `sweep` may keep."""
     if mesh is None:
         return
     sharing = mesh[0] * mesh[1]

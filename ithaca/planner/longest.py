@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from ithaca.model.spec import Spec
 from ithaca.planner.cluster import Cluster
-from ithaca.planner.fitting import SHORTEST, fitting, mesh_of
-from ithaca.planner.search import LONGEST
+from ithaca.planner.fitting import LONGEST, SHORTEST, fitting, mesh_of
 from ithaca.plans.fill import least_choices
 from ithaca.plans.plan import Plan
 

@@ -9,11 +9,10 @@ from dataclasses import replace
 from ithaca.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.planner.cluster import Cluster
-from ithaca.planner.fitting import SHORTEST, Answer, fit, fitting, mesh_of, pass_seconds
+from ithaca.planner.fitting import LONGEST, SHORTEST, Answer, fit, fitting, mesh_of, pass_seconds
 from ithaca.plans.fill import every_choice, some_choices
 from ithaca.plans.plan import Plan
 
-LONGEST = 2**32  # tokens
 SAME = 1.02  # rates within that are no difference
 PREFERRED = ("sweep", "dense", "ulysses", "untied", "hybrid", "ring", "alst")
 

@@ -16,11 +16,11 @@ from ithaca.model.presets import PRESETS
 from ithaca.model.spec import Spec, read_spec
 from ithaca.planner.cluster import Cluster
 from ithaca.planner.explain import Asked, train_line
-from ithaca.planner.fitting import SHORTEST, Answer
+from ithaca.planner.fitting import LONGEST, SHORTEST, Answer
 from ithaca.planner.hardware import read_gpus
 from ithaca.planner.longest import STEP, binding, longest
 from ithaca.planner.memory import predict_memory
-from ithaca.planner.search import LONGEST, search
+from ithaca.planner.search import search
 from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.plan import RECIPES, Plan
 

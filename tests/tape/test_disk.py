@@ -150,24 +150,18 @@ def test_the_slot_of_a_dropped_tile_is_free_when_it_was_before(engine: ThreadEng
     assert torch.equal(tile, torch.full_like(tile, 7))
 
 
-def test_the_staging_of_a_dropped_tile_is_free_when_it_is_read(engine: ThreadEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settled", [False, True])
+def test_the_staging_of_a_dropped_tile_is_free_when_it_is_read(
+    engine: ThreadEngine, tmp_path: Path, settled: bool
+) -> None:
+    """Or when the pass that broke off is settled."""
     (tape,) = disk_tapes([numbers()], TILES, make_slots(engine, 2), tmp_path, staged=1)
     read_all(tape)
     engine.before_disk = lambda: time.sleep(0.02 if threading.current_thread().name.startswith("disk-in") else 0.04)
     tape.prefetch(0)
     tape.drop()
-    tape.write(1, tape.blank(1).fill_(7))
-    tile = tape.read(1)
-    assert torch.equal(tile, torch.full_like(tile, 7))
-
-
-def test_staging_is_free_when_a_pass_that_broke_off_is_settled(engine: ThreadEngine, tmp_path: Path) -> None:
-    (tape,) = disk_tapes([numbers()], TILES, make_slots(engine, 2), tmp_path, staged=1)
-    read_all(tape)
-    engine.before_disk = lambda: time.sleep(0.02 if threading.current_thread().name.startswith("disk-in") else 0.04)
-    tape.prefetch(0)
-    tape.drop()
-    tape.disk.settle()
+    if settled:
+        tape.disk.settle()
     tape.write(1, tape.blank(1).fill_(7))
     tile = tape.read(1)
     assert torch.equal(tile, torch.full_like(tile, 7))
