@@ -25,7 +25,7 @@ class Machine:
         for name, most in (("nodes", MOST_GPUS), ("gpus", MOST_ON_A_NODE)):
             count = getattr(self, name)
             if type(count) is not int or not 1 <= count <= most:
-                raise PlanError(f"{name}={count} cannot be planned for: 1 to {most} can")
+                raise PlanError(f"--{name} {count} cannot be planned for: 1 to {most} can")
         if self.ranks > MOST_GPUS:
             raise PlanError(
                 f"{self.nodes} nodes of {self.gpus} GPUs are {self.ranks}: up to {MOST_GPUS} can be planned for"

@@ -218,7 +218,8 @@ def _predicted_seconds(scene: Scene, model: Model) -> float | None:
         gpu = nearest(properties.name, properties.total_memory, known)
     except PlanError:
         return None
-    machine = Machine(nodes=1, gpus=scene.ranks, inside=gpu.bandwidth / 2, across=gpu.bandwidth / 2)
+    # Each on a node of its own: as here, none shares a disk
+    machine = Machine(nodes=scene.ranks, gpus=1, inside=gpu.bandwidth / 2, across=gpu.bandwidth / 2)
     return predict_seconds(model.spec, model.plan, gpu, machine, scene.tokens, scene.ulysses, scene.ring).step
 
 

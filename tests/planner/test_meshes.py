@@ -114,8 +114,8 @@ def test_a_slow_network_is_waited_for() -> None:
     [
         ({"recipe": "dense"}, "recipe 'dense' shares no sequence among GPUs: 'sweep' does"),
         ({"sharing": 3}, "share=3 does not divide 64 GPUs: 1, 2, 4, 8, 16, 32, 64 do"),
-        ({"nodes": 0}, "nodes=0 cannot be planned for: 1 to 1048576 can"),
-        ({"gpus": 2000}, "gpus=2000 cannot be planned for: 1 to 576 can"),
+        ({"nodes": 0}, "--nodes 0 cannot be planned for: 1 to 1048576 can"),
+        ({"gpus": 2000}, "--gpus 2000 cannot be planned for: 1 to 576 can"),
         ({"sharing": 0}, "share=0 does not divide 64 GPUs: 1, 2, 4, 8, 16, 32, 64 do"),
         (
             {"nodes": 1_000_000, "gpus": 500},

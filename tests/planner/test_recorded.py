@@ -45,7 +45,7 @@ def test_gradients_at_the_end_of_a_tied_model() -> None:
 def test_seconds(seen: dict[str, Any]) -> None:
     """Messages are looped back through the GPU's memory."""
     spec, mesh = read_spec(find_config(seen["model"])[0]).with_layers(seen["layers"]), seen["mesh"]
-    machine = Machine(nodes=1, gpus=seen["ranks"], inside=GPU.bandwidth / 2, across=GPU.bandwidth / 2)
+    machine = Machine(nodes=seen["ranks"], gpus=1, inside=GPU.bandwidth / 2, across=GPU.bandwidth / 2)
     plan, shared = Plan(**seen["plan"]), (mesh["ulysses"], mesh["ring"])
     found = predict_seconds(spec, plan, GPU, machine, seen["tokens"], *shared)
     assert found.step == pytest.approx(seen["seconds"], rel=0.12)

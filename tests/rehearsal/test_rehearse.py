@@ -152,6 +152,26 @@ def test_a_gpu_that_is_in_no_table_is_rehearsed_on_all_the_same(monkeypatch: pyt
     assert found["NVIDIA H200"] > 0
 
 
+def predicted(monkeypatch: pytest.MonkeyPatch, **options: Any) -> float | None:
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=141 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    scene = Scene(model="llama3-8b", tokens=2**20, **options)
+    mesh = SimpleNamespace(device=torch.device("cuda"))
+    model: Any = SimpleNamespace(mesh=mesh, plan=scene.plan, spec=read_spec(PRESETS["llama3-8b"]))
+    return rehearse._predicted_seconds(scene, model)
+
+
+def test_more_ranks_than_a_node_has_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert predicted(monkeypatch, plan=Plan(recipe="sweep"), ulysses=8, ring=125)
+
+
+def test_a_disk_is_predicted_as_this_rank_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks are not there: what they would write takes no time."""
+    plan = Plan(recipe="sweep", x="disk", o="disk", disk="/scratch")
+    beside = [predicted(monkeypatch, plan=plan, ulysses=8, shard=shard) for shard in (1, 32)]
+    assert beside[0] == pytest.approx(beside[1], rel=0.2)  # the weights are cut finer
+
+
 # The bare work of a step
 T, E, Q, KV, MLP, V = 96, 256, 256, 64, 704, 256  # tokens, and sizes of `tiny`
 Sizes = tuple[tuple[int, int], tuple[int, int], bool]
