@@ -62,7 +62,7 @@ POINTS: dict[str, dict[str, list[str]]] = {
     "long": {
         "8B sweep 5M of 8": [
             "llama3-8b", "--ranks", "8", "--tokens", "5M", "--layers", "1", "--bare", *CAP,
-            "--set", "plan.lse=host", "--set", "plan.tile=4096",
+            "--set", "plan.lse=host", "--set", "plan.tile=4096", "--set", "plan.chunk=32K",
         ],
     },
     "race": {

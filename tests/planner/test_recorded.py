@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parents[2] / "bench" / "results"
 GPU = read_gpus(RESULTS / "rates-h200.toml")["H200-141GB"]
 POINTS = [
     row
-    for kind in ("tuned", "fresh", "memory")
+    for kind in ("tuned", "fresh", "race", "long", "memory")
     for row in json.loads((RESULTS / f"rehearsals-{kind}.json").read_text())["results"]
 ]
 
