@@ -41,19 +41,24 @@ def format_tokens(tokens: int) -> str:
     return str(tokens)
 
 
+def format_number(number: float) -> str:
+    """Three figures, or as many as the whole part has: `.3g` alone would write 1010 as 1.01e+03."""
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
+
+
 def format_bytes(count: float) -> str:
-    """Bytes with a binary unit, three figures: '1.50 GiB'."""
+    """Bytes with a binary unit: '1.5 GiB', '1010 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{count:.3g} {unit}"
+            return f"{format_number(count)} {unit}"
         count /= 1024
-    return f"{count:.3g} TiB"
+    return f"{format_number(count)} TiB"
 
 
 def format_seconds(seconds: float) -> str:
-    """A span of time in the unit that suits it, three figures: '90 s', '12.5 min', '3 h'."""
+    """A span of time in the unit that suits it: '90 s', '12.5 min', '3 h'."""
     for unit, length in (("s", 60), ("min", 60)):
         if seconds < 2 * length:
-            return f"{seconds:.3g} {unit}"
+            return f"{format_number(seconds)} {unit}"
         seconds /= length
-    return f"{seconds:.3g} h"
+    return f"{format_number(seconds)} h"

@@ -169,4 +169,6 @@ def test_sizes() -> None:
     assert [parse_tokens(text) for text in (4096, "64K", "1.5M", "5m")] == [4096, 65536, 1572864, 5 * 2**20]
     assert [format_tokens(n) for n in (1000, 4096, 5 * 2**20, 2**20 + 1024)] == ["1000", "4K", "5M", "1025K"]
     assert [format_bytes(n) for n in (512, 1536, 15 * 2**30)] == ["512 B", "1.5 KiB", "15 GiB"]
+    assert [format_bytes(n) for n in (1000, 1010 * 2**20, 2**60)] == ["1000 B", "1010 MiB", "1048576 TiB"]
+    assert [format_seconds(n) for n in (0.0012, 999 * 3600, 12345 * 3600)] == ["0.0012 s", "999 h", "12345 h"]
     assert [format_seconds(n) for n in (2, 90, 600, 1431, 12600)] == ["2 s", "90 s", "10 min", "23.9 min", "3.5 h"]

@@ -17,7 +17,7 @@ from ithaca.plans.needs import has_room_for_x
 from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE
 from ithaca.plans.plan import RECIPE_OPTIONS, Plan
 from ithaca.plans.rebuild import rebuild_passes
-from ithaca.sizes import format_bytes, format_seconds, format_tokens
+from ithaca.sizes import format_bytes, format_number, format_seconds, format_tokens
 from ithaca.tape.budget import KEPT_BACK
 
 ON = {place: f"on the {place}" for place in KEPT} | {REBUILD: "rebuilt", RECOMPUTE: "recomputed"}
@@ -82,7 +82,7 @@ def explain(asked: Asked, answer: Answer, most: int, limit: str) -> list[str]:
     lines += [
         "",
         f"a step          {format_seconds(seconds.step)} for {_count(answer.sequences, 'sequence')}: "
-        f"{answer.rate:.3g} tokens/s on each GPU, {100 * mfu(asked, answer):.1f} % causal MFU",
+        f"{format_number(answer.rate)} tokens/s on each GPU, {100 * mfu(asked, answer):.1f} % causal MFU",
         "  "
         + ", ".join(
             f"{name.replace('_', ' ')} {format_seconds(value)}"

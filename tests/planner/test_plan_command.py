@@ -139,6 +139,14 @@ def test_the_words(say: Say) -> None:
     read_config(None, shlex.split(lines[-1])[3::2])
 
 
+@pytest.mark.parametrize(("model", "tokens"), [("llama3.2-1b", "64K"), ("llama3-70b", "8M")])
+def test_numbers_are_written_out(say: Say, model: str, tokens: str) -> None:
+    """Thousands of tokens a second, thousands of hours, 1010 GiB: none of them as 1.01e+03."""
+    end = say(model, "--gpus", "64xH100-80GB", "--tokens", tokens)
+    assert end.code == 0, end.err
+    assert not re.search(r"\de\+\d", end.out)
+
+
 def test_the_longest_is_planned_for_when_no_length_is_given(say: Say) -> None:
     """One that is longer fits only where attention runs again, and the words say so."""
     found = answer(say("llama3-8b", "--host", "1.9TB", "--json"))
