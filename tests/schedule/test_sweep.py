@@ -378,7 +378,7 @@ REFUSED = [
     ({"recipe": "sweep", "kernel": "cudnn"}, "kernel 'cudnn' cannot be used here: it runs on a CUDA GPU"),
     (
         {"recipe": "sweep", "host_memory": 1000},
-        "plan.host_memory is 1e\\+03 B: .* are missing; .* a smaller plan.chunk",
+        "plan.host_memory is 1000 B: .* are missing; .* a smaller plan.chunk",
     ),
 ]
 

@@ -358,7 +358,7 @@ def test_states_that_do_not_fit(ranks, folder: Path) -> None:
     first, second = ranks(2).run(refused, folder, [10**9, 1000], 0)
     assert first == f"rank 1: {second}"
     assert second.startswith("optimizer states on the host (plan.optimizer=host) need ")
-    assert "for the 2 ranks of this node, and free memory is 1e+03 B: " in second
+    assert "for the 2 ranks of this node, and free memory is 1000 B: " in second
     (text,) = ranks(1).run(refused, folder, [900_000], 800_000)
     assert "of tapes, and free memory is 879 KiB: " in text
     assert "; tapes of at most " in text
