@@ -55,7 +55,7 @@ def binding(spec: Spec, cluster: Cluster, recipe: str | None, most: int) -> str:
         more = {
             "GPU": replace(cluster, gpu=replace(cluster.gpu, memory=cluster.gpu.memory * share)),
             "host": replace(cluster, host=cluster.host * share),
-            "disk": replace(cluster, disk=cluster.disk * share),
+            **({"disk": replace(cluster, disk=cluster.disk * share)} if cluster.disk else {}),
         }
         found = {name: longest(spec, other, recipe, from_=max(most, STEP)) for name, other in more.items()}
         if max(found.values()) > most:

@@ -52,6 +52,12 @@ def read_places(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ..
     return tuple(words)
 
 
+@lru_cache(maxsize=4096)  # a search asks for the same ones again and again
+def place_layers(x: tuple[str, ...], o: tuple[str, ...], layers: int) -> Placement:
+    """Where a model's layers have their x and o, when the lists are repeated over them."""
+    return Placement(over_layers("x", x, layers), over_layers("o", o, layers))
+
+
 def over_layers(option: str, words: Sequence[str], layers: int) -> tuple[str, ...]:
     """A list of words repeated over the layers of a model."""
     if len(words) > layers:

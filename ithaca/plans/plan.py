@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaca.errors import PlanError, suggestion
-from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, over_layers, read_places
+from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, place_layers, read_places
 from ithaca.sizes import format_tokens, parse_bytes, parse_tokens
 
 CHECKPOINTS = ("none", "selective", "full")
@@ -132,7 +132,7 @@ class Plan:
             options.pop("tile", None)  # of which there is none where every tile is kept
         if self.chunk is not None and options.get("tile") is not None:
             options["tile"] = min(options["tile"], self.chunk)
-        return replace(self, **options)
+        return replace(self, **options) if options else self
 
     @property
     def sweeps(self) -> bool:
@@ -159,8 +159,7 @@ class Plan:
 
     def placement(self, layers: int) -> Placement:
         """Where a model's layers have their x and o. A block that runs whole keeps its o by its checkpoint, or not."""
-        x = over_layers("x", self._words("x"), layers)
-        return Placement(x, over_layers("o", self._words("o"), layers) if self.sweeps else (RECOMPUTE,) * layers)
+        return place_layers(self._words("x"), self._words("o") if self.sweeps else (RECOMPUTE,), layers)
 
     @property
     def named_layers(self) -> int:
