@@ -49,21 +49,10 @@ def lost_touch(error: BaseException) -> bool:
     )
 
 
-def name_missing(error: BaseException, group: dist.ProcessGroup) -> LostRankError | None:
-    """Which rank of the group a failed collective was waiting for, as an error; None where it failed otherwise.
-
-    Takes some seconds. Every survivor must call it, or be within `answering`.
-    """
-    roll = _Roll(group)
-    try:
-        return roll.explain(error)
-    finally:
-        roll.end()
-
-
 @contextmanager
 def answering(group: dist.ProcessGroup) -> Iterator[None]:
-    """Answer for this rank while the body works; an error that another rank caused becomes one that names it."""
+    """Answer for this rank while the body works; an error that another rank caused becomes one that names it, after
+    some seconds."""
     roll = _Roll(group)
     try:
         yield

@@ -238,6 +238,6 @@ def _speed(scene: Scene, model: Model, seconds: dict[str, float]) -> dict[str, f
 
 def _cap(device: torch.device, cap: int) -> None:
     if device.type != "cuda":
-        raise PlanError(f"--cap {cap} is for a GPU, and there is none here: leave it out")
+        raise PlanError(f"--cap {cap / 1e9:g}GB is for a GPU, and there is none here: leave it out")
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(cap / total, 1.0), device)

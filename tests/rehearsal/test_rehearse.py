@@ -296,7 +296,7 @@ def assert_one_sentence(end: Ended) -> None:
         (["--layers", "0"], "--layers 0 cannot be rehearsed: the model has 4, so 1 to 4 can"),
         (["--layers", "5"], "--layers 5 cannot be rehearsed: the model has 4, so 1 to 4 can"),
         (["--ranks", "0"], "--ranks 0 cannot be rehearsed: 1 or more can"),
-        (["--cap", "80GB"], "is for a GPU, and there is none here: leave it out"),
+        (["--cap", "80GB"], "--cap 80GB is for a GPU, and there is none here: leave it out"),
         (["--set", "train.steps=3"], "--set train.steps=3 has no part in a rehearsal: options of plan and mesh have"),
         (["--set", "mesh.ulysses=3", "--ranks", "4"], "is 3, but --ranks is 4: shard, ring and ulysses must make it"),
         (["--set", "mesh.ulysses=0"], "mesh.ulysses=0 is not a number of ranks: 1 or more is"),
