@@ -28,31 +28,30 @@ from torch.autograd.graph import get_gradient_edge
 
 from bench.bounds import matmul_tflops
 from bench.record import command_line, record
-from ithaca.attention.attend import softmax_scale
 from ithaca.attention.documents import Pieces, attended_length, positions
 from ithaca.attention.kernels import choose_kernel
+from ithaca.attention.kernels.seam import softmax_scale
 from ithaca.attention.walk import Walk
+from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
+from ithaca.base.tiles import Tiles
 from ithaca.model.decoder import Unit
-from ithaca.model.heads import Heads
+from ithaca.model.rotary import rotation_at
 from ithaca.model.source import load_model
-from ithaca.model.spec import Spec
-from ithaca.model.turn import turn
+from ithaca.model.spec import Heads, Spec
+from ithaca.parallel.collectives import LoopedBack
 from ithaca.parallel.exchange import Alone, Ulysses
-from ithaca.parallel.heads import head_rounds, split_heads
+from ithaca.parallel.head_split import head_rounds, split_heads
 from ithaca.parallel.layout import Layout, hops
 from ithaca.parallel.ring import Ring, ring_runs
-from ithaca.parallel.transport import LoopedBack
-from ithaca.plans.needs import layout_of, needs, rebuilds_of, tiles_of
 from ithaca.plans.plan import Plan
-from ithaca.schedule.around import Around
-from ithaca.schedule.rounds import Attention
-from ithaca.schedule.sweep import SweepCall, run_sweep
+from ithaca.plans.tape_specs import layout_of, rebuilds_of, tape_specs, tiles_of
+from ithaca.schedule.sweep.run import SweepCall, run_sweep
 from ithaca.schedule.tapes import Tapes
-from ithaca.schedule.whole import BlockCall, run_block
-from ithaca.sizes import format_bytes, format_tokens, parse_tokens
+from ithaca.schedule.whole.attention import Attention
+from ithaca.schedule.whole.ring_kernel import RingKernel
+from ithaca.schedule.whole.run import BlockCall, run_block
 from ithaca.tape.engine import make_engine
 from ithaca.tape.tape import Tape
-from ithaca.tape.tiles import Tiles
 
 PEAK, BF16 = 989e12, torch.bfloat16
 DEVICE = torch.device("cuda", 0)
@@ -76,8 +75,8 @@ class Blocks:
         self.positions = torch.cat([everywhere[place.start : place.stop] for place in self.layout.places(0)]).to(DEVICE)
         self.exchange = Alone() if ranks == 1 else Ulysses(LoopedBack(ranks, DEVICE), self.layout.runs)
         self.ring = Ring(None if ring == 1 else LoopedBack(ring, DEVICE))
-        self.share = split_heads(spec.heads, spec.kv_heads, ranks)
-        self.mine = Heads(self.share.q[0], self.share.kv[0])
+        self.split = split_heads(spec.heads, spec.kv_heads, ranks)
+        self.mine = Heads(self.split.q[0], self.split.kv[0])
 
     def zero_grad(self) -> None:
         for unit in self.units:
@@ -90,7 +89,7 @@ class Swept(Blocks):
         self.tiles = tiles_of(plan, self.layout)
         self.walk = Walk(self.kernel, self.layout.chunks, self.bounds, ring_runs(self.layout, 0))
         began = time.perf_counter()
-        asked = needs(plan, spec, BF16.itemsize, self.mine, ranks, ring)
+        asked = tape_specs(plan, spec, BF16.itemsize, self.mine, ranks, ring)
         self.tapes = Tapes(asked, rebuilds_of(plan, spec), self.tiles, BF16, make_engine(DEVICE), lambda _: None)
         self.reserve_seconds = time.perf_counter() - began
 
@@ -112,7 +111,7 @@ class Swept(Blocks):
         torch.cuda.synchronize()
 
     def timed_forward(self) -> None:
-        token = torch.zeros((), device=DEVICE, requires_grad=True)
+        carrier = torch.zeros((), device=DEVICE, requires_grad=True)
         weights = [{name: weight.detach() for name, weight in unit.named_parameters()} for unit in self.units]
         for layer, unit in enumerate(self.units):
             call = SweepCall(
@@ -124,24 +123,24 @@ class Swept(Blocks):
                 self.plan.tile or 0,
                 self.exchange,
                 self.ring,
-                self.share,
+                self.split,
                 lambda other: nullcontext(weights[other]),
             )
-            token = unit(run_sweep, token, call)
-        self.token = token
+            carrier = unit(run_sweep, carrier, call)
+        self.carrier = carrier
 
     def backward(self) -> None:
-        _fill(self.run.gradient, 1e-3)
+        _fill(self.run.residual, 1e-3)
         if self.spec.layers == 1:
-            self.run.keys_of = (
+            self.run.kv_of_layer = (
                 None  # a model's last layer has its K and V still; the others, which one stands for, do not
             )
         torch.cuda.synchronize()
 
     def timed_backward(self) -> None:
         self.run.waits = False
-        self.token.backward()
-        del self.token
+        self.carrier.backward()
+        del self.carrier
 
     def close(self) -> None:
         del self.run
@@ -154,14 +153,14 @@ class Whole(Blocks):
     def __init__(self, spec: Spec, bounds: tuple[int, ...], plan: Plan, ranks: int, ring: int):
         super().__init__(spec, bounds, plan, ranks, ring)
         began = time.perf_counter()
-        asked = needs(plan, spec, BF16.itemsize, self.mine, ranks, ring)
+        asked = tape_specs(plan, spec, BF16.itemsize, self.mine, ranks, ring)
         tiles = tiles_of(plan, self.layout)
         self.tapes = Tapes(asked, {}, tiles, BF16, make_engine(DEVICE), lambda _: None) if asked else None
         self.reserve_seconds = time.perf_counter() - began
-        rounds = head_rounds(self.share, plan.heads_at_once(ranks))
+        rounds = head_rounds(self.split, plan.heads_at_once(ranks))
         kernel = self.kernel
         if ring > 1:
-            kernel = Around(kernel, self.ring, self.layout, self.bounds, plan.travel == "gather")
+            kernel = RingKernel(kernel, self.ring, self.layout, self.bounds, plan.travel == "gather")
         self.attention = Attention(spec, kernel, Pieces.documents(self.bounds), self.exchange, rounds)
 
     def forward(self) -> None:
@@ -171,7 +170,7 @@ class Whole(Blocks):
         torch.cuda.synchronize()
 
     def timed_forward(self) -> None:
-        rope = turn(self.spec.rope, self.spec.head_size, self.positions, BF16)
+        rope = rotation_at(self.spec.rope, self.spec.head_size, self.positions, BF16)
         y = self.x
         del self.x  # as a model's, it is kept by the block alone, if at all
         for layer, unit in enumerate(self.units):
@@ -372,7 +371,7 @@ def main() -> None:
     for recipe in args.recipe.split(","):
         options = {"recipe": recipe}
         if recipe == "sweep":
-            options |= dict.fromkeys(("x", "o", "gradient"), args.place)
+            options |= dict.fromkeys(("x", "o", "residual"), args.place)
             options |= {"kv": args.kv, "chunk": args.chunk, "tile": args.tile}
         for bounds in layouts:
             plan = Plan(**options).settled()

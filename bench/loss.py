@@ -19,13 +19,13 @@ from torch import Tensor
 from bench.block import timed
 from bench.bounds import matmul_tflops
 from bench.record import command_line, record
+from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
+from ithaca.base.tiles import Tiles
 from ithaca.model.linear import add_product
 from ithaca.model.source import load_model
 from ithaca.model.spec import Spec
 from ithaca.plans.plan import Plan
 from ithaca.schedule.loss import cross_entropy, tiled_loss
-from ithaca.sizes import format_bytes, format_tokens, parse_tokens
-from ithaca.tape.tiles import Tiles
 
 BF16 = torch.bfloat16
 KERNEL_RUNS = 10  # of the cross-entropy alone

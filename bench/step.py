@@ -22,11 +22,11 @@ import torch
 import ithaca
 from bench.bounds import matmul_tflops
 from bench.record import command_line, record
+from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.config import build
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import read_spec
-from ithaca.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.train.start import ALLOCATOR_VARIABLES, join_free_memory
 
 PEAK = 989e12
@@ -80,7 +80,7 @@ def measure(source: ModelSource, tokens: int, plan: ithaca.Plan, warm: int, repe
     steps.step(steps.batch(warm))
     seen = attention_kernels(steps, warm)
     began = _now()
-    steps.model.reserve(1, tokens)
+    steps.model.allocate(1, tokens)
     reserve_seconds = _now() - began
     batch = steps.batch(tokens)
     torch.cuda.empty_cache()

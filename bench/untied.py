@@ -19,10 +19,10 @@ import matplotlib.pyplot as plt
 from bench.block import measure
 from bench.bounds import matmul_tflops
 from bench.record import command_line, record
+from ithaca.base.sizes import format_tokens, parse_tokens
 from ithaca.model.source import load_model
-from ithaca.parallel.heads import split_heads, usable_rounds
+from ithaca.parallel.head_split import split_heads, usable_rounds
 from ithaca.plans.plan import Plan
-from ithaca.sizes import format_tokens, parse_tokens
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:

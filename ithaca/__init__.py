@@ -18,34 +18,34 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ithaca.assemble import Model, apply, save_model
-    from ithaca.errors import ConfigError, DataError, InputError, IthacaError, ModelError, PlanError
+    from ithaca.base.errors import ConfigError, DataError, InputError, IthacaError, ModelError, PlanError
     from ithaca.model.source import ModelSource, load_model
     from ithaca.model.spec import Spec
     from ithaca.parallel.batch import Batch
     from ithaca.parallel.mesh import Mesh, mesh
     from ithaca.planner.command import plan
-    from ithaca.plans.fill import place
     from ithaca.plans.plan import Plan
+    from ithaca.schedule.sweep.placement import place
     from ithaca.train.optimizer import make_optimizer
 
 _HOMES = {
     "Batch": "ithaca.parallel.batch",
-    "ConfigError": "ithaca.errors",
-    "DataError": "ithaca.errors",
-    "InputError": "ithaca.errors",
-    "IthacaError": "ithaca.errors",
+    "ConfigError": "ithaca.base.errors",
+    "DataError": "ithaca.base.errors",
+    "InputError": "ithaca.base.errors",
+    "IthacaError": "ithaca.base.errors",
     "Mesh": "ithaca.parallel.mesh",
     "Model": "ithaca.assemble",
-    "ModelError": "ithaca.errors",
+    "ModelError": "ithaca.base.errors",
     "ModelSource": "ithaca.model.source",
     "Plan": "ithaca.plans.plan",
-    "PlanError": "ithaca.errors",
+    "PlanError": "ithaca.base.errors",
     "Spec": "ithaca.model.spec",
     "apply": "ithaca.assemble",
     "load_model": "ithaca.model.source",
     "make_optimizer": "ithaca.train.optimizer",
     "mesh": "ithaca.parallel.mesh",
-    "place": "ithaca.plans.fill",
+    "place": "ithaca.schedule.sweep.placement",
     "plan": "ithaca.planner.command",
     "save_model": "ithaca.assemble",
 }

@@ -13,29 +13,37 @@ import torch
 from torch import Tensor, nn
 
 from ithaca.attention.kernels import choose_kernel
-from ithaca.errors import InputError, ModelError, PlanError
+from ithaca.base.errors import InputError, ModelError, PlanError
+from ithaca.base.precision import at_least_fp32
+from ithaca.base.tiles import Tiles
 from ithaca.model.decoder import Decoder
-from ithaca.model.folder import check_vacant, write_folder
-from ithaca.model.heads import Heads
-from ithaca.model.precision import at_least_fp32
+from ithaca.model.save import check_vacant, write_folder
 from ithaca.model.source import DTYPES, ModelSource
-from ithaca.model.spec import Spec
+from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.agree import on_this_node, same_batch, same_everywhere, together
 from ithaca.parallel.batch import Batch, gather_tokens, split_batch, whole_batch
+from ithaca.parallel.collectives import Group
 from ithaca.parallel.exchange import Alone, Ulysses
-from ithaca.parallel.heads import describe_share, head_rounds, split_heads
+from ithaca.parallel.head_split import describe_share, head_rounds, split_heads
 from ithaca.parallel.layout import Layout, batch_range
 from ithaca.parallel.mesh import Mesh, alone, describe_crossing
 from ithaca.parallel.ring import Ring
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
-from ithaca.parallel.transport import Group
-from ithaca.plans.needs import Need, describe, disk_bytes, host_bytes, layout_of, needs, rebuilds_of, tiles_of
 from ithaca.plans.plan import Plan
-from ithaca.plans.room import Node, check_room
-from ithaca.schedule.forward import Job, logits, loss_sum
+from ithaca.plans.tape_specs import (
+    TapeSpec,
+    describe,
+    disk_bytes,
+    host_bytes,
+    layout_of,
+    rebuilds_of,
+    tape_specs,
+    tiles_of,
+)
+from ithaca.schedule.forward import ForwardContext, logits, loss_sum
+from ithaca.schedule.memory_check import Node, check_memory
 from ithaca.schedule.tapes import Tapes
 from ithaca.tape.engine import make_engine
-from ithaca.tape.tiles import Tiles
 
 BUSY = (
     "a second forward pass began before the backward pass of the first, whose tapes it would overwrite: "
@@ -57,8 +65,8 @@ class Model(nn.Module):
         runs = Layout(1, 1, mesh.ulysses, mesh.ring).runs
         self.exchange = Ulysses(Group(mesh.ulysses_group), runs) if mesh.ulysses_group else Alone()
         self.ring = Ring(Group(mesh.ring_group) if mesh.ring_group else None)
-        self.share = split_heads(source.spec.heads, source.spec.kv_heads, mesh.ulysses)
-        self.rounds = head_rounds(self.share, plan.heads_at_once(mesh.ulysses))
+        self.split = split_heads(source.spec.heads, source.spec.kv_heads, mesh.ulysses)
+        self.rounds = head_rounds(self.split, plan.heads_at_once(mesh.ulysses))
         self.tiles_held: int | None = None  # of each host or disk tape, in a rehearsal of memory; None: all
         self._tapes: dict[bool, Tapes] = {}  # for passes that are kept for backward, and for those that are not
         self._begins_step = True
@@ -83,19 +91,19 @@ class Model(nn.Module):
         """Who holds which of so many tokens. A chunk that is too long is refused when all ranks can be told."""
         return layout_of(self.plan, tokens, self.mesh.ulysses, self.mesh.ring, shorten)
 
-    def reserve(self, rows: int, tokens: int, say: Callable[[str], None] = lambda _: None) -> None:
+    def allocate(self, rows: int, tokens: int, say: Callable[[str], None] = lambda _: None) -> None:
         """Take, before training begins, the memory that passes over `rows` sequences of `tokens` tokens need.
 
         A first pass does the same; `say` is told how far it is. Refused while a pass waits for its backward.
         """
-        self._reserve(self._cut(rows, tokens), True, say)
+        self._allocate(self._cut(rows, tokens), True, say)
 
-    def check_room(self, rows: int, tokens: int) -> None:
+    def check_memory(self, rows: int, tokens: int) -> None:
         """Refuse now what `reserve` would refuse for want of memory, and take nothing yet."""
         asked = self._needs(True)
         tiles = together(self.mesh.group, self._cut(rows, tokens))
         if asked:
-            self._check_room(asked, tiles)
+            self._check_memory(asked, tiles)
 
     def host_bytes(self, rows: int, tokens: int) -> int:
         """Bytes of this node's memory that tapes for such passes take, those of all its ranks together."""
@@ -115,7 +123,7 @@ class Model(nn.Module):
         """Which ranks share a sequence, and how; nothing where each has its own."""
         if self.mesh.context_ranks == 1:
             return []
-        return [describe_share(self.share, self.mesh.ring), *describe_crossing(self.mesh, self.plan.rings)]
+        return [describe_share(self.split, self.mesh.ring), *describe_crossing(self.mesh, self.plan.rings)]
 
     def describe_tapes(self) -> list[str]:
         """What the Plan keeps outside of tensors, and where; nothing where it keeps nothing so."""
@@ -158,7 +166,7 @@ class Model(nn.Module):
                 flat = gather_tokens(flat, batch.layout, self.mesh.context_group)
         return flat.view(*torch.as_tensor(tokens).shape, -1)
 
-    def _job(self, batch: Batch, cut: Callable[[], Tiles], training: bool) -> Job:
+    def _job(self, batch: Batch, cut: Callable[[], Tiles], training: bool) -> ForwardContext:
         """Check that every rank has the same batch, and begin a pass over its tokens, cut as `cut` says."""
         asked, mine = self._needs(training), self._tapes.get(True)
         missing = bool(asked) and self._tapes_for(cut, training) is None
@@ -178,15 +186,15 @@ class Model(nn.Module):
         if any_busy:
             raise InputError(BUSY)
         if any_missing:
-            self._reserve(cut, training, lambda _: None)
+            self._allocate(cut, training, lambda _: None)
         tapes = self._tapes_for(cut, training) if asked else None
         begun = tapes.begin(training) if tapes else None
-        return Job(self.plan, self.kernel, layout, self.exchange, self.ring, self.rounds, begun)
+        return ForwardContext(self.plan, self.kernel, layout, self.exchange, self.ring, self.rounds, begun)
 
-    def _needs(self, training: bool) -> list[Need]:
+    def _needs(self, training: bool) -> list[TapeSpec]:
         rank, ranks = self.exchange.rank, self.exchange.ranks
-        mine = Heads(self.share.q[rank], self.share.kv[rank])
-        asked = needs(self.plan, self.spec, self.dtype.itemsize, mine, ranks, self.mesh.ring)
+        mine = Heads(self.split.q[rank], self.split.kv[rank])
+        asked = tape_specs(self.plan, self.spec, self.dtype.itemsize, mine, ranks, self.mesh.ring)
         return [need for need in asked if training or not need.training]
 
     def _tapes_for(self, cut: Callable[[], Tiles], training: bool) -> Tapes | None:
@@ -199,7 +207,7 @@ class Model(nn.Module):
         except PlanError:
             return None  # this rank's tokens cannot be cut so: `_reserve` tells all ranks
 
-    def _reserve(self, cut: Callable[[], Tiles], training: bool, say: Callable[[str], None]) -> None:
+    def _allocate(self, cut: Callable[[], Tiles], training: bool, say: Callable[[str], None]) -> None:
         """Make tapes for such passes, in place of those for others. Collective."""
         asked, before = self._needs(training), self._tapes.get(training)
 
@@ -212,7 +220,7 @@ class Model(nn.Module):
         if before:
             self._tapes.pop(training).close()
         if asked:
-            self._check_room(asked, tiles)
+            self._check_memory(asked, tiles)
             rebuilds = rebuilds_of(self.plan, self.spec) if training else {}
             with _outside_inference_mode():
                 made = together(
@@ -223,13 +231,13 @@ class Model(nn.Module):
                 )
             self._tapes[training] = made
 
-    def _check_room(self, asked: list[Need], tiles: Tiles) -> None:
+    def _check_memory(self, asked: list[TapeSpec], tiles: Tiles) -> None:
         """Refuse, on all ranks, tapes that one of them has no room for. Collective."""
         group, device, sharing = self.mesh.group, self.mesh.device, self.mesh.context_ranks
         mine = (0, 0) if self.tiles_held else (host_bytes(asked, tiles, self.mesh.gpu), disk_bytes(asked, tiles))
         (memory, ranks), (disk, _) = (on_this_node(group, amount) for amount in mine)
         node = Node(memory, ranks, disk)
-        together(group, lambda: check_room(asked, tiles, sharing, self.plan, self.spec, device, node))
+        together(group, lambda: check_memory(asked, tiles, sharing, self.plan, self.spec, device, node))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards, whenever they are asked for: never the gathered copies that ZeRO-1 and 2 keep a while."""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ithaca import __version__
-from ithaca.errors import IthacaError
+from ithaca.base.errors import IthacaError
 
 app = typer.Typer(
     help="Train transformers on contexts of millions of tokens.",
@@ -106,9 +106,9 @@ def mesh(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say which Ulysses × ring ranks can share a sequence, what each link carries, and which mesh should be best."""
+    from ithaca.base.sizes import parse_bytes, parse_tokens
     from ithaca.planner.machine import Machine
     from ithaca.planner.show_mesh import run
-    from ithaca.sizes import parse_bytes, parse_tokens
 
     machine = Machine(nodes=nodes, gpus=gpus, inside=parse_bytes(inside), across=parse_bytes(across))
     run(model, machine, parse_tokens(tokens), recipe, share, json)
@@ -170,8 +170,8 @@ def rehearse(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run one rank of a job of many on the device that is here: its memory by owner, its time by part."""
+    from ithaca.base.sizes import parse_bytes, parse_tokens
     from ithaca.rehearsal.command import run
-    from ithaca.sizes import parse_bytes, parse_tokens
 
     limit = parse_bytes(cap) if cap else None
     run(model, ranks, parse_tokens(tokens), layers, recipe, set_ or [], limit, memory_only, bare, hardware, json)

@@ -17,14 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ithaca.errors import ConfigError, suggestion
+from ithaca.base.errors import ConfigError, suggestion
+from ithaca.base.sizes import MOST_SECONDS, parse_tokens
 from ithaca.plans.places import REBUILD
 from ithaca.plans.plan import RECIPE_OPTIONS, RECIPES, Plan
-from ithaca.sizes import MOST_SECONDS, parse_tokens
 
 Section = TypeVar("Section")
 
 AUTO = "auto"  # as plan.recipe: the planner chooses
+RENAMED = {"train.micro": "micro_batch", "run.patience": "timeout", "plan.gradient": "residual"}  # old option -> new
 MOST_TOKENS = 2**32  # in a step; each takes 24 bytes of host memory before it is split
 
 
@@ -62,7 +63,7 @@ class TrainSection:
     """The context length: tokens in one sequence, as 4096 or 64K; not given: 8K on a CPU, 64K on GPUs."""
     batch: int | None = None
     """Sequences in a step, all ranks together; not given: one a data rank."""
-    micro: int | None = None
+    micro_batch: int | None = None
     """Sequences in a pass, all ranks together; a step accumulates batch / micro passes. Not given: all at once."""
     steps: int = 16
     """Optimizer steps."""
@@ -90,7 +91,7 @@ class TrainSection:
     """`cuda`, `cpu`, or `auto`: GPUs where there are any."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "micro", "steps"):
+        for name in ("batch", "micro_batch", "steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"train.{name} is {value}: 1 or more is needed")
@@ -117,8 +118,8 @@ class TrainSection:
                 raise ConfigError(f"train.{name} '{getattr(self, name)}' does not exist: {hint}")
         if self.tokens is not None and self.tokens < 2:
             raise ConfigError(f"train.tokens is {self.tokens}: 2 or more are needed, one to predict from the other")
-        if self.batch and self.micro and self.batch % self.micro:
-            raise ConfigError(f"train.micro {self.micro} does not divide train.batch {self.batch}")
+        if self.batch and self.micro_batch and self.batch % self.micro_batch:
+            raise ConfigError(f"train.micro_batch {self.micro_batch} does not divide train.batch {self.batch}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,7 @@ class RunSection:
     """Checkpoints that are kept."""
     report: str = ""
     """Where metrics go beside the run folder: `tensorboard` or `wandb`."""
-    patience: float | None = None
+    timeout: float | None = None
     """Seconds after which a rank that the others wait for is given up; not given: 600 and three expected steps."""
 
     def __post_init__(self) -> None:
@@ -137,9 +138,9 @@ class RunSection:
             raise ConfigError(f"run.checkpoint_every is {self.checkpoint_every}: 0 or more is needed")
         if self.keep < 1:
             raise ConfigError(f"run.keep is {self.keep}: 1 or more is needed")
-        if self.patience is not None and not 0 < self.patience <= MOST_SECONDS:
+        if self.timeout is not None and not 0 < self.timeout <= MOST_SECONDS:
             raise ConfigError(
-                f"run.patience is {self.patience:g}: seconds above 0 and up to {MOST_SECONDS} are needed, as 1200"
+                f"run.timeout is {self.timeout:g}: seconds above 0 and up to {MOST_SECONDS} are needed, as 1200"
             )
         if self.report not in ("", "tensorboard", "wandb"):
             hint = suggestion(self.report, ("tensorboard", "wandb"))
@@ -161,7 +162,7 @@ class Config:
 
         The mesh and the Plan change no number, and a run may go on for more steps.
         """
-        harmless = (("train", "steps"), ("train", "micro"), ("train", "device"))
+        harmless = (("train", "steps"), ("train", "micro_batch"), ("train", "device"))
         for section in ("model", "data", "train"):
             mine, theirs = vars(getattr(self, section)), vars(getattr(other, section))
             for name, value in mine.items():
@@ -188,6 +189,8 @@ class Config:
 def read_config(file: Path | None, overrides: list[str]) -> Config:
     """The configuration of a TOML file (None: the defaults) with `key=value` overrides."""
     content = _read_toml(file) if file else {}
+    _rename_options(content)
+    overrides = [_renamed_override(override) for override in overrides]
     given: dict[str, Any] = {}
     for override in overrides:
         _set(given, override)
@@ -201,6 +204,29 @@ def read_config(file: Path | None, overrides: list[str]) -> Config:
             file=sys.stderr,
         )
     return config
+
+
+def _rename_options(content: dict[str, Any]) -> None:
+    """Read options under their old names, with a notice."""
+    for old, new in RENAMED.items():
+        section, _, name = old.partition(".")
+        table = content.get(section)
+        if isinstance(table, dict) and name in table:
+            _tell_renamed(old)
+            table.setdefault(new, table.pop(name))
+
+
+def _renamed_override(override: str) -> str:
+    path, equals, value = override.partition("=")
+    old = path.strip()
+    if old not in RENAMED:
+        return override
+    _tell_renamed(old)
+    return f"{old.partition('.')[0]}.{RENAMED[old]}{equals}{value}"
+
+
+def _tell_renamed(old: str) -> None:
+    print(f"{old} is now called {old.partition('.')[0]}.{RENAMED[old]}: the old name still works", file=sys.stderr)
 
 
 def _change_recipe(content: dict[str, Any], recipe: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ithaca.errors import LostRankError
+from ithaca.base.errors import LostRankError
 
 
 def vanish(how: str, pid: Path) -> None:

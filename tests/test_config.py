@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from ithaca.base.errors import IthacaError
+from ithaca.base.sizes import format_bytes, format_seconds, format_tokens, parse_bytes, parse_tokens
 from ithaca.config import read_config
-from ithaca.errors import IthacaError
 from ithaca.plans.plan import RECIPES, Plan
-from ithaca.sizes import format_bytes, format_seconds, format_tokens, parse_bytes, parse_tokens
 
 
 def test_file_and_overrides(tmp_path: Path) -> None:
@@ -44,11 +44,11 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ("plan.zero=4", "zero=4 does not exist: 1, 2 and 3 do"),
         ("plan.optimizer=hots", "optimizer=hots does not exist: did you mean 'host'"),
         ("plan.loss_tile=0", "plan.loss_tile: '0' is not a number of tokens"),
-        ("run.patience=0", "run.patience is 0: seconds above 0 and up to 2592000 are needed, as 1200"),
-        ("run.patience=-3", "run.patience is -3: seconds above 0"),
-        ("run.patience=nan", "run.patience is nan: seconds above 0"),
-        ("run.patience=1e9", "run.patience is 1e[+]09: seconds above 0 and up to 2592000"),
-        ("run.patience=long", "'run.patience' is 'long', of type str: float is needed"),
+        ("run.timeout=0", "run.timeout is 0: seconds above 0 and up to 2592000 are needed, as 1200"),
+        ("run.timeout=-3", "run.timeout is -3: seconds above 0"),
+        ("run.timeout=nan", "run.timeout is nan: seconds above 0"),
+        ("run.timeout=1e9", "run.timeout is 1e[+]09: seconds above 0 and up to 2592000"),
+        ("run.timeout=long", "'run.timeout' is 'long', of type str: float is needed"),
     ],
 )
 def test_refused(override: str, sentence: str) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+from ithaca.base.errors import PlanError
 from ithaca.cli import app
 from ithaca.config import AUTO, Config
-from ithaca.errors import PlanError
 from ithaca.plans.plan import Plan
 
 DOCS = Path(__file__).parent.parent / "docs"

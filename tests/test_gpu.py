@@ -12,15 +12,15 @@ import transformers
 
 import ithaca
 from ithaca.attention.walk import merge
+from ithaca.model.block import gated
 from ithaca.model.decoder import stored_name
-from ithaca.model.gate import gated
-from ithaca.model.turn import Turn, rotate
+from ithaca.model.rotary import Rotation, rotate
 from ithaca.train.snapshot import Snapshot, training_state
 from ithaca.train.streamed import StreamedAdamW
 from tests.models import SIZES, make_model, relative, save
 
 GPU_SIZES = SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 64}
-HOST = {"x": "host", "o": "host", "lse": "host", "gradient": "host", "kv": "host"}
+HOST = {"x": "host", "o": "host", "lse": "host", "residual": "host", "kv": "host"}
 PLANS = {
     "none": {"checkpoint": "none"},
     "selective": {"checkpoint": "selective"},
@@ -31,7 +31,7 @@ PLANS = {
     "sweep-rebuild": {"recipe": "sweep", "chunk": 256, "tile": 100, "x": "host, rebuild*2"},
     "sweep-recompute": {"recipe": "sweep", "chunk": 256, "tile": 100, "o": "recompute"},
     "sweep-disk": {"recipe": "sweep", "chunk": 256, "tile": 100, "x": "disk, rebuild, host", "o": "disk"},
-    "sweep-device": {"recipe": "sweep", "x": "device", "o": "device", "gradient": "device"},
+    "sweep-device": {"recipe": "sweep", "x": "device", "o": "device", "residual": "device"},
 }
 
 
@@ -186,7 +186,7 @@ def test_fused_kernels(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     x, x_exact = wide[:, 1:-1], wide_exact[:, 1:-1]  # strides that are not those of a dense tensor
     first, second = x_exact.chunk(2, -1)
     turned = torch.cat((first * cos_exact - second * sin_exact, second * cos_exact + first * sin_exact), -1)
-    check(rotate(x, Turn(cos.detach(), sin.detach())), turned, [(wide, wide_exact)])
+    check(rotate(x, Rotation(cos.detach(), sin.detach())), turned, [(wide, wide_exact)])
     gate, up = random(tokens, heads * size), random(tokens, heads * size)
     check(gated(gate[0], up[0]), F.silu(gate[1]) * up[1], [gate, up])
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from ithaca.attention.documents import Pieces
-from ithaca.tape.tiles import Tiles
+from ithaca.base.tiles import Tiles
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class TileVisits:
 
 
 @dataclass(frozen=True)
-class Run:
+class Segment:
     """Keys of a tile that follow each other: where they begin in the tile, and where they lie in the sequence."""
 
     at: int
     span: range
 
 
-Runs = Callable[[int], list[Run]]  # those of a tile
+Segments = Callable[[int], list[Segment]]  # those of a tile
 
 
 def plan_visits(
-    tiles: Tiles, bounds: tuple[int, ...], index: int, grain: int | None, runs: Runs | None = None
+    tiles: Tiles, bounds: tuple[int, ...], index: int, bucket: int | None, runs: Segments | None = None
 ) -> list[TileVisits]:
     """What query tile `index` visits: its own tile, then earlier ones, the nearest first.
 
@@ -61,32 +61,32 @@ def plan_visits(
     rows = tiles.rows(index)
     visits = []
     for tile in range(index, tiles.holding(bounds[bisect_right(bounds, rows.start) - 1]) - 1, -1):
-        keys = runs(tile) if runs else [Run(0, range(tiles.rows(tile).start, tiles.rows(tile).stop))]
-        found = [visit for run in keys for visit in _visit_run(rows, run, bounds, grain)]
+        keys = runs(tile) if runs else [Segment(0, range(tiles.rows(tile).start, tiles.rows(tile).stop))]
+        found = [visit for run in keys for visit in _visit_run(rows, run, bounds, bucket)]
         if found or tile == index:
             visits.append(TileVisits(tile, found))
     return visits
 
 
-def visit_runs(queries: list[Run], keys: list[Run], bounds: tuple[int, ...], grain: int | None) -> list[Visit]:
+def visit_runs(queries: list[Segment], keys: list[Segment], bounds: tuple[int, ...], bucket: int | None) -> list[Visit]:
     """What runs of queries see of runs of keys, each of which is one of them or lies apart from them."""
     return [
         _moved(visit, rows.at, 0)
         for rows in queries
         for run in keys
         if run.span.start < rows.span.stop
-        for visit in _visit_run(slice(rows.span.start, rows.span.stop), run, bounds, grain)
+        for visit in _visit_run(slice(rows.span.start, rows.span.stop), run, bounds, bucket)
     ]
 
 
-def _visit_run(rows: slice, run: Run, bounds: tuple[int, ...], grain: int | None) -> list[Visit]:
+def _visit_run(rows: slice, run: Segment, bounds: tuple[int, ...], bucket: int | None) -> list[Visit]:
     """What rows of a query tile see of keys that lie within it, or before it."""
     start, stop = run.span.start, run.span.stop
     visits, behind = [], rows.start  # `behind`: the first row that comes after all of the keys
     if start >= rows.start:
         first, last = bisect_right(bounds, start) - 1, bisect_right(bounds, stop - 1) - 1
         inner = tuple(bound - start for bound in bounds[first + 1 : last + 1])
-        own = _triangles((0, *inner, stop - start), grain)
+        own = _triangles((0, *inner, stop - start), bucket)
         visits += [_moved(visit, start - rows.start, run.at) for visit in own]
         behind = stop
     if behind == rows.stop:
@@ -95,7 +95,7 @@ def _visit_run(rows: slice, run: Run, bounds: tuple[int, ...], grain: int | None
     begin, end = bounds[document], min(bounds[document + 1], rows.stop)
     if begin < stop:
         keys = slice(max(begin - start, 0), stop - start)
-        seen = _rectangles(slice(0, end - behind), keys, end == rows.stop, keys.start == 0, grain)
+        seen = _rectangles(slice(0, end - behind), keys, end == rows.stop, keys.start == 0, bucket)
         visits += [_moved(visit, behind - rows.start, run.at) for visit in seen]
     return visits
 
@@ -108,16 +108,16 @@ def _moved(visit: Visit, rows: int, keys: int) -> Visit:
     )
 
 
-def _triangles(bounds: tuple[int, ...], grain: int | None) -> list[Visit]:
+def _triangles(bounds: tuple[int, ...], bucket: int | None) -> list[Visit]:
     """Causal attention within each document of a tile."""
     pieces = Pieces.documents(bounds)
-    if not pieces.ragged or grain is None:
+    if not pieces.ragged or bucket is None:
         everything = slice(0, bounds[-1])
         return [Visit(everything, everything, pieces)]
     visits: list[Visit] = []
     thin: list[tuple[int, int]] = []  # triangles thinner than a grain
     for start, stop in pairwise(bounds):
-        edges = _edges(start, stop, grain)
+        edges = _edges(start, stop, bucket)
         for top, bottom in pairwise(edges):
             block = slice(top, bottom)
             visits.append(_square(block))
@@ -131,14 +131,14 @@ def _triangles(bounds: tuple[int, ...], grain: int | None) -> list[Visit]:
     return [*visits, *_runs(thin)]
 
 
-def _rectangles(rows: slice, keys: slice, whole_rows: bool, whole_keys: bool, grain: int | None) -> list[Visit]:
+def _rectangles(rows: slice, keys: slice, whole_rows: bool, whole_keys: bool, bucket: int | None) -> list[Visit]:
     """Every row sees every key."""
-    if (whole_rows and whole_keys) or grain is None:
+    if (whole_rows and whole_keys) or bucket is None:
         return [_rectangle(rows, keys, ragged=not (whole_rows and whole_keys))]
     # Rows begin at the border between the tiles and keys end there: what is left over is far from it
-    row_edges = [0, rows.stop] if whole_rows else _edges(0, rows.stop, grain)
+    row_edges = [0, rows.stop] if whole_rows else _edges(0, rows.stop, bucket)
     key_edges = (
-        [0, keys.stop] if whole_keys else [keys.stop - edge for edge in _edges(0, keys.stop - keys.start, grain)]
+        [0, keys.stop] if whole_keys else [keys.stop - edge for edge in _edges(0, keys.stop - keys.start, bucket)]
     )
     key_parts = [slice(min(edges), max(edges)) for edges in pairwise(key_edges)]
     visits = [_rectangle(slice(*edges), part, ragged=False) for edges in pairwise(row_edges) for part in key_parts]
@@ -150,10 +150,10 @@ def _rectangles(rows: slice, keys: slice, whole_rows: bool, whole_keys: bool, gr
     return visits
 
 
-def _edges(start: int, stop: int, grain: int) -> list[int]:
+def _edges(start: int, stop: int, bucket: int) -> list[int]:
     """start, then the ends of the largest blocks of grain · 2^i that follow each other before stop."""
-    grains = (stop - start) // grain
-    sizes = [grain << power for power in reversed(range(grains.bit_length())) if grains >> power & 1]
+    grains = (stop - start) // bucket
+    sizes = [bucket << power for power in reversed(range(grains.bit_length())) if grains >> power & 1]
     return list(accumulate(sizes, initial=start))
 
 

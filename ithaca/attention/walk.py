@@ -14,14 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ithaca.attention.attend import softmax_scale
-from ithaca.attention.kernels.seam import Kernel
-from ithaca.attention.visits import Runs, TileVisits, Visit, plan_visits
-from ithaca.model.precision import at_least_fp32, fusable
-from ithaca.tape.tiles import Tiles
+from ithaca.attention.kernels.seam import Kernel, softmax_scale
+from ithaca.attention.visits import Segments, TileVisits, Visit, plan_visits
+from ithaca.base.precision import at_least_fp32, fusable
+from ithaca.base.tiles import Tiles
 
 
-class KeyTiles(Protocol):
+class KVSource(Protocol):
     """Where the walk finds keys and values."""
 
     def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:
@@ -36,12 +35,12 @@ class Walk:
     kernel: Kernel
     tiles: Tiles
     bounds: tuple[int, ...]  # of the documents
-    runs: Runs | None = None  # which keys a key tile holds; None: those of the query tile with the same number
+    runs: Segments | None = None  # which keys a key tile holds; None: those of the query tile with the same number
 
     def visits(self, index: int) -> list[TileVisits]:
-        return plan_visits(self.tiles, self.bounds, index, self.kernel.grain, self.runs)
+        return plan_visits(self.tiles, self.bounds, index, self.kernel.bucket, self.runs)
 
-    def forward(self, index: int, q: Tensor, keys: KeyTiles) -> tuple[Tensor, Tensor]:
+    def forward(self, index: int, q: Tensor, keys: KVSource) -> tuple[Tensor, Tensor]:
         """(o, lse) of a query tile; of a row that sees no key here, zeros and -inf."""
         high = at_least_fp32(q.dtype)
         o: Tensor | None = None
@@ -70,7 +69,7 @@ class Walk:
         q: Tensor,
         o: Tensor,
         lse: Tensor,
-        keys: KeyTiles,
+        keys: KVSource,
         add: Callable[[int, slice, Tensor, Tensor], None],
     ) -> Tensor:
         """dq of a query tile; `add(tile, keys, dk, dv)` gets what it gives to the gradients of keys and values."""
@@ -100,7 +99,7 @@ def merge(o_sum: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
     Rows that have seen nothing yet have lse = -inf.
     """
     if fusable(o_sum):
-        from ithaca.attention import fused
+        from ithaca.attention import triton_merge as fused
 
         fused.merge(o_sum, lse, o_part, lse_part)
         return

@@ -4,13 +4,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ithaca.data.meter import say
-from ithaca.data.prepare import Prepared, prepare
+from ithaca.base.errors import DataError
+from ithaca.base.sizes import format_bytes
+from ithaca.data.prepare import Prepared, prepare, say
 from ithaca.data.stats import draw, table
 from ithaca.data.tokenfile import open_tokens
 from ithaca.data.tokenizer import load_tokenizer
-from ithaca.errors import DataError
-from ithaca.sizes import format_bytes
 
 
 def run(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ithaca.base.errors import DataError
 from ithaca.data.sources import Document
 from ithaca.data.tokenizer import Text, Tokenizer
-from ithaca.errors import DataError
 
 LARGEST_ID = 2**32 - 1
 _NOTHING = np.empty(0, np.uint8)

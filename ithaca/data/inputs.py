@@ -5,12 +5,15 @@ is left out and counted. One small read for each file of text.
 """
 
 import os
+import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ithaca.data.tokenfile import DTYPES
-from ithaca.errors import DataError, suggestion
+import numpy as np
+
+from ithaca.base.errors import DataError, suggestion
+from ithaca.data.tokenfile import DTYPES, INT64, TokenFile
 
 KINDS = {".jsonl": "jsonl", ".parquet": "parquet", ".npy": "npy", ".bin": "bin"}  # all others are text
 _LOOKED_AT = 8192
@@ -123,3 +126,16 @@ def _zero_byte(path: Path) -> int | None:
     except OSError as problem:
         raise DataError(f"'{path}' cannot be read ({problem.strerror})") from None
     return None if place < 0 else place
+
+
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_TABLES = {"encodings", "pydoc_data", "msilib"}  # numbers and listings, not programs: a model of minutes learns none
+
+
+def standard_library() -> TokenFile:
+    """The sources of Python's standard library, tests and tables left out."""
+    top = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in sorted(top.rglob("*.py")) if not (_LEFT_OUT | _TABLES) & set(file.relative_to(top).parts)]
+    contents = [content for file in files if (content := file.read_bytes())]
+    bounds = np.cumsum([0, *map(len, contents)], dtype=INT64)
+    return TokenFile(None, np.frombuffer(b"".join(contents), np.uint8), bounds, None, "bytes", 256)

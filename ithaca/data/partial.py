@@ -24,9 +24,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from ithaca.base.errors import DataError
 from ithaca.data.sources import Place
 from ithaca.data.tokenfile import DTYPES, HEADER_BYTES, INT64, Header, pack_header, padded, smallest_dtype
-from ithaca.errors import DataError
 
 _PIECE = 1 << 22  # tokens or documents converted at a time
 _PAIR = 2 * INT64.itemsize

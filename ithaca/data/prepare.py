@@ -6,21 +6,65 @@ by the longest document where that is longer. The journal is written every two s
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from types import TracebackType
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
 
+from ithaca.base.errors import DataError
+from ithaca.base.sizes import format_bytes
 from ithaca.data.encode import Encoding, encode
 from ithaca.data.inputs import Input, find_inputs
-from ithaca.data.meter import Meter, say
 from ithaca.data.partial import Partial, partial_files
 from ithaca.data.sources import Document, Place, Reading, documents, holds_tokens
 from ithaca.data.tokenfile import VERSION, Header, smallest_dtype
 from ithaca.data.tokenizer import Bytes, Tokenizer
-from ithaca.errors import DataError
+
+_EVERY = 10.0  # seconds between lines
+
+
+def say(console: Console, line: str) -> None:
+    """Print as it is: a path may hold what rich would take for markup."""
+    console.print(Text(line), soft_wrap=True)
+
+
+class Meter:
+    """Shows bytes read of all bytes, and the tokens made of them."""
+
+    def __init__(self, console: Console, total: int, done: int):
+        self._console, self._total, self._first = console, total, done
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = Progress(TextColumn("{task.description}"), *columns, console=console, transient=True)
+            self._task = self._bar.add_task("0 tokens", total=total, completed=done)
+
+    def __enter__(self) -> "Meter":
+        self._began = self._last = time.monotonic()
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def show(self, done: int, tokens: int) -> None:
+        if self._bar:
+            self._bar.update(self._task, completed=done, description=f"{tokens:,} tokens")
+        elif time.monotonic() - self._last >= _EVERY:
+            self._last = time.monotonic()
+            speed = (done - self._first) / (self._last - self._began)
+            line = f"{100 * done / max(self._total, 1):.0f} % of {format_bytes(self._total)}, {format_bytes(speed)}/s"
+            say(self._console, f"{line}, {tokens:,} tokens")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
 
 
 @dataclass(frozen=True)

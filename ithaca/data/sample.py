@@ -65,17 +65,17 @@ def _mixed(word: int) -> int:
 
 def _fill(data: TokenFile, start: int, tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> None:
     """One row from `start` on, around the end of the stream as often as needed."""
-    done, turn = 0, 0
+    done, rotation = 0, 0
     while done < len(tokens):
         end = min(start + len(tokens) - done, len(data.tokens))
         part = slice(done, done + end - start)
         tokens[part] = labels[part] = data.tokens[start:end]
         first, lengths = _documents_between(data.bounds, start, end)
-        documents[part] = np.repeat(turn * data.documents + first + np.arange(len(lengths)), lengths)
+        documents[part] = np.repeat(rotation * data.documents + first + np.arange(len(lengths)), lengths)
         if data.learned_from is not None:
             learned_from = np.repeat(data.learned_from[first : first + len(lengths)], lengths)
             labels[part][np.arange(start, end) < learned_from] = IGNORED
-        done, start, turn = part.stop, 0, turn + 1
+        done, start, rotation = part.stop, 0, rotation + 1
 
 
 def _documents_between(bounds: np.ndarray, start: int, end: int) -> tuple[int, np.ndarray]:

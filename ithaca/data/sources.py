@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from ithaca.base.errors import DataError
 from ithaca.data.inputs import Input, bounds_file
 from ithaca.data.tokenfile import DTYPES
 from ithaca.data.tokenizer import Text
-from ithaca.errors import DataError
 
 PARQUET_ROWS = 64
 

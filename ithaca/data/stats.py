@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
+from ithaca.base.errors import DataError
+from ithaca.base.sizes import format_bytes, format_tokens
 from ithaca.data.tokenfile import TokenFile
-from ithaca.errors import DataError
-from ithaca.sizes import format_bytes, format_tokens
 
 LONG = (4 << 10, 32 << 10, 128 << 10, 1 << 20)
 

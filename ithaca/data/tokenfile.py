@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ithaca.errors import DataError
+from ithaca.base.errors import DataError
 
 MAGIC = b"\x89ithaca\n"  # neither text nor any other format
 VERSION = 1

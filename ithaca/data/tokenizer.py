@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-from ithaca.errors import DataError
+from ithaca.base.errors import DataError
 
 Text = str | np.ndarray  # an array is a file's bytes as they are, which only `Bytes` takes
 

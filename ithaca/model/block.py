@@ -11,21 +11,24 @@ tensors. Shapes: T tokens, H heads, D head size, E hidden.
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from ithaca.model.gate import gated
-from ithaca.model.heads import Heads
+from ithaca.base.precision import fusable
 from ithaca.model.linear import Part, linear
-from ithaca.model.spec import Spec
-from ithaca.model.turn import Turn, rotate
+from ithaca.model.rotary import Rotation, rotate
+from ithaca.model.spec import Heads, Spec
 
 Weights = Mapping[str, Tensor]
 
 
-def project(spec: Spec, w: Weights, x_TE: Tensor, turn: Turn | None, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+def project(
+    spec: Spec, w: Weights, x_TE: Tensor, rotation: Rotation | None, heads: Heads
+) -> tuple[Tensor, Tensor, Tensor]:
     """q [T, Hq, D], k and v [T, Hkv, D] of these heads; `turn` is None in a layer without rope."""
     normed = norm(spec, x_TE, w["input_layernorm.weight"])
     q = _head_rows(spec, w, "self_attn.q_proj", normed, heads.q)
@@ -34,12 +37,12 @@ def project(spec: Spec, w: Weights, x_TE: Tensor, turn: Turn | None, heads: Head
     if spec.qk_norm:
         q = norm(spec, q, w["self_attn.q_norm.weight"])
         k = norm(spec, k, w["self_attn.k_norm.weight"])
-    if turn is not None:
-        q, k = rotate(q, turn), rotate(k, turn)
+    if rotation is not None:
+        q, k = rotate(q, rotation), rotate(k, rotation)
     return q, k, v
 
 
-def mix(spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads: Heads) -> Tensor:
+def output_projection(spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads: Heads) -> Tensor:
     """Add what these heads, which follow each other, say; the bias comes with head 0.
 
     Over slices: mix(mix(x, o1, h1), o2, h2)."""
@@ -47,7 +50,7 @@ def mix(spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads: Heads) -> Te
     return x_TE + linear(w, "self_attn.o_proj", o_THD.flatten(1), columns=columns)
 
 
-def feed(spec: Spec, w: Weights, x_TE: Tensor) -> Tensor:
+def mlp(spec: Spec, w: Weights, x_TE: Tensor) -> Tensor:
     normed = norm(spec, x_TE, w["post_attention_layernorm.weight"])
     gate, up = linear(w, "mlp.gate_proj", normed), linear(w, "mlp.up_proj", normed)
     return x_TE + linear(w, "mlp.down_proj", gated(gate, up))
@@ -72,3 +75,29 @@ def _rows(heads: Sequence[int], size: int, device: torch.device) -> Part:
 @lru_cache(maxsize=1024)  # rounds of heads, the same ones in every layer; a miss would have the host wait
 def _row_indices(heads: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     return (torch.tensor(heads)[:, None] * size + torch.arange(size)).flatten().to(device)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    return _Gated.apply(gate, up)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        if fusable(gate):
+            from ithaca.model import triton_elementwise as fused
+
+            return fused.gated(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        if fusable(gate):
+            from ithaca.model import triton_elementwise as fused
+
+            return fused.gated_backward(dy, gate, up)
+        share = gate.sigmoid()
+        return dy * up * share * (1 + gate * (1 - share)), dy * gate * share

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaca.model.precision import at_least_fp32
+from ithaca.base.precision import at_least_fp32
 from ithaca.model.spec import Spec
 
 
@@ -49,7 +49,7 @@ class Decoder(nn.Module):
     def forward(self, run: Callable[..., Any], *args: Any) -> Any:
         return run(self, *args)
 
-    def look_up(self, run: Callable[[Tensor], Tensor]) -> Tensor:
+    def embed(self, run: Callable[[Tensor], Tensor]) -> Tensor:
         """Give the embedding table to a function. A tied one is not a unit of its own, but open with the decoder."""
         if self.spec.tied:
             return run(self.table())

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
-from ithaca.model.precision import at_least_fp32
+from ithaca.base.precision import at_least_fp32
 
 ALL = slice(None)
 Part = slice | Tensor  # some rows or columns of a weight: a slice, or their indices

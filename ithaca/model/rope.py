@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ithaca.errors import ModelError
-from ithaca.model.keys import real, table, whole
+from ithaca.base.errors import ModelError
+from ithaca.model.config_json import real, table, whole
 
 _NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),

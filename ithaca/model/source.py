@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ithaca.errors import ModelError, suggestion
-from ithaca.model.named import find_config, read_json
+from ithaca.base.errors import ModelError, suggestion
+from ithaca.model.config_json import find_config, read_json
 from ithaca.model.spec import Spec, read_spec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}

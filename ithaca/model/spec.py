@@ -5,12 +5,12 @@ could not honour (a sliding window, another activation, quantized weights) is re
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ithaca.errors import ModelError
-from ithaca.model.keys import entries, real, whole
+from ithaca.base.errors import ModelError
+from ithaca.model.config_json import entries, real, whole
 from ithaca.model.rope import Rope, read_rope
 
 PEAK_FLOPS = 989e12  # a second, Hopper's dense bf16: the base of causal MFU
@@ -209,3 +209,20 @@ def _rope_layers(config: Mapping[str, Any], kind: str, layers: int) -> tuple[boo
     if len(flags) < layers:
         raise ModelError(f"no_rope_layers has {len(flags)} entries for {layers} layers in config.json")
     return tuple(bool(flag) for flag in flags[:layers])
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Some of the heads, by index: query heads, and the key/value heads that they read."""
+
+    q: Sequence[int]
+    kv: Sequence[int]
+
+    @staticmethod
+    def all(spec: Spec) -> "Heads":
+        return Heads(range(spec.heads), range(spec.kv_heads))
+
+    @staticmethod
+    def keys_only(spec: Spec) -> "Heads":
+        """No query: what K and V cost alone."""
+        return Heads(range(0), range(spec.kv_heads))

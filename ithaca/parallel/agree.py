@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ithaca.errors import InputError, IthacaError, PlanError, RunError
+from ithaca.base.errors import InputError, IthacaError, PlanError, RunError
 
 Result = TypeVar("Result")
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.attention.documents import attended_length, document_bounds, positions
-from ithaca.errors import InputError
+from ithaca.base.errors import InputError
 from ithaca.parallel.layout import Layout, batch_range
 from ithaca.parallel.mesh import Mesh
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ithaca.model.precision import at_least_fp32
-from ithaca.parallel.heads import Share
-from ithaca.parallel.transport import Transport
+from ithaca.base.precision import at_least_fp32
+from ithaca.parallel.collectives import Transport
+from ithaca.parallel.head_split import HeadSplit
 
 Tensors = tuple[Tensor, ...]
 
 
-class Coming:
+class Pending:
     """Tensors on their way: query-like ones and key-like ones.
 
     What is sent is kept until it has arrived: its memory belongs to the stream of the computation, and would be used
@@ -35,7 +35,7 @@ class Coming:
         self._sent = sent
         self._here: tuple[Tensors, Tensors] | None = None
 
-    def arrived(self) -> tuple[Tensors, Tensors]:
+    def wait(self) -> tuple[Tensors, Tensors]:
         if self._here is None:
             assert self._arrive is not None
             self._here = self._arrive()
@@ -51,10 +51,10 @@ class Exchange(ABC):
     rank: int
 
     @abstractmethod
-    def to_heads(self, share: Share, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Coming: ...
+    def to_heads(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Pending: ...
 
     @abstractmethod
-    def to_tokens(self, share: Share, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Coming: ...
+    def to_tokens(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Pending: ...
 
 
 class Alone(Exchange):
@@ -62,11 +62,11 @@ class Alone(Exchange):
 
     ranks, rank = 1, 0
 
-    def to_heads(self, share: Share, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Coming:  # noqa: ARG002
-        return Coming(lambda: (tuple(queries), tuple(keys)))
+    def to_heads(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Pending:  # noqa: ARG002
+        return Pending(lambda: (tuple(queries), tuple(keys)))
 
-    def to_tokens(self, share: Share, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Coming:
-        return self.to_heads(share, queries, keys)
+    def to_tokens(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Pending:
+        return self.to_heads(split, queries, keys)
 
 
 class Ulysses(Exchange):
@@ -75,36 +75,38 @@ class Ulysses(Exchange):
     def __init__(self, transport: Transport, runs: int = 1):
         self._transport, self.ranks, self.rank, self._runs = transport, transport.ranks, transport.rank, runs
 
-    def to_heads(self, share: Share, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Coming:
+    def to_heads(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Pending:
         tokens, size, example = *_tokens_and_size(queries, keys), (*queries, *keys)[0]
-        widths = self._widths(share, len(queries), len(keys))
+        widths = self._widths(split, len(queries), len(keys))
         sent = example.new_empty(tokens * sum(widths) * size)
         blocks = _blocks(sent, tokens, widths, size)
-        for block, q, kv in zip(blocks, share.q_parts, share.kv_parts, strict=True):
+        for block, q, kv in zip(blocks, split.q_parts, split.kv_parts, strict=True):
             torch.cat([*(tensor[:, q] for tensor in queries), *(tensor[:, kv] for tensor in keys)], 1, out=block)
         mine = widths[self.rank]
         here = example.new_empty(self.ranks * tokens, mine, size)
         head, q_count = tokens * size, len(queries)
-        wait = self._transport.swap(here.view(-1), sent, [mine * head] * self.ranks, [width * head for width in widths])
-        counts = [len(share.q[self.rank])] * q_count + [len(share.kv[self.rank])] * len(keys)
+        wait = self._transport.all_to_all(
+            here.view(-1), sent, [mine * head] * self.ranks, [width * head for width in widths]
+        )
+        counts = [len(split.q[self.rank])] * q_count + [len(split.kv[self.rank])] * len(keys)
 
         def arrive() -> tuple[Tensors, Tensors]:
             wait()
-            tokens = here if self._runs == 1 else _swapped(here, self.ranks, self._runs)
+            tokens = here if self._runs == 1 else _reordered(here, self.ranks, self._runs)
             parts = tokens.split(counts, 1)
             return tuple(parts[:q_count]), tuple(parts[q_count:])
 
-        return Coming(arrive, sent)
+        return Pending(arrive, sent)
 
-    def to_tokens(self, share: Share, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Coming:
+    def to_tokens(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Pending:
         rows, size = _tokens_and_size(queries, keys)
-        tokens, widths = rows // self.ranks, self._widths(share, len(queries), len(keys))
+        tokens, widths = rows // self.ranks, self._widths(split, len(queries), len(keys))
         tensors = (*queries, *keys)
         sent = torch.cat(tensors, 1) if len(tensors) > 1 else tensors[0].contiguous()
-        sent = sent if self._runs == 1 else _swapped(sent, self._runs, self.ranks)
+        sent = sent if self._runs == 1 else _reordered(sent, self._runs, self.ranks)
         here = sent.new_empty(tokens * sum(widths) * size)
         head = tokens * size
-        wait = self._transport.swap(
+        wait = self._transport.all_to_all(
             here, sent.view(-1), [width * head for width in widths], [widths[self.rank] * head] * self.ranks
         )
         q_count, kv_count = len(queries), len(keys)
@@ -114,33 +116,33 @@ class Ulysses(Exchange):
             blocks = _blocks(here, tokens, widths, size)
             parts = [
                 block.split([len(q)] * q_count + [len(kv)] * kv_count, 1)
-                for block, q, kv in zip(blocks, share.q, share.kv, strict=True)
+                for block, q, kv in zip(blocks, split.q, split.kv, strict=True)
             ]
             back = tuple(torch.cat([part[index] for part in parts], 1) for index in range(q_count))
-            sums = tuple(_joined(share, [part[q_count + index] for part in parts]) for index in range(kv_count))
+            sums = tuple(_joined(split, [part[q_count + index] for part in parts]) for index in range(kv_count))
             return back, sums
 
-        return Coming(arrive, sent)
+        return Pending(arrive, sent)
 
     @staticmethod
-    def _widths(share: Share, queries: int, keys: int) -> list[int]:
+    def _widths(split: HeadSplit, queries: int, keys: int) -> list[int]:
         """Heads of all tensors together that go to, or come from, each rank."""
-        return [queries * len(q) + keys * len(kv) for q, kv in zip(share.q, share.kv, strict=True)]
+        return [queries * len(q) + keys * len(kv) for q, kv in zip(split.q, split.kv, strict=True)]
 
 
-def _swapped(x: Tensor, outer: int, inner: int) -> Tensor:
+def _reordered(x: Tensor, outer: int, inner: int) -> Tensor:
     """Rows that are ordered by (outer, inner) come to be ordered by (inner, outer)."""
     return x.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def _joined(share: Share, parts: list[Tensor]) -> Tensor:
+def _joined(split: HeadSplit, parts: list[Tensor]) -> Tensor:
     """Key-like heads of all ranks; those that several hold are summed in at least fp32."""
-    if not share.replicated:
+    if not split.replicated:
         return torch.cat(parts, 1)
     tokens, _, size = parts[0].shape
     dtype = parts[0].dtype
-    total = parts[0].new_zeros(tokens, len(share.kv_heads), size, dtype=at_least_fp32(dtype))
-    for heads, part in zip(share.kv_parts, parts, strict=True):
+    total = parts[0].new_zeros(tokens, len(split.kv_heads), size, dtype=at_least_fp32(dtype))
+    for heads, part in zip(split.kv_parts, parts, strict=True):
         total[:, heads] += part
     return total.to(dtype)
 

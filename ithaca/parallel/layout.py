@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ithaca.tape.tiles import Tiles
+from ithaca.base.tiles import Tiles
 
 
 def row_range(rows: int, rank: int, ranks: int) -> range:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ithaca.errors import PlanError
+from ithaca.base.errors import PlanError
 from ithaca.parallel.agree import same_everywhere
 
 

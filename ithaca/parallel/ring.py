@@ -18,11 +18,11 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ithaca.attention.visits import Run, Runs
+from ithaca.attention.visits import Segment, Segments
 from ithaca.attention.walk import merge
-from ithaca.model.precision import at_least_fp32
+from ithaca.base.precision import at_least_fp32
+from ithaca.parallel.collectives import Transport, Wait
 from ithaca.parallel.layout import Layout
-from ithaca.parallel.transport import Transport, Wait
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Ring:
         if self._transport is None:
             return lambda: tensors
         widths = [tensor.shape[1] for tensor in tensors]
-        everyone = self._everyones(torch.cat(tensors, 1) if len(tensors) > 1 else tensors[0].contiguous())
+        everyone = self._all_gather(torch.cat(tensors, 1) if len(tensors) > 1 else tensors[0].contiguous())
 
         def arrive() -> Sequence[Tensor]:
             # Of each rank one run from the front of the chunk, one from the back; put in order without a third copy
@@ -74,25 +74,25 @@ class Ring:
         parts, dtype = self._scatter(dq), dq.dtype
         return lambda: parts().sum(0, dtype=at_least_fp32(dtype)).to(dtype)
 
-    def pass_on(self, kv: Tensor) -> Arrive[Tensor]:
+    def send_recv(self, kv: Tensor) -> Arrive[Tensor]:
         """Send K and V, or their gradients, [2, …] to the next rank; from the one before come its."""
         after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         sizes = [[kv.numel() * (rank == peer) for rank in range(self.ranks)] for peer in (before, after)]
-        return self._swap(kv, *sizes)
+        return self._all_to_all(kv, *sizes)
 
-    def everyones(self, kv: Tensor) -> Tensor:
+    def all_gather(self, kv: Tensor) -> Tensor:
         """[R, 2, …]: K and V of all ranks."""
-        return self._everyones(kv)()
+        return self._all_gather(kv)()
 
     def homeward(self, at_once: bool) -> "Homeward":
         """For the gradients of everybody's K and V, a block after the other."""
         return _AllAtOnce(self) if at_once else _Travelling(self)
 
-    def add_up(self, parts: Tensor) -> Tensor:
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
         """[R, …]: a part for each rank -> the sum of those for this one."""
         assert self._transport is not None
         total = torch.empty_like(parts[0])
-        self._transport.add_up(total.view(-1), parts.view(-1))()
+        self._transport.reduce_scatter(total.view(-1), parts.view(-1))()
         return total
 
     def _scatter(self, chunk: Tensor) -> Arrive[Tensor]:
@@ -102,18 +102,18 @@ class Ring:
         for rank in range(self.ranks):
             parts[rank, 0], parts[rank, 1] = runs[rank], runs[-1 - rank]
         sizes = [parts[0].numel()] * self.ranks
-        coming = self._swap(parts, sizes, sizes)
+        coming = self._all_to_all(parts, sizes, sizes)
         return lambda: coming().flatten(1, 2)
 
-    def _swap(self, sent: Tensor, here_sizes: list[int], sent_sizes: list[int]) -> Arrive[Tensor]:
+    def _all_to_all(self, sent: Tensor, here_sizes: list[int], sent_sizes: list[int]) -> Arrive[Tensor]:
         assert self._transport is not None
         here = torch.empty_like(sent)
-        return _arriving(here, sent, self._transport.swap(here.view(-1), sent.view(-1), here_sizes, sent_sizes))
+        return _arriving(here, sent, self._transport.all_to_all(here.view(-1), sent.view(-1), here_sizes, sent_sizes))
 
-    def _everyones(self, sent: Tensor) -> Arrive[Tensor]:
+    def _all_gather(self, sent: Tensor) -> Arrive[Tensor]:
         assert self._transport is not None
         here = sent.new_empty(self.ranks, *sent.shape)
-        return _arriving(here, sent, self._transport.gather(here.view(-1), sent.view(-1)))
+        return _arriving(here, sent, self._transport.all_gather(here.view(-1), sent.view(-1)))
 
 
 def _arriving(here: Tensor, sent: Tensor, wait: Wait) -> Arrive[Tensor]:
@@ -127,11 +127,11 @@ def _arriving(here: Tensor, sent: Tensor, wait: Wait) -> Arrive[Tensor]:
     return arrive
 
 
-def ring_runs(layout: Layout, rank: int) -> Runs:
+def ring_runs(layout: Layout, rank: int) -> Segments:
     """The keys of each tile on a ring rank."""
 
-    def runs(tile: int) -> list[Run]:
-        return [Run(at * len(span), span) for at, span in enumerate(layout.spans(rank, tile))]
+    def runs(tile: int) -> list[Segment]:
+        return [Segment(at * len(span), span) for at, span in enumerate(layout.spans(rank, tile))]
 
     return runs
 
@@ -147,7 +147,7 @@ class Homeward(Protocol):
         """That has been done."""
         ...
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
         """The sums over all ranks for one's own."""
         ...
 
@@ -168,9 +168,9 @@ class _Travelling:
         assert self._mine is not None
         if self._coming is not None:
             self._mine += self._coming()
-        self._coming, self._mine = self._ring.pass_on(self._mine), None
+        self._coming, self._mine = self._ring.send_recv(self._mine), None
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
         assert self._coming is not None
         return self._coming()
 
@@ -189,6 +189,6 @@ class _AllAtOnce:
 
     def end(self) -> None: ...
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
         assert self._parts is not None
-        return self._ring.add_up(self._parts)
+        return self._ring.reduce_scatter(self._parts)

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ithaca.errors import InputError, RunError
+from ithaca.base.errors import InputError, RunError
+from ithaca.base.precision import at_least_fp32
 from ithaca.model.decoder import Decoder, stored_name
-from ithaca.model.precision import at_least_fp32
 from ithaca.model.source import Weights
 from ithaca.parallel.layout import row_range
 from ithaca.parallel.mesh import Mesh

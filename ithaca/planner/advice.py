@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ithaca.errors import PlanError
+from ithaca.base.errors import PlanError
+from ithaca.base.owners import ALLOCATOR
+from ithaca.base.sizes import format_bytes
 from ithaca.model.spec import Spec
 from ithaca.planner.memory import predict_memory
-from ithaca.planner.owners import ALLOCATOR
 from ithaca.plans.plan import Plan
-from ithaca.sizes import format_bytes
 
 NAMED = 3  # owners, and
 OFFERED = 2  # options, that are told of
@@ -59,7 +59,7 @@ def _offers(rank: Rank, now: int) -> Iterator[tuple[int, str]]:
 
 def _changes(plan: Plan) -> Iterator[dict[str, Any]]:
     """What could be told otherwise, one thing at a time."""
-    places = ("x", "o", "lse", "gradient", "kv") if plan.sweeps else ("x",)
+    places = ("x", "o", "lse", "residual", "kv") if plan.sweeps else ("x",)
     yield from ({name: "host"} for name in places if "device" in (getattr(plan, name) or ""))
     if plan.optimizer == "device":
         yield {"optimizer": "host"}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from ithaca.errors import PlanError
+from ithaca.base.errors import PlanError
 from ithaca.planner.hardware import Gpu
 from ithaca.planner.machine import MOST_GPUS, Machine
 from ithaca.tape.budget import KEPT_BACK

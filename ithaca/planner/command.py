@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from ithaca.errors import PlanError
+from ithaca.base.errors import PlanError
+from ithaca.base.sizes import parse_bytes, parse_tokens
 from ithaca.model.spec import Spec
 from ithaca.planner.cluster import Cluster
 from ithaca.planner.explain import Asked
@@ -14,7 +15,6 @@ from ithaca.planner.search import search
 from ithaca.planner.show_plan import refusal
 from ithaca.planner.show_plan import run as show
 from ithaca.plans.plan import Plan
-from ithaca.sizes import parse_bytes, parse_tokens
 
 USUAL = "8xH100-80GB"
 MOST_BYTES = 1e18  # of a node's memory, and of its disk

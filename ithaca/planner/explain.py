@@ -4,20 +4,20 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from ithaca.base.owners import KEYS, STATES
+from ithaca.base.sizes import format_bytes, format_number, format_seconds, format_tokens
 from ithaca.model.spec import Spec
 from ithaca.planner.cluster import MARGIN, RUNTIME, Cluster
 from ithaca.planner.fitting import Answer
 from ithaca.planner.hardware import HERE, RATES, Gpu
 from ithaca.planner.longest import longest
 from ithaca.planner.machine import MOST_GPUS
-from ithaca.planner.owners import KEYS, STATES
 from ithaca.planner.search import search
 from ithaca.planner.seconds import DISK
-from ithaca.plans.needs import has_room_for_x
 from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE
 from ithaca.plans.plan import RECIPE_OPTIONS, Plan
-from ithaca.plans.rebuild import rebuild_passes
-from ithaca.sizes import format_bytes, format_number, format_seconds, format_tokens
+from ithaca.plans.tape_specs import has_room_for_x
+from ithaca.schedule.sweep.rebuild import rebuild_passes
 from ithaca.tape.budget import KEPT_BACK
 
 ON = {place: f"on the {place}" for place in KEPT} | {REBUILD: "rebuilt", RECOMPUTE: "recomputed"}
@@ -123,7 +123,7 @@ def arithmetic(asked: Asked, answer: Answer) -> dict[str, str]:
     found = {
         STATES: f"{spec.parameters():,} parameters × {each} bytes / {ranks}",
     }
-    keys = next((need for need in answer.memory.tapes if need.name == "keys" and need.place == "device"), None)
+    keys = next((need for need in answer.memory.tapes if need.name == "kv" and need.place == "device"), None)
     if keys:
         tokens = answer.memory.tiles.length * keys.ranks
         found[KEYS] = f"{tokens:,} tokens × {_count(keys.features[0], 'head')} × {keys.features[1]} × 2 × (2 + 4) bytes"
@@ -160,7 +160,7 @@ def reinvested(spec: Spec, answer: Answer) -> str:
         if words.count("device")
     ]
     there += [
-        name for name, place in (("the gradient", settled.gradient), ("log-sum-exps", settled.lse)) if place == "device"
+        name for name, place in (("the gradient", settled.residual), ("log-sum-exps", settled.lse)) if place == "device"
     ]
     return f"; what was left went into {', '.join(there)} on the device" if there else ""
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from ithaca.errors import PlanError
+from ithaca.base.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.planner.cluster import Cluster
 from ithaca.planner.machine import Machine
 from ithaca.planner.memory import Memory, predict_memory
 from ithaca.planner.meshes import choose
 from ithaca.planner.seconds import Seconds, predict_seconds
-from ithaca.plans.fill import Kept, try_place
-from ithaca.plans.needs import device_bytes, host_bytes
 from ithaca.plans.places import RECOMPUTE
 from ithaca.plans.plan import CHUNK, Plan
-from ithaca.plans.rebuild import fewest_kept
+from ithaca.plans.tape_specs import device_bytes, host_bytes
+from ithaca.schedule.sweep.placement import Kept, try_place
+from ithaca.schedule.sweep.rebuild import fewest_kept
 
 LOCAL_CHUNK = 8192  # tokens of a rank from which on its matrix products run at their best
 LEAST_CHUNK = CHUNK // 8  # tokens; what a still smaller one would save is little
@@ -150,7 +150,7 @@ def _placed(
     spec: Spec, cluster: Cluster, plan: Plan, tokens: int, ulysses: int, ring: int, shard: int, choices: list[Kept]
 ) -> Plan | None:
     """x and o of every layer in what all else leaves of GPU, host and disk."""
-    least = predict_memory(spec, replace(plan, x="host", o="host", gradient="host"), tokens, ulysses, ring, shard)
+    least = predict_memory(spec, replace(plan, x="host", o="host", residual="host"), tokens, ulysses, ring, shard)
     device = cluster.capacity - least.total + device_bytes(least.tapes, least.tiles)
     states = least.host - host_bytes(least.tapes, least.tiles, gpu=True)
     host, disk = cluster.of_host() - states, cluster.of_disk()
@@ -163,4 +163,4 @@ def _least(spec: Spec, memory: Memory) -> int:
     """Bytes below which nothing can be placed: every o and a few x, or every x alone; and the gradient."""
     length, rows = memory.tiles.length, {need.name: need.row for need in memory.tapes}
     few = rows["o"] * spec.layers + rows["x"] * fewest_kept(spec.layers)
-    return length * (min(few, rows["x"] * spec.layers) + rows["gradient"])
+    return length * (min(few, rows["x"] * spec.layers) + rows["residual"])

@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ithaca.errors import PlanError, suggestion
+from ithaca.base.errors import PlanError, suggestion
 
 MEASURED_ON = "H200-141GB"
 NEEDED = 'a number and its source are needed, as [55e9, "measured"]'

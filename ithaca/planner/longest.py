@@ -5,8 +5,8 @@ from dataclasses import replace
 from ithaca.model.spec import Spec
 from ithaca.planner.cluster import Cluster
 from ithaca.planner.fitting import LONGEST, SHORTEST, fitting, mesh_of
-from ithaca.plans.fill import least_choices
 from ithaca.plans.plan import Plan
+from ithaca.schedule.sweep.placement import least_choices
 
 STEP = 2**16  # tokens by which it is told
 MORE = (1.1, 2.0)  # times what there is, by which it is seen what helps

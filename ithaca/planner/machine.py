@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ithaca.errors import PlanError
+from ithaca.base.errors import PlanError
 
 MOST_GPUS = 2**20  # of a job
 MOST_ON_A_NODE = 576  # the largest domain of NVLink that is announced

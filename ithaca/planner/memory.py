@@ -22,11 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ithaca.model.heads import Heads
-from ithaca.model.spec import Spec
-from ithaca.parallel.heads import Share, head_rounds, split_heads
-from ithaca.parallel.layout import row_range
-from ithaca.planner.owners import (
+from ithaca.base.owners import (
     ALLOCATOR,
     ATTENTION,
     BATCH,
@@ -41,19 +37,22 @@ from ithaca.planner.owners import (
     STATES,
     TAPES,
 )
-from ithaca.plans.needs import (
-    Need,
+from ithaca.base.tiles import Tiles
+from ithaca.model.spec import Heads, Spec
+from ithaca.parallel.head_split import HeadSplit, head_rounds, split_heads
+from ithaca.parallel.layout import row_range
+from ithaca.plans.plan import Plan
+from ithaca.plans.tape_specs import (
+    TapeSpec,
     device_bytes,
     disk_bytes,
     host_bytes,
     layout_of,
     moment_slot_bytes,
-    needs,
     passing_bytes,
+    tape_specs,
     tiles_of,
 )
-from ithaca.plans.plan import Plan
-from ithaca.tape.tiles import Tiles
 
 BF16, FP32 = 2, 4  # bytes
 WORKSPACE = 3.5  # tensors like q that cuDNN's backward takes for itself
@@ -71,7 +70,7 @@ class Memory:
     moment: str
     host: int  # bytes of its node's memory
     disk: int
-    tapes: list[Need]
+    tapes: list[TapeSpec]
     tiles: Tiles
 
     @property
@@ -104,12 +103,12 @@ class Job:
         self.ulysses, self.ring, self.ranks = ulysses, ring, shard * ring * ulysses
         layout = layout_of(plan, tokens, ulysses, ring, shorten=True)
         self.tiles = tiles_of(plan, layout)
-        share = split_heads(spec.heads, spec.kv_heads, ulysses)
-        self.rounds = head_rounds(share, plan.heads_at_once(ulysses))
-        fullest = max(range(ulysses), key=lambda rank: (len(share.kv[rank]), len(share.q[rank])))
-        self.mine = Heads(share.q[fullest], share.kv[fullest])
+        split = split_heads(spec.heads, spec.kv_heads, ulysses)
+        self.rounds = head_rounds(split, plan.heads_at_once(ulysses))
+        fullest = max(range(ulysses), key=lambda rank: (len(split.kv[rank]), len(split.q[rank])))
+        self.mine = Heads(split.q[fullest], split.kv[fullest])
         self.fullest = fullest
-        self.tapes = needs(plan, spec, BF16, self.mine, ulysses, ring)
+        self.tapes = tape_specs(plan, spec, BF16, self.mine, ulysses, ring)
         # Of the tokens that go through a block together
         self.chunks = self.tiles.count if plan.sweeps else 1
         self.T = min(self.tiles.size, self.tiles.length) if plan.sweeps else layout.local
@@ -127,9 +126,9 @@ class Job:
     def keys(self, tokens: int) -> int:
         return tokens * self.spec.kv_heads * self.spec.head_size * BF16
 
-    def my_queries(self, share: Share | None = None) -> int:
+    def my_queries(self, split: HeadSplit | None = None) -> int:
         """One query-like tensor of this rank's heads and its Ulysses ranks' tokens."""
-        heads = len(self.mine.q) if share is None else len(share.q[self.fullest])
+        heads = len(self.mine.q) if split is None else len(split.q[self.fullest])
         return self.T * self.ulysses * heads * self.spec.head_size * BF16
 
     def my_keys(self) -> int:
@@ -268,11 +267,11 @@ class Job:
         visits = min(self.chunks, 3)
         kernel = every * (1 + WORKSPACE) + 2 * k
         walk = kernel + {1: 0, 2: every + 2 * k, 3: 3 * every + 2 * k}[visits]
-        arrived = 3 * q if self.ulysses > 1 else self.queries(T) * 2
+        wait = 3 * q if self.ulysses > 1 else self.queries(T) * 2
         attention = Counter(
             {
                 BLOCKS: (1 + under_way) * self._projection(),
-                EXCHANGE: exchange + (2 * gathering if self.ring > 1 else arrived),
+                EXCHANGE: exchange + (2 * gathering if self.ring > 1 else wait),
                 ATTENTION: walk,
             }
         )
@@ -290,9 +289,9 @@ class Job:
         fetched = {*self.plan.placement(self.spec.layers).x} - {"device"}
         states = (x if fetched else 0) + 2 * x  # x, dy, dx
         if len(self.rounds) > 1 or len(self.rounds[0]) > 1:  # untied
-            share = self.rounds[0][0]
-            some, sent = self.my_queries(share), T * len(share.q_heads) * self.spec.head_size * BF16
-            kv = T * self.ulysses * max(map(len, share.kv)) * self.spec.head_size * BF16
+            split = self.rounds[0][0]
+            some, sent = self.my_queries(split), T * len(split.q_heads) * self.spec.head_size * BF16
+            kv = T * self.ulysses * max(map(len, split.kv)) * self.spec.head_size * BF16
             both = 2 * tokens_q + self.my_lse()  # o and do of all heads
             mlp = Counter({BLOCKS: states + both + self._mlp()})
             attention = Counter(

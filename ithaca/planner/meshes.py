@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import lcm
 
-from ithaca.errors import PlanError
+from ithaca.base.errors import PlanError
 from ithaca.model.spec import Spec
-from ithaca.parallel.heads import Share, head_rounds, imbalance, split_heads
+from ithaca.parallel.head_split import HeadSplit, head_rounds, imbalance, split_heads
 from ithaca.parallel.layout import Layout
 from ithaca.planner.machine import Machine
 from ithaca.plans.plan import Plan
@@ -47,7 +47,7 @@ class Choice:
     ulysses: int
     ring: int
     data: int  # sequences at a time
-    share: Share
+    split: HeadSplit
     between_ulysses: Sent
     between_rings: Sent
     kv_bytes: int  # of a block's K and V on a GPU, with their gradients
@@ -118,37 +118,37 @@ def _allows(plan: Plan, ulysses: int, ring: int) -> bool:
 
 
 def weigh(spec: Spec, plan: Plan, machine: Machine, tokens: int, ulysses: int, ring: int) -> Choice:
-    share = split_heads(spec.heads, spec.kv_heads, ulysses)
+    split = split_heads(spec.heads, spec.kv_heads, ulysses)
     chunk = plan.chunk_of(tokens, shorten=True) if plan.sweeps else tokens
     layout = Layout(tokens, chunk, ulysses, ring)
-    between_ulysses, between_rings = _busiest(spec, plan, machine, layout, share)
-    widest = max(map(len, share.kv))
+    between_ulysses, between_rings = _busiest(spec, plan, machine, layout, split)
+    widest = max(map(len, split.kv))
     unhidden = Choice(
         ulysses=ulysses,
         ring=ring,
         data=machine.ranks // (ulysses * ring),
-        share=share,
+        split=split,
         between_ulysses=between_ulysses,
         between_rings=between_rings,
         kv_bytes=2 * layout.local * ulysses * widest * spec.head_size * (BF16 + (FP32 if plan.sweeps else BF16)),
         exchanges=(between_ulysses.seconds(machine), between_rings.seconds(machine)),
         chunks=layout.chunks.count,
-        computing=_computing(spec, plan, machine, layout, share),
+        computing=_computing(spec, plan, machine, layout, split),
     )
     return replace(unhidden, seconds=unhidden.with_exchange(plan, unhidden.computing))
 
 
-def _computing(spec: Spec, plan: Plan, machine: Machine, layout: Layout, share: Share) -> float:
+def _computing(spec: Spec, plan: Plan, machine: Machine, layout: Layout, split: HeadSplit) -> float:
     attention = 6 * spec.layers * spec.heads * spec.head_size * layout.tokens
     linear = spec.flops_per_token(layout.tokens) - attention
     again = 4 / 3 if plan.checkpoint == "full" or plan.recipe == "untied" else 1  # forward is a third of a step
-    return again * (attention * (1 + imbalance(share)) + linear) * layout.local / machine.flops
+    return again * (attention * (1 + imbalance(split)) + linear) * layout.local / machine.flops
 
 
-def _busiest(spec: Spec, plan: Plan, machine: Machine, layout: Layout, share: Share) -> tuple[Sent, Sent]:
+def _busiest(spec: Spec, plan: Plan, machine: Machine, layout: Layout, split: HeadSplit) -> tuple[Sent, Sent]:
     """What the rank sends whose links take longest: to Ulysses ranks, and to ring ranks."""
-    seats = {seat.key(share): seat for seat in _seats(machine, layout)}.values()
-    found = [tuple(_sent(spec, plan, layout, share, seat, in_ring) for in_ring in (False, True)) for seat in seats]
+    seats = {seat.key(split): seat for seat in _seats(machine, layout)}.values()
+    found = [tuple(_sent(spec, plan, layout, split, seat, in_ring) for in_ring in (False, True)) for seat in seats]
     to_ulysses, to_rings = max(found, key=lambda sent: sum(part.seconds(machine) for part in sent))
     return to_ulysses, to_rings
 
@@ -163,13 +163,13 @@ class _Seat:
     rings_here: range
     next_here: bool  # in the ring
 
-    def key(self, share: Share) -> tuple[int, ...]:
+    def key(self, split: HeadSplit) -> tuple[int, ...]:
         """What its traffic depends on."""
         q, kv = (
             sum(len(part) for part in parts[self.ulysses_here.start : self.ulysses_here.stop])
-            for parts in (share.q, share.kv)
+            for parts in (split.q, split.kv)
         )
-        mine = len(share.q[self.ulysses]), len(share.kv[self.ulysses])
+        mine = len(split.q[self.ulysses]), len(split.kv[self.ulysses])
         return (*mine, q, kv, len(self.ulysses_here), len(self.rings_here), self.next_here)
 
 
@@ -197,7 +197,7 @@ class _Seated(Sender):
         return self.rings
 
 
-def _sent(spec: Spec, plan: Plan, layout: Layout, share: Share, seat: _Seat, in_ring: bool) -> Sent:
+def _sent(spec: Spec, plan: Plan, layout: Layout, split: HeadSplit, seat: _Seat, in_ring: bool) -> Sent:
     """To its Ulysses ranks or to its ring ranks, in all blocks."""
     rings_here = len(seat.rings_here) - 1  # but its own
 
@@ -220,7 +220,7 @@ def _sent(spec: Spec, plan: Plan, layout: Layout, share: Share, seat: _Seat, in_
             counts,
             rings if in_ring else 0,
         )
-        rounds = head_rounds(share, plan.heads_at_once(layout.ulysses))
+        rounds = head_rounds(split, plan.heads_at_once(layout.ulysses))
         blocks = (block_traffic(plan, layer, spec.layers, rounds, sender) for layer in (0, spec.layers - 1))
         first, last = (forward.bytes + backward.bytes for forward, backward in blocks)
         return (spec.layers - 1) * first + last  # the last alone differs: under `sweep` its K and V are still there

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from ithaca.errors import PlanError
+from ithaca.base.errors import PlanError
+from ithaca.base.sizes import format_tokens
 from ithaca.model.spec import Spec
 from ithaca.planner.cluster import Cluster
 from ithaca.planner.longest import STEP
 from ithaca.planner.search import search
-from ithaca.sizes import format_tokens
 
 SHOWN = ("sweep", "untied", "ulysses")  # recipes side by side
 FIRST = STEP // 2

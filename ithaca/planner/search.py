@@ -6,12 +6,12 @@ what there is (fitting.py). What fits is compared by tokens a second (seconds.py
 
 from dataclasses import replace
 
-from ithaca.errors import PlanError
+from ithaca.base.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.planner.cluster import Cluster
 from ithaca.planner.fitting import LONGEST, SHORTEST, Answer, fit, fitting, mesh_of, pass_seconds
-from ithaca.plans.fill import every_choice, some_choices
 from ithaca.plans.plan import Plan
+from ithaca.schedule.sweep.placement import every_choice, some_choices
 
 SAME = 1.02  # rates within that are no difference
 PREFERRED = ("sweep", "dense", "ulysses", "untied", "hybrid", "ring", "alst")
@@ -51,7 +51,7 @@ def _refined(spec: Spec, cluster: Cluster, answer: Answer) -> Answer:
     if not answer.plan.sweeps:
         return answer
     mesh = answer.ulysses, answer.ring
-    settled = replace(answer.plan, x=None, o=None, gradient=None, disk=None)
+    settled = replace(answer.plan, x=None, o=None, residual=None, disk=None)
     every = every_choice(spec.layers)
     fitted = next(fit(spec, cluster, settled, answer.rows * answer.tokens, *mesh, answer.shard, every), None)
     if fitted is None:

@@ -24,10 +24,10 @@ from ithaca.model.spec import Spec
 from ithaca.planner.hardware import Gpu
 from ithaca.planner.machine import Machine
 from ithaca.planner.meshes import Choice, weigh
-from ithaca.plans.needs import has_room_for_x
 from ithaca.plans.places import RECOMPUTE
 from ithaca.plans.plan import Plan
-from ithaca.plans.rebuild import rebuild_passes
+from ithaca.plans.tape_specs import has_room_for_x
+from ithaca.schedule.sweep.rebuild import rebuild_passes
 
 NARROW_HEADS = {"forward": 451 / 589, "backward": 419 / 516}  # head size 64 against 128, measured on an H200
 ONE_CALL = 522 / 589  # forward, a sequence of 512K at once against tiles of 64K
@@ -68,7 +68,7 @@ def predict_seconds(
     plan = plan.settled()
     sharing = ulysses * ring
     local, mesh = -(-tokens // sharing), weigh(spec, plan, machine, tokens, ulysses, ring)
-    uneven = max(map(len, mesh.share.q)) * ulysses / spec.heads
+    uneven = max(map(len, mesh.split.q)) * ulysses / spec.heads
     forward = 2 * spec.layers * spec.heads * spec.head_size * (attended or tokens) * local * uneven
     share = dict(NARROW_HEADS) if spec.head_size <= 64 else dict.fromkeys(NARROW_HEADS, 1.0)
     share["forward"] *= 1.0 if plan.sweeps else ONE_CALL
@@ -148,7 +148,7 @@ def _copied_bytes(spec: Spec, plan: Plan, places: tuple[str, ...]) -> float:
     hosted = sum(map(placement.x.count, places)) * spec.hidden
     if plan.sweeps:
         hosted += sum(map(placement.o.count, places)) * spec.heads * spec.head_size
-        hosted += spec.layers * spec.hidden * (plan.gradient in places)
+        hosted += spec.layers * spec.hidden * (plan.residual in places)
     return hosted * BF16
 
 

@@ -7,13 +7,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ithaca.model.named import find_config
+from ithaca.base.sizes import format_bytes, format_seconds, format_tokens
+from ithaca.model.config_json import find_config
 from ithaca.model.spec import read_spec
-from ithaca.parallel.heads import Share, imbalance
+from ithaca.parallel.head_split import HeadSplit, imbalance
 from ithaca.planner.machine import Machine
 from ithaca.planner.meshes import Choice, choose, impossible
 from ithaca.plans.plan import Plan
-from ithaca.sizes import format_bytes, format_seconds, format_tokens
 
 
 def run(model: str, machine: Machine, tokens: int, recipe: str, sharing: int | None, as_json: bool) -> None:
@@ -47,7 +47,7 @@ def _table(choices: Iterable[Choice]) -> Table:
     for number, choice in enumerate(choices):
         table.add_row(
             f"{choice.ulysses} × {choice.ring}{'  best' if number == 0 else ''}",
-            _heads(choice.share),
+            _heads(choice.split),
             format_bytes(choice.inside),
             format_bytes(choice.across),
             format_bytes(choice.kv_bytes),
@@ -57,10 +57,10 @@ def _table(choices: Iterable[Choice]) -> Table:
     return table
 
 
-def _heads(share: Share) -> str:
+def _heads(split: HeadSplit) -> str:
     """Of each rank, and by how much the fullest has more than the mean."""
-    fewest, most = (choose_of(map(len, share.q)) for choose_of in (min, max))
-    return str(most) if fewest == most else f"{fewest}–{most}, + {100 * imbalance(share):.0f} %"
+    fewest, most = (choose_of(map(len, split.q)) for choose_of in (min, max))
+    return str(most) if fewest == most else f"{fewest}–{most}, + {100 * imbalance(split):.0f} %"
 
 
 def _object(model: str, machine: Machine, tokens: int, plan: Plan, choices: list[Choice]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _object(model: str, machine: Machine, tokens: int, plan: Plan, choices: list
                 "ulysses": choice.ulysses,
                 "ring": choice.ring,
                 "data": choice.data,
-                "imbalance": imbalance(choice.share),
+                "imbalance": imbalance(choice.split),
                 "inside_bytes": choice.inside,
                 "across_bytes": choice.across,
                 "kv_bytes": choice.kv_bytes,

@@ -4,18 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ithaca.errors import PlanError
-from ithaca.model.named import find_config
+from ithaca.base.errors import PlanError
+from ithaca.base.owners import ALLOCATOR, GATHERED, GRADIENTS, KERNELS, STATES
+from ithaca.base.sizes import format_bytes, format_tokens
+from ithaca.model.config_json import find_config
 from ithaca.model.spec import read_spec
 from ithaca.planner.cluster import Cluster
 from ithaca.planner.explain import Asked, alternatives, assumptions, explain, longest_known, mfu, options, train_line
 from ithaca.planner.fitting import Answer
 from ithaca.planner.longest import STEP, binding, longest
-from ithaca.planner.owners import ALLOCATOR, GATHERED, GRADIENTS, KERNELS, STATES
 from ithaca.planner.picture import check_kind, draw
 from ithaca.planner.search import search
 from ithaca.plans.plan import Plan
-from ithaca.sizes import format_bytes, format_tokens
 
 PER_PARAMETER = 16  # bytes of weight, gradient and moments
 MOST_TRIED = 4096  # GPUs that may be named as enough

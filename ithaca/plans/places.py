@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle, groupby, islice
 
-from ithaca.errors import PlanError, suggestion
+from ithaca.base.errors import PlanError, suggestion
 
 IN_MEMORY = ("device", "host")
 KEPT = (*IN_MEMORY, "disk")  # the fastest first

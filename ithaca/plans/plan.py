@@ -1,11 +1,12 @@
 """A Plan is a value: everything that decides memory and speed, and nothing else does."""
 
-from dataclasses import dataclass, field, replace
+import warnings
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
-from ithaca.errors import PlanError, suggestion
+from ithaca.base.errors import PlanError, suggestion
+from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
 from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, place_layers, read_places
-from ithaca.sizes import format_tokens, parse_bytes, parse_tokens
 
 CHECKPOINTS = ("none", "selective", "full")
 CHUNK = 64 * 2**10  # what a sweep takes when it is not told: attention kernels are at their best from here on
@@ -24,12 +25,12 @@ RECIPES: dict[str, dict[str, Any]] = {
         "x": "host",
         "o": "host",
         "lse": "device",
-        "gradient": "host",
+        "residual": "host",
         "kv": "device",
     },
 }
 TRAVELS = ("around", "gather")
-RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "tile", "x", "o", "lse", "gradient", "kv")
+RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "tile", "x", "o", "lse", "residual", "kv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class Plan:
     lse: str | None = None
     """Where the attention's log-sum-exps are kept. (sweep)"""
 
-    gradient: str | None = None
+    residual: str | None = None
     """Where the gradient between blocks is kept. (sweep)"""
 
     kv: str | None = None
@@ -100,7 +101,13 @@ class Plan:
     disk: str | None = None
     """The folder of each node, on a disk of its own, that x and o go to where they say `disk`; nothing stays there."""
 
-    def __post_init__(self) -> None:
+    gradient: InitVar[str | None] = None
+    """The old name of `residual`."""
+
+    def __post_init__(self, gradient: str | None) -> None:
+        if gradient is not None:
+            warnings.warn("Plan(gradient=…) is now called residual: the old name still works", stacklevel=3)
+            object.__setattr__(self, "residual", gradient)
         if not isinstance(self.recipe, str) or self.recipe not in RECIPES:
             raise PlanError(f"recipe '{self.recipe}' does not exist: {suggestion(str(self.recipe), list(RECIPES))}")
         if not isinstance(self.kernel, str):
@@ -109,7 +116,7 @@ class Plan:
             self._check_known(name)
         self._check_words("checkpoint", CHECKPOINTS)
         self._check_words("travel", TRAVELS)
-        for name in ("lse", "gradient", "kv"):
+        for name in ("lse", "residual", "kv"):
             self._check_words(name, IN_MEMORY)
         self._words("x")
         self._words("o")

@@ -36,7 +36,7 @@ depend on the tokens alone, not on how many chunks there are; its Ulysses ranks 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ithaca.parallel.heads import Rounds, Share
+from ithaca.parallel.head_split import HeadSplit, Rounds
 from ithaca.parallel.layout import hops
 from ithaca.plans.places import RECOMPUTE
 from ithaca.plans.plan import Plan
@@ -76,11 +76,11 @@ class Sender:
         """Bytes of one head of one token."""
         return self.head_size * self.itemsize
 
-    def ring_block(self, share: Share, queries: int, lses: int, keys: int, high: bool = False) -> int:
+    def ring_block(self, split: HeadSplit, queries: int, lses: int, keys: int, high: bool = False) -> int:
         """Bytes of so many tensors of this rank's heads and its Ulysses ranks' tokens."""
-        q, kv = len(share.q[self.rank]), len(share.kv[self.rank])
+        q, kv = len(split.q[self.rank]), len(split.kv[self.rank])
         numbers = self.head_size * (self.high if high else self.itemsize)
-        return self.tokens * len(share.q) * ((queries * q + keys * kv) * numbers + lses * q * self.high)
+        return self.tokens * len(split.q) * ((queries * q + keys * kv) * numbers + lses * q * self.high)
 
     @property
     def ring_peers(self) -> int:
@@ -92,20 +92,20 @@ class Sender:
         """The same for what goes to the next alone."""
         return int(self.ring > 1 and self.counts((self.ring_rank + 1) % self.ring, self.rank))
 
-    def ulysses_peers(self, share: Share) -> list[int]:
-        ranks = range(len(share.q))
+    def ulysses_peers(self, split: HeadSplit) -> list[int]:
+        ranks = range(len(split.q))
         return [rank for rank in ranks if rank != self.rank and self.counts(self.ring_rank, rank)]
 
-    def there(self, share: Share, queries: int, keys: int) -> Traffic:
+    def there(self, split: HeadSplit, queries: int, keys: int) -> Traffic:
         """So many query-like and key-like tensors of all local tokens, to the ranks that attend with their heads."""
-        peers = self.ulysses_peers(share)
-        width = sum(queries * len(share.q[rank]) + keys * len(share.kv[rank]) for rank in peers)
+        peers = self.ulysses_peers(split)
+        width = sum(queries * len(split.q[rank]) + keys * len(split.kv[rank]) for rank in peers)
         return Traffic(1, self.tokens * self.row * width)
 
-    def back(self, share: Share, queries: int, keys: int) -> Traffic:
+    def back(self, split: HeadSplit, queries: int, keys: int) -> Traffic:
         """The same of this rank's heads, to the ranks that hold the tokens."""
-        width = queries * len(share.q[self.rank]) + keys * len(share.kv[self.rank])
-        return Traffic(1, self.tokens * self.row * width * len(self.ulysses_peers(share)))
+        width = queries * len(split.q[self.rank]) + keys * len(split.kv[self.rank])
+        return Traffic(1, self.tokens * self.row * width * len(self.ulysses_peers(split)))
 
 
 def block_traffic(plan: Plan, layer: int, layers: int, rounds: Rounds, sender: Sender) -> tuple[Traffic, Traffic]:
@@ -123,16 +123,16 @@ def _whole(plan: Plan, rounds: Rounds, sender: Sender) -> tuple[Traffic, Traffic
     forward = _sum(_group_forward(group, sender) for group in rounds)
     again = Traffic(0, 0) if plan.checkpoint in ("none", "selective") else forward
     if len(rounds) == len(rounds[0]) == 1 and plan.checkpoint != "selective":
-        share = rounds[0][0]  # whose q, K, V and o are still where they are needed
-        return forward, again + sender.there(share, 1, 0) + sender.back(share, 1, 2)
+        split = rounds[0][0]  # whose q, K, V and o are still where they are needed
+        return forward, again + sender.there(split, 1, 0) + sender.back(split, 1, 2)
     return forward, again + _sum(_group_backward(group, sender) for group in rounds)
 
 
-def _with_travel(plan: Plan, share: Share, sender: Sender) -> tuple[Traffic, Traffic]:
+def _with_travel(plan: Plan, split: HeadSplit, sender: Sender) -> tuple[Traffic, Traffic]:
     """`ring` and `hybrid`: what Ulysses ranks exchange, if there are any, and K and V with their gradients."""
     nothing = Traffic(0, 0), Traffic(0, 0)
-    forward, backward = _whole(plan, ((share,),), sender) if len(share.q) > 1 else nothing
-    block, sums = (sender.ring_block(share, 0, 0, 2, high) for high in (False, True))
+    forward, backward = _whole(plan, ((split,),), sender) if len(split.q) > 1 else nothing
+    block, sums = (sender.ring_block(split, 0, 0, 2, high) for high in (False, True))
     if plan.travel == "around":
         steps, onward = sender.ring - 1, sender.next_in_ring
         kv, dkv = Traffic(steps, steps * onward * block), Traffic(sender.ring, sender.ring * onward * sums)
@@ -142,42 +142,42 @@ def _with_travel(plan: Plan, share: Share, sender: Sender) -> tuple[Traffic, Tra
     return forward + kv, backward + again + kv + dkv
 
 
-def _group_forward(group: tuple[Share, ...], sender: Sender) -> Traffic:
+def _group_forward(group: tuple[HeadSplit, ...], sender: Sender) -> Traffic:
     if len(group) == 1:
         return sender.there(group[0], 1, 2) + sender.back(group[0], 1, 0)
-    return sender.there(group[0], 0, 2) + _sum(sender.there(share, 1, 0) + sender.back(share, 1, 0) for share in group)
+    return sender.there(group[0], 0, 2) + _sum(sender.there(split, 1, 0) + sender.back(split, 1, 0) for split in group)
 
 
-def _group_backward(group: tuple[Share, ...], sender: Sender) -> Traffic:
+def _group_backward(group: tuple[HeadSplit, ...], sender: Sender) -> Traffic:
     if len(group) == 1:
         return sender.there(group[0], 3, 2) + sender.back(group[0], 1, 2)
     keys = sender.there(group[0], 0, 2) + sender.back(group[0], 0, 2)
-    return keys + _sum(sender.there(share, 3, 0) + sender.back(share, 1, 0) for share in group)
+    return keys + _sum(sender.there(split, 3, 0) + sender.back(split, 1, 0) for split in group)
 
 
-def _sweep(share: Share, sender: Sender, recomputed: bool, keys_there: bool) -> tuple[Traffic, Traffic]:
-    forward = sender.there(share, 1, 2) + sender.back(share, 1, 0)
+def _sweep(split: HeadSplit, sender: Sender, recomputed: bool, keys_there: bool) -> tuple[Traffic, Traffic]:
+    forward = sender.there(split, 1, 2) + sender.back(split, 1, 0)
     kv = 0 if keys_there else 2
-    backward = sender.there(share, 3, kv) + sender.back(share, 1, 2)
+    backward = sender.there(split, 3, kv) + sender.back(split, 1, 2)
     if recomputed:
         backward = (
-            sender.there(share, 1, kv) + sender.back(share, 1, 0) + sender.there(share, 1, 0) + sender.back(share, 1, 2)
+            sender.there(split, 1, kv) + sender.back(split, 1, 0) + sender.there(split, 1, 0) + sender.back(split, 1, 2)
         )
     # The first chunk to go backward sends its K and V with its queries; so do those that begin before it attends, one
     # for each hop, unless it attends again before anything else
-    begun = 1 if recomputed else 1 + hops(len(share.q), sender.ring)
+    begun = 1 if recomputed else 1 + hops(len(split.q), sender.ring)
     alone = 0 if keys_there else max(sender.chunks - begun, 0)
     exchanged = (
         Traffic(forward.messages * sender.chunks, forward.bytes),
         Traffic(backward.messages * sender.chunks + alone, backward.bytes),
     )
-    if len(share.q) == 1:
+    if len(split.q) == 1:
         exchanged = Traffic(0, 0), Traffic(0, 0)
     if sender.ring == 1:
         return exchanged
     peers = sender.ring_peers
-    attended = Traffic(3 * sender.chunks, peers * sender.ring_block(share, 2, 1, 0))  # q; o and lse
-    gradients = Traffic(3 * sender.chunks, peers * sender.ring_block(share, 4, 1, 0))  # do, q, o; lse; dq
+    attended = Traffic(3 * sender.chunks, peers * sender.ring_block(split, 2, 1, 0))  # q; o and lse
+    gradients = Traffic(3 * sender.chunks, peers * sender.ring_block(split, 4, 1, 0))  # do, q, o; lse; dq
     return exchanged[0] + attended, exchanged[1] + gradients + (attended if recomputed else Traffic(0, 0))
 
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from ithaca.assemble import Model
-from ithaca.errors import PlanError
-from ithaca.model.heads import Heads
-from ithaca.model.precision import at_least_fp32
-from ithaca.model.spec import Spec
+from ithaca.base.errors import PlanError
+from ithaca.base.owners import BLOCKS, GATHERED, GRADIENTS, STATES, TAPES
+from ithaca.base.precision import at_least_fp32
+from ithaca.base.tiles import Tiles
+from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.layout import row_range
-from ithaca.planner.owners import BLOCKS, GATHERED, GRADIENTS, STATES, TAPES
-from ithaca.plans.needs import FP32, Need, layout_of, needs, tiles_of
-from ithaca.tape.tiles import Tiles
+from ithaca.plans.tape_specs import FP32, TapeSpec, layout_of, tape_specs, tiles_of
 
 
 def absent_bytes(model: Model, spec: Spec, tokens: int) -> dict[str, int]:
@@ -52,14 +51,14 @@ def hold(sizes: dict[str, int], device: torch.device) -> list[Tensor]:
     return held
 
 
-def tapes_of(model: Model, spec: Spec) -> list[Need]:
+def tapes_of(model: Model, spec: Spec) -> list[TapeSpec]:
     """The tapes of a rank of such a job, for a model of these layers."""
     rank, mesh = model.exchange.rank, model.mesh
-    mine = Heads(model.share.q[rank], model.share.kv[rank])
-    return needs(model.plan, spec, model.dtype.itemsize, mine, mesh.ulysses, mesh.ring)
+    mine = Heads(model.split.q[rank], model.split.kv[rank])
+    return tape_specs(model.plan, spec, model.dtype.itemsize, mine, mesh.ulysses, mesh.ring)
 
 
-def device_tapes(asked: list[Need], tiles: Tiles) -> int:
+def device_tapes(asked: list[TapeSpec], tiles: Tiles) -> int:
     return sum(need.bytes_of(tiles.length) for need in asked if need.place == "device")
 
 
@@ -80,6 +79,6 @@ def _kept_by_whole(model: Model, spec: Spec, tiles: Tiles) -> int:
     row = spec.hidden * places.count("device") * model.dtype.itemsize
     if model.plan.checkpoint == "selective":
         o = spec.heads * spec.head_size * model.dtype.itemsize
-        lse = len(model.share.q[model.exchange.rank]) * model.mesh.ulysses * at_least_fp32(model.dtype).itemsize
+        lse = len(model.split.q[model.exchange.rank]) * model.mesh.ulysses * at_least_fp32(model.dtype).itemsize
         row += len(places) * (o + lse)
     return tiles.length * row

@@ -5,15 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ithaca.base.errors import ConfigError, PlanError, RunError
+from ithaca.base.sizes import format_bytes, format_seconds, format_tokens
 from ithaca.config import read_config
-from ithaca.errors import ConfigError, PlanError, RunError
-from ithaca.model.named import find_config
+from ithaca.model.config_json import find_config
 from ithaca.model.spec import read_spec
 from ithaca.planner.hardware import read_gpus
 from ithaca.planner.machine import Machine
 from ithaca.planner.meshes import choose
 from ithaca.plans.plan import Plan
-from ithaca.sizes import format_bytes, format_seconds, format_tokens
 
 NODE_GPUS = 8  # of the nodes that a mesh is chosen for
 

@@ -14,7 +14,7 @@ import torch
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels import choose_kernel
-from ithaca.errors import PlanError
+from ithaca.base.errors import PlanError
 from ithaca.model.linear import add_product
 from ithaca.planner.hardware import HERE, nearest, read_gpus
 

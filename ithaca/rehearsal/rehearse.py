@@ -17,24 +17,24 @@ import torch
 from torch import Tensor
 
 from ithaca.assemble import Model, apply
-from ithaca.errors import PlanError
-from ithaca.model.named import find_config
+from ithaca.base.errors import PlanError
+from ithaca.base.owners import ALLOCATOR, HOST, KERNELS
+from ithaca.model.config_json import find_config
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import PEAK_FLOPS, Spec, read_spec
 from ithaca.parallel.batch import Batch
-from ithaca.parallel.looped import start_looped
+from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.hardware import nearest, read_gpus
 from ithaca.planner.machine import Machine
 from ithaca.planner.memory import predict_memory
-from ithaca.planner.owners import ALLOCATOR, HOST, KERNELS
 from ithaca.planner.seconds import predict_seconds
-from ithaca.plans.needs import disk_bytes, host_bytes, layout_of, tiles_of
 from ithaca.plans.plan import Plan
+from ithaca.plans.tape_specs import disk_bytes, host_bytes, layout_of, tiles_of
 from ithaca.rehearsal.ballast import absent_bytes, hold, tapes_of
-from ithaca.rehearsal.bare import Products, attention_seconds, product_seconds, synchronize
-from ithaca.rehearsal.meter import Meter
-from ithaca.rehearsal.stand_ins import Timed, Weightless, few_visits
+from ithaca.rehearsal.fake_kernels import Timed, Weightless, few_visits
+from ithaca.rehearsal.kernel_bound import Products, attention_seconds, product_seconds, synchronize
+from ithaca.rehearsal.memory_owners import Meter
 from ithaca.train.optimizer import make_optimizer
 from ithaca.train.start import join_free_memory
 
@@ -65,7 +65,7 @@ class Scene:
 def rehearse(scene: Scene, device: str | None = None, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Run a step of the scene in this process, which can take part in no other job after it."""
     join_free_memory()  # as training does
-    start_looped(scene.ranks)
+    start_loopback(scene.ranks)
     grid = mesh(ulysses=scene.ulysses, ring=scene.ring, shard=scene.shard, device=device)
     try:
         return play(scene, grid, say)
@@ -97,7 +97,7 @@ def play(scene: Scene, grid: Mesh, say: Callable[[str], None] = lambda _: None) 
         model.tiles_held = TILES_HELD if scene.memory_only else None
         optimizer = make_optimizer(model, learning_rate=0.0)
         ballast = hold(absent_bytes(model, spec, scene.tokens), grid.device)
-        model.reserve(scene.shard, scene.tokens, say)
+        model.allocate(scene.shard, scene.tokens, say)
         batch = model.shard(*_tokens(scene, spec))
     # The first step warms up and is watched, which takes longer: seven seconds of forty were seen. The second is timed
     synchronize(grid.device)

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ithaca.model.precision import at_least_fp32
+from ithaca.base.precision import at_least_fp32
+from ithaca.base.tiles import Tiles
 from ithaca.schedule.tapes import Pass
-from ithaca.tape.tiles import Tiles
 
 
 def embed(table: Tensor, tokens: Tensor, tapes: Pass, tile: int) -> Tensor:
@@ -31,7 +31,7 @@ class _Embed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
         (tokens,) = ctx.saved_tensors
-        gradients = ctx.tapes.gradient
+        gradients = ctx.tapes.residual
         dtable = torch.zeros(ctx.shape, dtype=scale.dtype, device=scale.device)
         for index, rows in enumerate(gradients.tiles.slices()):
             gradient, ids = gradients.read(index, toward=1), tokens[rows]

@@ -15,25 +15,25 @@ from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
 from ithaca.attention.walk import Walk
 from ithaca.model.decoder import Decoder
-from ithaca.model.turn import turn
+from ithaca.model.rotary import rotation_at
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.exchange import Exchange
-from ithaca.parallel.heads import Rounds
+from ithaca.parallel.head_split import Rounds
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.ring import Ring, ring_runs
 from ithaca.parallel.sharding import opened
 from ithaca.plans.plan import Plan
-from ithaca.schedule.around import Around
 from ithaca.schedule.embedding import embed
 from ithaca.schedule.loss import head_logits, tape_loss, tiled_loss
-from ithaca.schedule.rounds import Attention
-from ithaca.schedule.sweep import SweepCall, run_sweep
+from ithaca.schedule.sweep.run import SweepCall, run_sweep
 from ithaca.schedule.tapes import Pass
-from ithaca.schedule.whole import BlockCall, run_block
+from ithaca.schedule.whole.attention import Attention
+from ithaca.schedule.whole.ring_kernel import RingKernel
+from ithaca.schedule.whole.run import BlockCall, run_block
 
 
 @dataclass(frozen=True)
-class Job:
+class ForwardContext:
     """How a batch is to be run."""
 
     plan: Plan
@@ -45,7 +45,7 @@ class Job:
     tapes: Pass | None  # None: the Plan asks for none
 
 
-def loss_sum(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
+def loss_sum(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
     """Σ of the cross-entropy over this rank's valid tokens, a scalar."""
     spec, tile = decoder.spec, job.plan.loss_tile
 
@@ -59,7 +59,7 @@ def loss_sum(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
     return decoder.head(run, _through_blocks(decoder, batch, job))
 
 
-def logits(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
+def logits(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
     """[tokens, vocabulary], all at once."""
 
     def run(w: dict[str, Tensor], state: Tensor) -> Tensor:
@@ -69,18 +69,18 @@ def logits(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
     return decoder.head(run, _through_blocks(decoder, batch, job))
 
 
-def _through_blocks(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
+def _through_blocks(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
     """[tokens, hidden], what the last block puts out; or the token, and that stands on the gradient's tape."""
     return _swept(decoder, batch, job) if job.plan.sweeps else _whole(decoder, batch, job)
 
 
-def _whole(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
+def _whole(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
     spec, plan = decoder.spec, job.plan
-    x = decoder.look_up(lambda table: F.embedding(batch.tokens, table))
-    rope = turn(spec.rope, spec.head_size, batch.positions, x.dtype)
+    x = decoder.embed(lambda table: F.embedding(batch.tokens, table))
+    rope = rotation_at(spec.rope, spec.head_size, batch.positions, x.dtype)
     kernel = job.kernel
     if job.ring.ranks > 1:
-        kernel = Around(kernel, job.ring, job.layout, batch.bounds, plan.travel == "gather")
+        kernel = RingKernel(kernel, job.ring, job.layout, batch.bounds, plan.travel == "gather")
     attention = Attention(spec, kernel, Pieces.documents(batch.bounds), job.exchange, job.rounds)
     places, checkpoint = plan.placement(spec.layers).x, plan.checkpoint or "full"
     for layer, (block, turns) in enumerate(zip(decoder.blocks, spec.rope_layers, strict=True)):
@@ -89,26 +89,26 @@ def _whole(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
     return x
 
 
-def _swept(decoder: Decoder, batch: Batch, job: Job) -> Tensor:
+def _swept(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
     spec, tapes, tile = decoder.spec, job.tapes, job.plan.tile
     assert tapes is not None
     assert tile is not None
     walk = Walk(job.kernel, job.layout.chunks, batch.bounds, ring_runs(job.layout, job.ring.rank))
-    ((share,),) = job.rounds
-    token = decoder.look_up(lambda table: embed(table, batch.tokens, tapes, tile))
+    ((split,),) = job.rounds
+    carrier = decoder.embed(lambda table: embed(table, batch.tokens, tapes, tile))
 
     def weights_of(layer: int) -> AbstractContextManager[dict[str, Tensor]]:
         return opened(decoder.blocks[layer])
 
     for layer, block in enumerate(decoder.blocks):
-        call = SweepCall(spec, layer, tapes, walk, batch.positions, tile, job.exchange, job.ring, share, weights_of)
-        token = block(run_sweep, token, call)
-    return token
+        call = SweepCall(spec, layer, tapes, walk, batch.positions, tile, job.exchange, job.ring, split, weights_of)
+        carrier = block(run_sweep, carrier, call)
+    return carrier
 
 
-def _read_all(job: Job) -> Tensor:
+def _read_all(job: ForwardContext) -> Tensor:
     assert job.tapes is not None
-    tape = job.tapes.gradient
+    tape = job.tapes.residual
     tiles = []
     for index in range(tape.tiles.count):
         tile = tape.read(index, toward=1)

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ithaca.base.precision import at_least_fp32, fusable
+from ithaca.base.tiles import Tiles
 from ithaca.model.block import norm
 from ithaca.model.linear import add_product
-from ithaca.model.precision import at_least_fp32, fusable
 from ithaca.model.spec import Spec
 from ithaca.parallel.batch import IGNORED
 from ithaca.schedule.tapes import Pass
-from ithaca.tape.tiles import Tiles
 
 
 def head_logits(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor) -> Tensor:
@@ -40,13 +40,13 @@ def tiled_loss(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T:
 
 
 def tape_loss(
-    spec: Spec, token: Tensor, tapes: Pass, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int
+    spec: Spec, carrier: Tensor, tapes: Pass, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int
 ) -> Tensor:
     """The same sum of hidden states that stand on the gradient's tape, where their gradients take their place.
 
     Those are the gradients of the sum itself: what is upstream goes to the token.
     """
-    return _TapeLoss.apply(spec, token, tapes, weight, head, labels_T, tile)
+    return _TapeLoss.apply(spec, carrier, tapes, weight, head, labels_T, tile)
 
 
 class _Tiler:
@@ -107,7 +107,7 @@ class _TapeLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         spec: Spec,
-        token: Tensor,  # noqa: ARG004
+        carrier: Tensor,  # noqa: ARG004
         tapes: Pass,
         weight: Tensor,
         head: Tensor,
@@ -117,7 +117,7 @@ class _TapeLoss(torch.autograd.Function):
         need_x = tapes.kept and ctx.needs_input_grad[1]
         need_weight, need_head = (tapes.kept and needed for needed in ctx.needs_input_grad[3:5])
         tiler = _Tiler(spec, weight, head, need_weight, need_head, tile)
-        tape = tapes.gradient
+        tape = tapes.residual
         for index, rows in enumerate(tape.tiles.slices()):
             x = tape.read(index, toward=1)
             tiler.add(x, labels[rows], x if need_x else None)
@@ -142,7 +142,7 @@ def _scaled_once(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
     """Σ of the tile's cross-entropy in at least fp32, and its gradient, for which the logits may be given up."""
     if fusable(logits_TV):
-        from ithaca.schedule import fused
+        from ithaca.schedule import triton_cross_entropy as fused
 
         return fused.cross_entropy_(logits_TV, labels_T), logits_TV
     return plain_cross_entropy(logits_TV, labels_T)

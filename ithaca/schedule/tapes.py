@@ -11,17 +11,16 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ithaca.model.precision import at_least_fp32
-from ithaca.plans.needs import Need, disk_bytes, staging_bytes
-from ithaca.plans.rebuild import Home, Rebuild
+from ithaca.base.precision import at_least_fp32
+from ithaca.base.tiles import Tiles
+from ithaca.plans.tape_specs import TapeSpec, disk_bytes, staging_bytes
+from ithaca.schedule.sweep.rebuild import Home, Rebuild
 from ithaca.tape.blocks import STAGED, Stretch, stretch_bytes, whole_blocks
 from ithaca.tape.disk import Disk, DiskTape
 from ithaca.tape.engine import Engine
 from ithaca.tape.file import TapeFile
 from ithaca.tape.slab import Slab
-from ithaca.tape.slots import Slots
-from ithaca.tape.tape import DeviceTape, HostTape, StandIn, Tape
-from ithaca.tape.tiles import Tiles
+from ithaca.tape.tape import DeviceTape, HostTape, Slots, StandIn, Tape
 
 
 class Tapes:
@@ -29,7 +28,7 @@ class Tapes:
 
     def __init__(
         self,
-        asked: list[Need],
+        asked: list[TapeSpec],
         rebuilds: Mapping[int, Rebuild],
         tiles: Tiles,
         dtype: torch.dtype,
@@ -159,15 +158,15 @@ class Pass:
         self._tapes, self._rebuilds, self._homes, self.kept = tapes, rebuilds, homes, kept
         self._xs = dict(tapes.get("x", {})) if kept else {}
         self.waits = kept  # for its backward pass to begin
-        self.keys_of: int | None = None  # the layer whose K and V are all there
+        self.kv_of_layer: int | None = None  # the layer whose K and V are all there
 
     @property
-    def gradient(self) -> Tape:
-        return self._tapes["gradient"][0]
+    def residual(self) -> Tape:
+        return self._tapes["residual"][0]
 
     def x(self, layer: int) -> Tape:
         """The input of a block, or what the last one puts out. One tape is all of those that are not kept."""
-        return self._xs.get(layer) or self.gradient
+        return self._xs.get(layer) or self.residual
 
     def rebuild(self, layer: int) -> Rebuild | None:
         """How the x of a layer is made again when its turn comes; None where it is there by then."""
@@ -183,9 +182,9 @@ class Pass:
         return tuple(self._tapes[name][layer] for name in ("o", "lse")) if kept else ()
 
     @property
-    def keys(self) -> list[Tape]:
-        return list(self._tapes["keys"].values())
+    def kv(self) -> list[Tape]:
+        return list(self._tapes["kv"].values())
 
     @property
-    def key_sums(self) -> list[Tape]:
-        return list(self._tapes["key_sums"].values())
+    def kv_gradients(self) -> list[Tape]:
+        return list(self._tapes["kv_gradients"].values())

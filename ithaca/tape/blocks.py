@@ -3,7 +3,7 @@ page cache. Arithmetic, no tensors."""
 
 from dataclasses import dataclass
 
-from ithaca.tape.tiles import Tiles
+from ithaca.base.tiles import Tiles
 
 BLOCK = 4096  # bytes; what a disk reads and writes at a time is this or a part of it
 STAGED = 6  # tiles of a rank in host memory, on their way to the disk or from it: three of a chunk, and of the next

@@ -19,13 +19,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ithaca.errors import RunError
+from ithaca.base.errors import RunError
+from ithaca.base.tiles import Tiles
 from ithaca.tape.blocks import Stretch, whole_blocks
 from ithaca.tape.engine import Engine, Mark
 from ithaca.tape.file import TapeFile
-from ithaca.tape.slots import Slots
-from ithaca.tape.tape import SlotTape
-from ithaca.tape.tiles import Tiles
+from ithaca.tape.tape import Slots, SlotTape
 
 
 class _Use(Protocol):
@@ -162,7 +161,7 @@ class Fetching:
         self._arrived: Mark | None = None
         self._dropped = False
 
-    def arrived(self) -> Mark:
+    def wait(self) -> Mark:
         """The mark at which the tile is in its slot; known when the disk has brought it."""
         if self._arrived is None:
             _end(self.future)
@@ -184,7 +183,7 @@ class Fetching:
         if self._dropped:
             wait([self.future])
         else:
-            self._engine.wait(self.arrived())
+            self._engine.wait(self.wait())
 
 
 class DiskTape(SlotTape):
@@ -198,7 +197,7 @@ class DiskTape(SlotTape):
         return self.disk.fetch(self.stretch.place(index), tile, free)
 
     def _arrived(self, coming: Fetching) -> Mark:
-        return coming.arrived()
+        return coming.wait()
 
     def _store(self, index: int, tile: Tensor) -> Mark:
         return self.disk.store(self.stretch.place(index), tile)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import BinaryIO
 
-from ithaca.errors import PlanError, RunError
-from ithaca.sizes import format_bytes
+from ithaca.base.errors import PlanError, RunError
+from ithaca.base.sizes import format_bytes
 from ithaca.tape.blocks import BLOCK
 
 THREADS = 4

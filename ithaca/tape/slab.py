@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from ithaca.errors import RunError
-from ithaca.sizes import format_bytes
+from ithaca.base.errors import RunError
+from ithaca.base.sizes import format_bytes
 from ithaca.tape.engine import Engine
 
 STRIDE = 256 * 2**20  # what a thread touches at a time

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ithaca.base.errors import PlanError
+from ithaca.base.sizes import format_tokens
 from ithaca.config import Config, MeshSection
-from ithaca.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import least
 from ithaca.parallel.mesh import Mesh
@@ -18,7 +19,6 @@ from ithaca.planner.longest import binding, longest
 from ithaca.planner.search import search
 from ithaca.planner.show_plan import refusal
 from ithaca.plans.plan import Plan
-from ithaca.sizes import format_tokens
 from ithaca.tape.budget import host_budget
 
 UNKNOWN = "A100-80GB"  # what a GPU that nobody knows is taken to be like
@@ -51,7 +51,7 @@ def choose_plan(config: Config, spec: Spec, grid: Mesh, tokens: int, room: Room)
         return Plan(recipe="dense" if mesh.ring * mesh.ulysses == 1 else "sweep"), mesh, []
     cluster = _here(grid, mesh.replicate, room)
     axes = None if mesh == MeshSection() else (mesh.ulysses, mesh.ring)
-    given = config.train.micro or config.train.batch
+    given = config.train.micro_batch or config.train.batch
     sequences = -(-given // mesh.replicate) if given else None  # not given: one for those that share it
     answer = search(spec, cluster, tokens, mesh=axes, sequences=sequences)
     most = longest(spec, cluster)
@@ -70,11 +70,11 @@ def _refusal(asked: Asked, most: int, axes: tuple[int, int] | None, sequences: i
     given = [f"mesh.ulysses={axes[0]} and mesh.ring={axes[1]}"] if axes else []
     given += [f"{sequences} sequences in a pass"] if sequences and sequences > 1 else []
     if most < tokens:
-        alone = ", with train.micro=1 and without options of mesh" if given and most else ""
+        alone = ", with train.micro_batch=1 and without options of mesh" if given and most else ""
         return refusal(asked, most) + alone
     return (
         f"{format_tokens(tokens)} tokens of {asked.model} on {cluster.count}x{cluster.gpu.name} do not fit with "
-        f"{', and '.join(given)}: train.micro=1 without options of mesh does"
+        f"{', and '.join(given)}: train.micro_batch=1 without options of mesh does"
     )
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 
-from ithaca.errors import ConfigError, RunError
+from ithaca.base.errors import ConfigError, RunError
 
 GREETING = b"ithaca board 1\n"
 GREETING_SECONDS = 10.0  # in which who listens there has said that it is a board

@@ -21,10 +21,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ithaca.assemble import Model
-from ithaca.errors import RunError
+from ithaca.base.errors import RunError
+from ithaca.base.sizes import format_bytes
 from ithaca.parallel.agree import from_first, on_this_node, together
-from ithaca.parallel.lost import lost_touch
-from ithaca.sizes import format_bytes
+from ithaca.parallel.hangs import lost_touch
 from ithaca.tape.budget import host_budget
 from ithaca.train.snapshot import Snapshot, local_bytes, training_state
 
@@ -46,7 +46,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None,
         keep: int,
         say: Callable[[str], None] = print,
-        spoken_for: int = 0,
+        reserved_bytes: int = 0,
     ):
         self._folder, self._keep, self._say = folder, keep, say
         self._optimizer = optimizer
@@ -54,7 +54,7 @@ class Checkpoints:
         self._rank, self._ranks = model.mesh.rank, model.mesh.size
         # Of its own, since its thread talks while the main one trains
         self._group: Any = dist.new_group(list(range(self._ranks)), backend="gloo")
-        self._snapshot = self._make_snapshot(spoken_for) if optimizer else None
+        self._snapshot = self._make_snapshot(reserved_bytes) if optimizer else None
         self._writer: threading.Thread | None = None
         self._problem: tuple[int, str] | None = None
         self._lost: BaseException | None = None
@@ -168,12 +168,12 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
 
-    def _make_snapshot(self, spoken_for: int) -> Snapshot | None:
+    def _make_snapshot(self, reserved_bytes: int) -> Snapshot | None:
         """None where a rank's host has no room for a copy: checkpoints are then written while training waits."""
         needed, _ = on_this_node(self._group, local_bytes(self._state))
         free, reason = host_budget()
-        if not all(self._gather(needed + spoken_for <= COPY_SHARE * free)):
-            tapes = f" beside {format_bytes(spoken_for)} of tapes" if spoken_for else ""
+        if not all(self._gather(needed + reserved_bytes <= COPY_SHARE * free)):
+            tapes = f" beside {format_bytes(reserved_bytes)} of tapes" if reserved_bytes else ""
             self._say(
                 f"a copy of the state for checkpoints takes {format_bytes(needed)} of this node's memory{tapes}, and "
                 f"{reason} is {format_bytes(free)}: training will wait while checkpoints are written"

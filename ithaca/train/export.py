@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from ithaca.assemble import apply, save_model
-from ithaca.errors import ConfigError, ModelError
-from ithaca.model.folder import check_vacant
+from ithaca.base.errors import ConfigError, ModelError
+from ithaca.model.save import check_vacant
 from ithaca.model.source import describe_model
 from ithaca.parallel.mesh import mesh
 from ithaca.plans.plan import Plan
 from ithaca.train.checkpoint import Checkpoints
-from ithaca.train.run import RunFolder
+from ithaca.train.run_folder import RunFolder
 
 
 def export(path: Path, folder: Path, dtype: str | None) -> int:

@@ -12,26 +12,24 @@ import psutil
 import torch
 
 from ithaca.assemble import Model, apply
+from ithaca.base.errors import ConfigError, RunError
+from ithaca.base.sizes import format_bytes, format_seconds, format_tokens
 from ithaca.config import Config
 from ithaca.data.sample import sequences
 from ithaca.data.tokenfile import TokenFile
-from ithaca.errors import ConfigError, RunError
 from ithaca.model.spec import PEAK_FLOPS
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.balance import Work, describe_work, ring_work
 from ithaca.parallel.batch import Batch
-from ithaca.parallel.lost import answering, lost_touch
+from ithaca.parallel.hangs import answering, lost_touch, set_timeout, step_seconds, timeout
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.parallel.patience import patience, set_patience, step_seconds
 from ithaca.planner.advice import Rank, out_of_memory
-from ithaca.sizes import format_bytes, format_seconds, format_tokens
 from ithaca.train.auto import find_room
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.metrics import Sink, draw_loss, open_sinks
 from ithaca.train.optimizer import clip, learning_rate, make_optimizer
 from ithaca.train.progress import Progress
-from ithaca.train.run import RunFolder
-from ithaca.train.shared import check_shared
+from ithaca.train.run_folder import RunFolder, check_shared
 from ithaca.train.start import identity, join_free_memory, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
 
@@ -72,7 +70,7 @@ class Run:
         self.config, self.folder, self.model, self.data = config, folder, model, data
         self.mesh: Mesh = model.mesh
         self.first = self.mesh.rank == 0
-        model.check_room(*self._pass_size())
+        model.check_memory(*self._pass_size())
         tapes = model.host_bytes(*self._pass_size())  # taken last, and kept free until then
         options = config.train
         self.optimizer = make_optimizer(
@@ -80,7 +78,7 @@ class Run:
             learning_rate=options.learning_rate,
             betas=(options.beta1, options.beta2),
             weight_decay=options.weight_decay,
-            spoken_for=tapes,
+            reserved_bytes=tapes,
         )
         self.why, self.notes = why, list[str]()  # said once there is someone to say it
         self.announced = False
@@ -97,7 +95,7 @@ class Run:
     def _pass_size(self) -> tuple[int, int]:
         """Sequences in a pass, and the tokens of each."""
         options = self.config.train
-        return options.micro or options.batch, options.tokens  # pyrefly: ignore
+        return options.micro_batch or options.batch, options.tokens  # pyrefly: ignore
 
     def _check_resumed(self, manifest: dict[str, Any]) -> None:
         if manifest["data"] != identity(self.data):
@@ -117,11 +115,11 @@ class Run:
             self.folder.cut_metrics(self.done)
         self.sinks = together(self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first))
         self.stop = StopRequest(self.mesh, launched)
-        self.patience = self.config.run.patience or patience(self._step_seconds())
-        set_patience(self.mesh.groups, self.patience)
+        self.timeout = self.config.run.timeout or timeout(self._step_seconds())
+        set_timeout(self.mesh.groups, self.timeout)
         self._announce()
         try:
-            self._reserve()
+            self._allocate()
             stopped = self._steps()
             self._save()
             self.checkpoints.wait()
@@ -158,9 +156,9 @@ class Run:
         flops = self.model.spec.flops_per_token(tokens) * sequences * tokens / self.mesh.context_ranks
         return step_seconds(flops, self.mesh.device, torch.get_num_threads())
 
-    def _reserve(self) -> None:
+    def _allocate(self) -> None:
         """Take the memory of the Plan's tapes before the first step."""
-        self.model.reserve(*self._pass_size(), self.progress.live)
+        self.model.allocate(*self._pass_size(), self.progress.live)
         for line in self.model.describe_tapes():
             self.progress.say(line)
 
@@ -213,7 +211,7 @@ class Run:
         """The step's sequences, this rank's part of each pass."""
         options = self.config.train
         drawn = sequences(self.data, options.batch, options.tokens, options.seed, self.done)  # pyrefly: ignore
-        parts = zip(*(tensor.split(options.micro or len(tensor)) for tensor in drawn), strict=True)
+        parts = zip(*(tensor.split(options.micro_batch or len(tensor)) for tensor in drawn), strict=True)
         return [self.model.shard(tokens, labels, documents) for tokens, labels, documents in parts]
 
     def _backward(self, batches: list[Batch]) -> float:
@@ -284,7 +282,7 @@ class Run:
 
     def _announce(self) -> None:
         model, options = self.model, self.config.train
-        passes = f" in {options.batch // options.micro} passes" if options.micro else ""  # pyrefly: ignore
+        passes = f" in {options.batch // options.micro_batch} passes" if options.micro_batch else ""  # pyrefly: ignore
         dtype = str(model.dtype).removeprefix("torch.")
         self.progress.say(
             f"{model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, on {self.mesh.size} "
@@ -297,7 +295,7 @@ class Run:
         for line in model.describe_ranks():
             self.progress.say(line)
         if self.mesh.size > 1:
-            self.progress.say(f"a rank that the others wait for is given up after {format_seconds(self.patience)}")
+            self.progress.say(f"a rank that the others wait for is given up after {format_seconds(self.timeout)}")
         if self.done:
             self.progress.say(f"going on from the checkpoint of step {self.done}")
         for text in self.why:

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from ithaca.errors import ConfigError
-from ithaca.train.run import RunFolder
+from ithaca.base.errors import ConfigError
+from ithaca.train.run_folder import RunFolder
 
 
 class Sink(Protocol):

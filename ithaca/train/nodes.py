@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ithaca.errors import ConfigError, IthacaError, RunError
-from ithaca.sizes import format_seconds
+from ithaca.base.errors import ConfigError, IthacaError, RunError
+from ithaca.base.sizes import format_seconds
 from ithaca.train.board import CAME, LEFT, OFF, Board, Line, host_board, listen
 
 COME_SECONDS = 600.0  # that nodes have to come

@@ -7,10 +7,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ithaca.assemble import Model
+from ithaca.base.errors import InputError, PlanError
+from ithaca.base.sizes import format_bytes
 from ithaca.config import TrainSection
-from ithaca.errors import InputError, PlanError
 from ithaca.parallel.agree import on_this_node, together
-from ithaca.sizes import format_bytes
 from ithaca.tape.budget import host_budget
 from ithaca.train.streamed import MOMENTS, StreamedAdamW, state_bytes
 
@@ -21,7 +21,7 @@ def make_optimizer(
     learning_rate: float,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.1,
-    spoken_for: int = 0,
+    reserved_bytes: int = 0,
 ) -> torch.optim.Optimizer:
     """Fused AdamW on this rank's shards, its states where the Plan says, as zeros from the start. Collective.
 
@@ -37,7 +37,7 @@ def make_optimizer(
     ]
     groups = [group for group in parted if group["params"]]
     if model.plan.optimizer == "host":
-        _check_room(model, state_bytes(learned), spoken_for)  # pyrefly: ignore
+        _check_memory(model, state_bytes(learned), reserved_bytes)  # pyrefly: ignore
         return together(
             model.mesh.group,
             lambda: StreamedAdamW(groups, model.engine, learning_rate=learning_rate, betas=betas),
@@ -62,20 +62,20 @@ def _check_options(learned: list[Any], rate: float, betas: tuple[float, float], 
         raise InputError(f"betas are {betas}: two numbers from 0 to below 1 are needed")
 
 
-def _check_room(model: Model, mine: int, spoken_for: int) -> None:
+def _check_memory(model: Model, mine: int, reserved_bytes: int) -> None:
     """Refuse, on all ranks, states that one of their nodes has no room for. Collective."""
     needed, ranks = on_this_node(model.mesh.group, mine)
     gpu = model.mesh.device.type == "cuda"
-    together(model.mesh.group, lambda: _refuse_states(needed, ranks, spoken_for, *host_budget(), gpu))
+    together(model.mesh.group, lambda: _refuse_states(needed, ranks, reserved_bytes, *host_budget(), gpu))
 
 
-def _refuse_states(needed: int, ranks: int, spoken_for: int, free: int, reason: str, gpu: bool) -> None:
-    missing = needed + spoken_for - free
+def _refuse_states(needed: int, ranks: int, reserved_bytes: int, free: int, reason: str, gpu: bool) -> None:
+    missing = needed + reserved_bytes - free
     if missing <= 0:
         return
     text = f"optimizer states on the host (plan.optimizer=host) need {format_bytes(needed)}"
     text += f" for the {ranks} ranks of this node" if ranks > 1 else ""
-    text += f", beside {format_bytes(spoken_for)} of tapes" if spoken_for else ""
+    text += f", beside {format_bytes(reserved_bytes)} of tapes" if reserved_bytes else ""
     text += f", and {reason} is {format_bytes(free)}: {format_bytes(missing)} are missing; "
     ways = ["plan.optimizer=device keeps them on the GPU"] if gpu else []
     if needed < free:

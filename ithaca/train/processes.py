@@ -26,8 +26,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from ithaca.base.errors import IthacaError, LostRankError, RunError
 from ithaca.config import Config
-from ithaca.errors import IthacaError, LostRankError, RunError
 from ithaca.train.loop import train
 from ithaca.train.progress import tell
 from ithaca.train.stop import SIGNALS, Requests, heeded
@@ -68,9 +68,9 @@ class Watch:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self._requests.add(number):
-            self.pass_on()
+            self.send_recv()
 
-    def pass_on(self) -> None:
+    def send_recv(self) -> None:
         """Tell the ranks that are there what was asked, if anything was."""
         for rank in self.ranks if self.asked else []:
             rank.terminate() if self.asked == 1 else rank.kill()
@@ -97,7 +97,7 @@ def run_ranks(
         for environment in environments:
             ranks.append(_start(config, path, environment))
             watch.ranks.append(ranks[-1].process)
-        watch.pass_on()  # a signal may have come before they were there
+        watch.send_recv()  # a signal may have come before they were there
         while not _death(ranks) and _alive(ranks) and not elsewhere():
             time.sleep(POLL_SECONDS)
         how = _death(ranks)
@@ -217,4 +217,4 @@ def _exit(code: int) -> NoReturn:
 
 def out_of_memory(error: Exception) -> str:
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"out of memory ({first}): a smaller train.micro or train.tokens, or plan.checkpoint=full, takes less"
+    return f"out of memory ({first}): a smaller train.micro_batch or train.tokens, or plan.checkpoint=full, takes less"

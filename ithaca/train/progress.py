@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ithaca.sizes import format_bytes
+from ithaca.base.sizes import format_bytes
 
 
 def tell(text: str, stream: IO[str]) -> None:

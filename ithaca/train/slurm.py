@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from ithaca.errors import ConfigError
+from ithaca.base.errors import ConfigError
 
 # Below the ports that systems give away for outgoing connections
 FIRST_PORT, PORTS = 20000, 10000

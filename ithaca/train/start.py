@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from ithaca.base.errors import DataError
 from ithaca.config import Config
-from ithaca.data.standard import standard_library
+from ithaca.data.inputs import standard_library
 from ithaca.data.tokenfile import TokenFile, open_tokens
-from ithaca.errors import DataError
 from ithaca.model.source import ModelSource, describe_model, load_model
 from ithaca.model.spec import Spec
 from ithaca.parallel.mesh import Mesh
 from ithaca.train.auto import Chosen, Room, choose_plan
-from ithaca.train.run import RunFolder
+from ithaca.train.run_folder import RunFolder
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -44,7 +44,7 @@ def settle(config: Config, run: RunFolder, grid: Mesh, room: Room) -> tuple[Conf
     config = replace(config, train=replace(config.train, tokens=tokens, batch=batch))
     chosen = choose_plan(config, _spec(config, run), grid, tokens, room)
     sharing = chosen[1].ring * chosen[1].ulysses
-    batch = batch or (config.train.micro or 1) * (grid.size // sharing)
+    batch = batch or (config.train.micro_batch or 1) * (grid.size // sharing)
     config = replace(config, train=replace(config.train, batch=batch))
     run.check(config)
     return config, chosen

@@ -18,15 +18,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from ithaca.errors import InputError
+from ithaca.base.errors import InputError
+from ithaca.base.tiles import Tiles
 from ithaca.parallel.mesh import host_mesh
 from ithaca.parallel.sharding import host_twin
-from ithaca.plans.needs import MOMENT_SLOTS, MOMENT_TILE
+from ithaca.plans.tape_specs import MOMENT_SLOTS, MOMENT_TILE
 from ithaca.tape.engine import Engine
 from ithaca.tape.slab import Slab, whole_pages
-from ithaca.tape.slots import Slots
-from ithaca.tape.tape import HostTape
-from ithaca.tape.tiles import Tiles
+from ithaca.tape.tape import HostTape, Slots
 
 VECTOR = 16  # elements; see StreamedAdamW
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ithaca.attention.attend import attend
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels import KERNELS, choose_kernel
-from ithaca.errors import PlanError
+from ithaca.attention.kernels.seam import attend
+from ithaca.base.errors import PlanError
 from tests.models import relative
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

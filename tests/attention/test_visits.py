@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ithaca.attention.visits import Run, Visit, plan_visits, visit_runs
+from ithaca.attention.visits import Segment, Visit, plan_visits, visit_runs
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.ring import ring_runs
 
@@ -34,7 +34,7 @@ def bounds_of(layout: Layout, ends: set[int], at_runs: bool) -> tuple[int, ...]:
     return (0, *sorted(end for end in ends if 0 < end < layout.tokens), layout.padded)
 
 
-def tokens_of(runs: list[Run]) -> Tensor:
+def tokens_of(runs: list[Segment]) -> Tensor:
     """The tokens of runs, in the order that they lie in."""
     assert [run.at for run in runs] == [0, *accumulate(len(run.span) for run in runs)][:-1]
     return torch.cat([torch.arange(run.span.start, run.span.stop) for run in runs])
@@ -51,21 +51,21 @@ def count(seen: Tensor, visits: list[Visit], queries: Tensor, keys: Tensor) -> N
 
 
 @given(layouts, st.sets(st.integers(0, 69)), st.booleans(), grains)
-def test_keys_stay(layout: Layout, ends: set[int], at_runs: bool, grain: int | None) -> None:
+def test_keys_stay(layout: Layout, ends: set[int], at_runs: bool, bucket: int | None) -> None:
     bounds = bounds_of(layout, ends, at_runs)
     document = document_of(bounds)
     seen = torch.zeros(layout.padded, layout.padded, dtype=torch.int64)
     for chunk, rows in enumerate(layout.chunks.slices()):
         for rank in range(layout.ring):
             runs = ring_runs(layout, rank)
-            for tile in plan_visits(layout.chunks, bounds, chunk, grain, runs):
+            for tile in plan_visits(layout.chunks, bounds, chunk, bucket, runs):
                 assert tile.visits  # a tile that is read is seen
                 count(seen, tile.visits, torch.arange(rows.start, rows.stop), tokens_of(runs(tile.tile)))
     assert torch.equal(seen, (document[:, None] == document).tril().long())
 
 
 @given(layouts, st.sets(st.integers(0, 69)), st.booleans(), grains)
-def test_keys_travel(layout: Layout, ends: set[int], at_runs: bool, grain: int | None) -> None:
+def test_keys_travel(layout: Layout, ends: set[int], at_runs: bool, bucket: int | None) -> None:
     layout = Layout(layout.tokens, layout.tokens, layout.ulysses, layout.ring)
     bounds = bounds_of(layout, ends, at_runs)
     document = document_of(bounds)
@@ -73,5 +73,5 @@ def test_keys_travel(layout: Layout, ends: set[int], at_runs: bool, grain: int |
     runs = [ring_runs(layout, rank)(0) for rank in range(layout.ring)]
     for queries in runs:
         for keys in runs:
-            count(seen, visit_runs(queries, keys, bounds, grain), tokens_of(queries), tokens_of(keys))
+            count(seen, visit_runs(queries, keys, bounds, bucket), tokens_of(queries), tokens_of(keys))
     assert torch.equal(seen, (document[:, None] == document).tril().long())

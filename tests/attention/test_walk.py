@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ithaca.attention.attend import softmax_scale
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels import KERNELS
+from ithaca.attention.kernels.seam import softmax_scale
 from ithaca.attention.visits import Visit, plan_visits
 from ithaca.attention.walk import Walk, merge
-from ithaca.tape.tiles import Tiles
+from ithaca.base.tiles import Tiles
 
 
 @st.composite
@@ -40,12 +40,12 @@ def visible(bounds: tuple[int, ...]) -> np.ndarray:
 
 
 @settings(max_examples=150, deadline=None)
-@given(cut=cuts(), grain=GRAINS)
-def test_each_visible_pair_is_visited_once_and_no_other(cut: tuple[Tiles, tuple[int, ...]], grain: int | None) -> None:
+@given(cut=cuts(), bucket=GRAINS)
+def test_each_visible_pair_is_visited_once_and_no_other(cut: tuple[Tiles, tuple[int, ...]], bucket: int | None) -> None:
     tiles, bounds = cut
     times = np.zeros((tiles.length, tiles.length), dtype=int)
     for index in range(tiles.count):
-        for here in plan_visits(tiles, bounds, index, grain):
+        for here in plan_visits(tiles, bounds, index, bucket):
             for visit in here.visits:
                 view = times[tiles.rows(index), tiles.rows(here.tile)][visit.rows, visit.keys]
                 # Every row and key that the kernel is given belongs to a piece: nothing is computed for nothing
@@ -59,15 +59,15 @@ def test_each_visible_pair_is_visited_once_and_no_other(cut: tuple[Tiles, tuple[
 
 
 @settings(max_examples=100, deadline=None)
-@given(cut=cuts(), grain=GRAINS)
+@given(cut=cuts(), bucket=GRAINS)
 def test_own_tile_first_then_the_nearest_that_a_document_reaches(
-    cut: tuple[Tiles, tuple[int, ...]], grain: int | None
+    cut: tuple[Tiles, tuple[int, ...]], bucket: int | None
 ) -> None:
     tiles, bounds = cut
     mask = visible(bounds)
     for index in range(tiles.count):
         seen = [tile for tile in range(tiles.count) if mask[tiles.rows(index), tiles.rows(tile)].any()]
-        visits = plan_visits(tiles, bounds, index, grain)
+        visits = plan_visits(tiles, bounds, index, bucket)
         assert [here.tile for here in visits] == sorted(seen, reverse=True)
         assert visits[0].tile == index
         assert all(here.visits for here in visits)
@@ -94,12 +94,12 @@ def test_uncut_visits_are_ragged_unless_their_shape_comes_again(cut: tuple[Tiles
 
 
 @settings(max_examples=150, deadline=None)
-@given(cut=cuts(), grain=st.integers(1, 6))
-def test_cut_visits_have_few_shapes_or_are_thin(cut: tuple[Tiles, tuple[int, ...]], grain: int) -> None:
+@given(cut=cuts(), bucket=st.integers(1, 6))
+def test_cut_visits_have_few_shapes_or_are_thin(cut: tuple[Tiles, tuple[int, ...]], bucket: int) -> None:
     tiles, bounds = cut
-    sides = {grain << power for power in range(6)}
+    sides = {bucket << power for power in range(6)}
     for index in range(tiles.count):
-        for here in plan_visits(tiles, bounds, index, grain):
+        for here in plan_visits(tiles, bounds, index, bucket):
             if comes_again(tiles, bounds, index, here.tile):
                 (visit,) = here.visits
                 assert not visit.pieces.ragged
@@ -107,7 +107,7 @@ def test_cut_visits_have_few_shapes_or_are_thin(cut: tuple[Tiles, tuple[int, ...
             for visit in here.visits:
                 shapes = [(rows.stop - rows.start, keys.stop - keys.start) for rows, keys in visit.pieces.spans()]
                 if visit.pieces.ragged:
-                    assert all(min(shape) < grain for shape in shapes)
+                    assert all(min(shape) < bucket for shape in shapes)
                 else:
                     ((rows, keys),) = shapes
                     assert rows in sides | {tiles.rows_in(index)}
@@ -123,7 +123,7 @@ def test_the_cut_of_a_triangle() -> None:
     def rectangle(rows: slice, keys: slice, ragged: bool = False) -> Visit:
         return Visit(rows, keys, Pieces.rectangle(rows.stop - rows.start, keys.stop - keys.start, ragged))
 
-    (own,) = plan_visits(Tiles(16, 16), (0, 15, 16), 0, grain=2)
+    (own,) = plan_visits(Tiles(16, 16), (0, 15, 16), 0, bucket=2)
     assert own.visits == [
         square(0, 8),
         square(8, 12),
@@ -190,11 +190,11 @@ def walked(walk: Walk, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tens
     cut=cuts(),
     heads=st.sampled_from([(1, 1), (4, 1), (7, 1), (6, 2)]),
     name=st.sampled_from(["naive", "torch-cpu"]),
-    grain=GRAINS,
+    bucket=GRAINS,
     seed=st.integers(0, 99),
 )
 def test_tiles_equal_the_whole(
-    cut: tuple[Tiles, tuple[int, ...]], heads: tuple[int, int], name: str, grain: int | None, seed: int
+    cut: tuple[Tiles, tuple[int, ...]], heads: tuple[int, int], name: str, bucket: int | None, seed: int
 ) -> None:
     tiles, bounds = cut
     generator = torch.Generator().manual_seed(seed)
@@ -205,7 +205,7 @@ def test_tiles_equal_the_whole(
     o, lse = twin.forward(q, k, v, pieces, scale)
     wanted = [o, lse, *twin.backward(do, q, k, v, o, lse, pieces, scale)]
     kernel = KERNELS[name]()
-    kernel.grain = grain
+    kernel.bucket = bucket
     found = walked(Walk(kernel, tiles, bounds), q, k, v, do)
     for what, ours, theirs in zip(("o", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
         assert ours.shape == theirs.shape, what
@@ -218,7 +218,7 @@ def test_what_visits_give_is_summed_in_fp32() -> None:
 
     class Constants:
         name = "constants"
-        grain = None
+        bucket = None
 
         def refuses(self, *_: object) -> None:
             return None

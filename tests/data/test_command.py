@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from ithaca.base.errors import DataError
 from ithaca.data.command import run
 from ithaca.data.tokenfile import open_tokens
 from ithaca.data.tokenizer import load_tokenizer
-from ithaca.errors import DataError
 
 
 def _run(paths: list[Path], out=None, tokenizer=None, stats=False, picture=None, bin_dtype=None) -> None:

@@ -16,12 +16,12 @@ import pytest
 from pyarrow import parquet
 from rich.console import Console
 
+from ithaca.base.errors import DataError
 from ithaca.data import partial
 from ithaca.data.encode import encode
 from ithaca.data.prepare import prepare
 from ithaca.data.tokenfile import open_tokens
 from ithaca.data.tokenizer import load_tokenizer
-from ithaca.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def test_a_bar_on_a_terminal_and_nothing_short_elsewhere(inputs: Path, tmp_path:
 
 
 def test_lines_now_and_then_elsewhere(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ithaca.data.meter._EVERY", 0.0)
+    monkeypatch.setattr("ithaca.data.prepare._EVERY", 0.0)
     said = io.StringIO()
     made = prepare([inputs], tmp_path / "out", console=Console(file=said), group_bytes=50 * 1024)
     lines = said.getvalue().splitlines()

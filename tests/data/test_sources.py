@@ -9,12 +9,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from ithaca.base.errors import DataError
 from ithaca.data.inputs import find_inputs
 from ithaca.data.prepare import prepare
 from ithaca.data.sources import Document, Place, Reading, documents
 from ithaca.data.tokenfile import TokenFile, open_tokens
 from ithaca.data.tokenizer import load_tokenizer
-from ithaca.errors import DataError
 
 
 def _write(path: Path, content: object) -> Path:

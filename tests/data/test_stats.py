@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from ithaca.base.errors import DataError
 from ithaca.data.stats import draw, histogram, measure, table
 from ithaca.data.tokenfile import TokenFile
-from ithaca.errors import DataError
 
 
 @pytest.fixture(scope="module")

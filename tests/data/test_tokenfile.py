@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ithaca.base.errors import DataError
+from ithaca.data.inputs import standard_library
 from ithaca.data.prepare import prepare
-from ithaca.data.standard import standard_library
 from ithaca.data.tokenfile import HEADER_BYTES, MAGIC, open_tokens, smallest_dtype
-from ithaca.errors import DataError
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tokenizers
 
+from ithaca.base.errors import DataError
 from ithaca.data.tokenizer import Bytes, load_tokenizer
-from ithaca.errors import DataError
 from tests.data.conftest import TEXT
 
 
@@ -87,6 +87,6 @@ def test_text_the_tokenizer_does_not_know(tmp_path: Path) -> None:
 
 
 def test_no_torch() -> None:
-    program = "import sys, ithaca.data.command, ithaca.data.standard; print('torch' in sys.modules)"
+    program = "import sys, ithaca.data.command, ithaca.data.inputs; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ithaca.base.tiles import Tiles
 from ithaca.model.linear import Summed, add_product, linear
 from ithaca.model.rope import Rope
-from ithaca.model.turn import Turn, rotate, turn
-from ithaca.tape.tiles import Tiles
+from ithaca.model.rotary import Rotation, rotate, rotation_at
 
 ROWS, HIDDEN, INNER = 23, 6, 9
 HALVES = slice(0, 4), slice(4, INNER)
@@ -184,15 +184,17 @@ def test_products_of_half_precision_are_summed_in_fp32() -> None:
     assert torch.equal(found, wanted.float())
 
 
-def make_turn(tokens: int) -> Turn:
+def make_turn(tokens: int) -> Rotation:
     """Positions that are not the rows' own, and a factor: cosines and sines are then no rotation by themselves."""
     rope = Rope(kind="default", theta=100.0, attention_factor=1.3)
-    return turn(rope, 8, 3 * torch.arange(tokens) + 2, torch.float64)
+    return rotation_at(rope, 8, 3 * torch.arange(tokens) + 2, torch.float64)
 
 
-def by_parts(x: Tensor, turn: Turn) -> Tensor:
+def by_parts(x: Tensor, rotation: Rotation) -> Tensor:
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin), dim=-1)
+    return torch.cat(
+        (first * rotation.cos - second * rotation.sin, second * rotation.cos + first * rotation.sin), dim=-1
+    )
 
 
 @pytest.mark.parametrize("heads", [0, 1, 3])

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ithaca.errors import ModelError
+from ithaca.base.errors import ModelError
 from ithaca.model.rope import Rope, read_rope
-from ithaca.model.turn import inverse_frequencies, turn
+from ithaca.model.rotary import inverse_frequencies, rotation_at
 
 factors = st.floats(1.0, 40.0)
 lengths = st.sampled_from([64, 2048, 8192, 32768])
@@ -74,7 +74,7 @@ def test_same_frequencies_as_transformers(scaling: dict[str, Any], theta: float,
 def test_angles_are_exact_at_five_million() -> None:
     rope = Rope(kind="default", theta=500000.0)
     positions = [0, 1, 4096, 5 * 2**20 - 1]
-    found = turn(rope, 128, torch.tensor(positions), torch.float64)
+    found = rotation_at(rope, 128, torch.tensor(positions), torch.float64)
     for row, position in enumerate(positions):
         for pair, inverse in enumerate(inverse_frequencies(rope, 128).tolist()):
             angle = mpmath.mpf(position) * mpmath.mpf(inverse)

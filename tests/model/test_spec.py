@@ -9,12 +9,11 @@ import pytest
 import torch
 import transformers
 
-from ithaca.errors import ModelError
-from ithaca.model.block import mix, project
-from ithaca.model.heads import Heads
+from ithaca.base.errors import ModelError
+from ithaca.model.block import output_projection, project
 from ithaca.model.presets import PRESETS
-from ithaca.model.spec import FAMILIES, read_spec
-from ithaca.model.turn import turn
+from ithaca.model.rotary import rotation_at
+from ithaca.model.spec import FAMILIES, Heads, read_spec
 
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 SIZES = {
@@ -137,7 +136,7 @@ def test_slices_of_heads_make_up_the_whole() -> None:
     torch.manual_seed(0)
     w = {name: torch.randn(shape, dtype=torch.float64) for name, shape in spec.block_shapes().items()}
     x = torch.randn(7, spec.hidden, dtype=torch.float64)
-    rope = turn(spec.rope, spec.head_size, torch.arange(7), torch.float64)
+    rope = rotation_at(spec.rope, spec.head_size, torch.arange(7), torch.float64)
     whole = project(spec, w, x, rope, Heads.all(spec))
     o = torch.randn(7, spec.heads, spec.head_size, dtype=torch.float64)
     mixed = x
@@ -146,5 +145,5 @@ def test_slices_of_heads_make_up_the_whole() -> None:
         part = project(spec, w, x, rope, Heads(q, kv))
         for found, wanted, heads in zip(part, whole, (q, kv, kv), strict=True):
             assert torch.allclose(found, wanted[:, heads.start : heads.stop], rtol=1e-12)
-        mixed = mix(spec, w, mixed, o[:, q.start : q.stop], Heads(q, kv))
-    assert torch.allclose(mixed, mix(spec, w, x, o, Heads.all(spec)), rtol=1e-12)
+        mixed = output_projection(spec, w, mixed, o[:, q.start : q.stop], Heads(q, kv))
+    assert torch.allclose(mixed, output_projection(spec, w, x, o, Heads.all(spec)), rtol=1e-12)

@@ -61,7 +61,7 @@ def test_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = make_model("qwen3")
     ours = applied(save(theirs, tmp_path / "in", max_shard_size="40KB"))
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 3
-    monkeypatch.setattr("ithaca.model.folder.FILE_BYTES", 50_000)
+    monkeypatch.setattr("ithaca.model.save.FILE_BYTES", 50_000)
     ithaca.save_model(ours, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ithaca.errors import PlanError
-from ithaca.parallel.heads import Share, head_rounds, imbalance, split_heads, usable_rounds
+from ithaca.base.errors import PlanError
+from ithaca.parallel.head_split import HeadSplit, head_rounds, imbalance, split_heads, usable_rounds
 
 Counts = tuple[int, int, int]  # query heads, key/value heads, ranks
 
@@ -20,9 +20,9 @@ def head_counts(draw: st.DrawFn) -> Counts:
     return heads, kv_heads, draw(st.integers(1, min(heads, 16)))
 
 
-def assert_reads_its_own(share: Share, group: int) -> None:
+def assert_reads_its_own(split: HeadSplit, group: int) -> None:
     """On each rank a kernel pairs query head i with key/value head i // (queries / keys) of what is there."""
-    for q, kv in zip(share.q, share.kv, strict=True):
+    for q, kv in zip(split.q, split.kv, strict=True):
         if q:
             each, rest = divmod(len(q), len(kv))
             assert rest == 0
@@ -32,34 +32,34 @@ def assert_reads_its_own(share: Share, group: int) -> None:
 @given(head_counts())
 def test_every_head_has_a_rank_and_its_keys_with_it(counts: Counts) -> None:
     heads, kv_heads, ranks = counts
-    share, group = split_heads(*counts), heads // kv_heads
-    assert len(share.q) == len(share.kv) == ranks
-    assert [head for part in share.q for head in part] == list(range(heads))
-    for q, kv in zip(share.q, share.kv, strict=True):
+    split, group = split_heads(*counts), heads // kv_heads
+    assert len(split.q) == len(split.kv) == ranks
+    assert [head for part in split.q for head in part] == list(range(heads))
+    for q, kv in zip(split.q, split.kv, strict=True):
         queries = Counter(head // group for head in q)
         assert sorted(queries) == list(kv)
         assert len(set(queries.values())) == 1
-    assert_reads_its_own(share, group)
-    assert list(share.q_heads) == list(range(heads))
-    assert list(share.kv_heads) == list(range(kv_heads))
-    assert share.replicated == (ranks > kv_heads)
+    assert_reads_its_own(split, group)
+    assert list(split.q_heads) == list(range(heads))
+    assert list(split.kv_heads) == list(range(kv_heads))
+    assert split.replicated == (ranks > kv_heads)
 
 
 @given(head_counts())
 def test_heads_are_split_evenly(counts: Counts) -> None:
     heads, kv_heads, ranks = counts
-    share = split_heads(*counts)
+    split = split_heads(*counts)
     if ranks <= kv_heads:
-        sizes = [len(kv) for kv in share.kv]
+        sizes = [len(kv) for kv in split.kv]
         assert max(sizes) - min(sizes) <= 1
     else:
-        holders = Counter(kv.start for kv in share.kv)
+        holders = Counter(kv.start for kv in split.kv)
         assert max(holders.values()) - min(holders.values()) <= 1
         for head in range(kv_heads):
-            sizes = [len(q) for q, kv in zip(share.q, share.kv, strict=True) if kv.start == head]
+            sizes = [len(q) for q, kv in zip(split.q, split.kv, strict=True) if kv.start == head]
             assert max(sizes) - min(sizes) <= 1
     if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
-        assert imbalance(share) == 0
+        assert imbalance(split) == 0
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_heads_are_split_evenly(counts: Counts) -> None:
     ids=str,
 )
 def test_examples(counts: Counts, queries: list[int], keys: list[list[int]]) -> None:
-    share = split_heads(*counts)
-    assert [len(part) for part in share.q] == queries
-    assert [list(part) for part in share.kv] == keys
+    split = split_heads(*counts)
+    assert [len(part) for part in split.q] == queries
+    assert [list(part) for part in split.kv] == keys
 
 
 def test_by_how_much_the_fullest_rank_has_more() -> None:
@@ -95,14 +95,14 @@ def test_more_ranks_than_heads() -> None:
 @given(head_counts())
 def test_every_usable_number_makes_rounds_of_all_heads(counts: Counts) -> None:
     heads, kv_heads, ranks = counts
-    share = split_heads(*counts)
-    for at_once in usable_rounds(share):
-        groups = head_rounds(share, at_once)
+    split = split_heads(*counts)
+    for at_once in usable_rounds(split):
+        groups = head_rounds(split, at_once)
         rounds = [part for group in groups for part in group]
         for rank in range(ranks):
             # In order, so that every head comes once, and K and V of a group once
-            assert [head for part in rounds for head in part.q[rank]] == list(share.q[rank])
-            assert [head for group in groups for head in group[0].kv[rank]] == list(share.kv[rank])
+            assert [head for part in rounds for head in part.q[rank]] == list(split.q[rank])
+            assert [head for group in groups for head in group[0].kv[rank]] == list(split.kv[rank])
         for group in groups:
             assert len({part.kv for part in group}) == 1
             assert all(list(part.q_heads) for part in group), "a round for nobody"
@@ -114,20 +114,20 @@ def test_every_usable_number_makes_rounds_of_all_heads(counts: Counts) -> None:
 
 @given(head_counts())
 def test_all_other_numbers_are_refused(counts: Counts) -> None:
-    share = split_heads(*counts)
-    usable = usable_rounds(share)
+    split = split_heads(*counts)
+    usable = usable_rounds(split)
     for at_once in set(range(1, counts[0] + 5)) - set(usable):
         with pytest.raises(PlanError) as caught:
-            head_rounds(share, at_once)
+            head_rounds(split, at_once)
         assert str(caught.value).startswith(f"heads={at_once} is not usable with {counts[0]} query heads on")
         assert str(caught.value).endswith(f": {', '.join(map(str, usable))} {'are' if len(usable) > 1 else 'is'}")
 
 
 @given(head_counts())
 def test_one_head_on_each_rank_and_all_heads_are_always_usable(counts: Counts) -> None:
-    share = split_heads(*counts)
-    assert {counts[2], counts[0]} <= set(usable_rounds(share))
-    assert head_rounds(share, None) == head_rounds(share, counts[0]) == ((share,),)
+    split = split_heads(*counts)
+    assert {counts[2], counts[0]} <= set(usable_rounds(split))
+    assert head_rounds(split, None) == head_rounds(split, counts[0]) == ((split,),)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_a_rank_with_fewer_heads_has_none_left_at_last() -> None:
 
 @given(head_counts())
 def test_parts_say_where_a_ranks_heads_stand(counts: Counts) -> None:
-    share = split_heads(*counts)
-    for group in head_rounds(share, counts[2]):
+    split = split_heads(*counts)
+    for group in head_rounds(split, counts[2]):
         for part in group:
             for rank in range(counts[2]):
                 assert list(part.q_heads[part.q_parts[rank]]) == list(part.q[rank])

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ithaca.parallel import lost
-from ithaca.parallel.patience import set_patience
+from ithaca.parallel import hangs as lost
+from ithaca.parallel.hangs import set_timeout
 from tests.missing import survive, vanish
 from tests.nursery import Nursery
 
@@ -22,7 +22,7 @@ def collectives(how: str, pid: Path) -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     dist.barrier()
-    set_patience([group], 100 if how == "killed" else 2)
+    set_timeout([group], 100 if how == "killed" else 2)
     with lost.answering(group):
         for number in range(4):
             if number == 2 and rank == 2:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import ithaca
-from ithaca.parallel.patience import patience, set_patience, step_seconds
-from ithaca.sizes import MOST_SECONDS
+from ithaca.base.sizes import MOST_SECONDS
+from ithaca.parallel.hangs import set_timeout, step_seconds, timeout
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -19,19 +19,19 @@ def test_the_time_of_a_step() -> None:
 
 
 def test_patience_is_longer_than_any_step() -> None:
-    assert patience(0) == 600
-    assert patience(277) == 600 + 3 * 277
-    assert patience(1e30) == MOST_SECONDS
-    timedelta(seconds=patience(1e30)) / timedelta(milliseconds=1)
+    assert timeout(0) == 600
+    assert timeout(277) == 600 + 3 * 277
+    assert timeout(1e30) == MOST_SECONDS
+    timedelta(seconds=timeout(1e30)) / timedelta(milliseconds=1)
 
 
 def waits(replicate: int, ulysses: int) -> list[float]:
     mesh = ithaca.mesh(replicate=replicate, ulysses=ulysses, device="cpu")
-    set_patience(mesh.groups, 1234.5)
+    set_timeout(mesh.groups, 1234.5)
     used = [mesh.group, *(mesh.parameters.get_group(axis) for axis in range(mesh.parameters.ndim))]
     used += [mesh.ulysses_group] if mesh.ulysses_group else []
     found = [group._get_backend(CPU).options._timeout.total_seconds() for group in used]
-    set_patience(mesh.groups, 1800)  # the job serves other tests
+    set_timeout(mesh.groups, 1800)  # the job serves other tests
     return found
 
 

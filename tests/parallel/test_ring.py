@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.walk import merge
-from ithaca.parallel.heads import split_heads
+from ithaca.parallel.collectives import Group, Wait
+from ithaca.parallel.head_split import split_heads
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.ring import Ring
-from ithaca.parallel.transport import Group, Wait
 from ithaca.plans.plan import Plan
 from ithaca.plans.traffic import Sender, block_traffic
-from ithaca.schedule.around import Around
+from ithaca.schedule.whole.ring_kernel import RingKernel
 
 BF16 = torch.bfloat16
 
@@ -29,7 +29,7 @@ def group_ring() -> Ring:
 class Numbers:
     """A kernel in which a query finds and gets the number of a key, and a key that of a query; one pair at a time."""
 
-    name, grain = "numbers", None
+    name, bucket = "numbers", None
 
     def forward(self, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         return torch.full_like(q, k.flatten()[0].item()), q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
@@ -39,9 +39,9 @@ class Numbers:
         return torch.full_like(q, other), torch.full_like(k, mine), torch.full_like(v, mine)
 
 
-def around(ring: Ring, bounds: tuple[int, ...], gathers: bool) -> Around:
+def around(ring: Ring, bounds: tuple[int, ...], gathers: bool) -> RingKernel:
     kernel: Any = Numbers()
-    return Around(kernel, ring, Layout(bounds[-1], bounds[-1], 1, ring.ranks), bounds, gathers)
+    return RingKernel(kernel, ring, Layout(bounds[-1], bounds[-1], 1, ring.ranks), bounds, gathers)
 
 
 def merge_in_fp32(o_sum: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
@@ -58,7 +58,7 @@ def sums_in_bfloat16() -> dict[str, list[float]]:
     found = {"dq": ring.reduce(chunk)()}
     tokens, lse, pieces = chunk[:2], torch.zeros(1, 2), Pieces.documents((0, 2))
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("parallel.ring", "schedule.around"):
+        for module in ("parallel.ring", "schedule.whole.ring_kernel"):
             patch.setattr(f"ithaca.{module}.merge", merge_in_fp32)
         found["o"], _ = ring.merge(chunk, torch.zeros(1, 8))()
         for way in ("around", "gather"):
@@ -93,14 +93,14 @@ class Watched:
     def __init__(self, ranks: int):
         self.ranks, self.rank, self.bytes = ranks, 0, 0
 
-    def swap(self, target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int]) -> Wait:
+    def all_to_all(self, target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int]) -> Wait:
         assert (sum(target_sizes), sum(source_sizes)) == (target.numel(), source.numel())
         return self._carry(target, source, sum(source_sizes[1:]))
 
-    def gather(self, target: Tensor, source: Tensor) -> Wait:
+    def all_gather(self, target: Tensor, source: Tensor) -> Wait:
         return self._carry(target, source, (self.ranks - 1) * source.numel())
 
-    def add_up(self, target: Tensor, source: Tensor) -> Wait:
+    def reduce_scatter(self, target: Tensor, source: Tensor) -> Wait:
         return self._carry(target, source, source.numel() - target.numel())
 
     def _carry(self, target: Tensor, source: Tensor, leaving: int) -> Wait:

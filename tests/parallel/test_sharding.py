@@ -7,9 +7,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import ithaca
+from ithaca.base.tiles import Tiles
 from ithaca.model.decoder import Unit
 from ithaca.parallel.sharding import opened
-from ithaca.tape.tiles import Tiles
 from tests.models import make_model, save
 from tests.schedule.steps import random_batch
 
@@ -30,7 +30,7 @@ def gathered_tables(folder: Path, options: dict) -> tuple[set[bool], bool]:
     kernel, seen = model.kernel, set()
 
     class Watching:
-        name, grain = kernel.name, kernel.grain
+        name, bucket = kernel.name, kernel.bucket
 
         def forward(self, *args):
             seen.add(is_gathered(model.decoder.embedding))

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from ithaca.model.named import find_config
+from ithaca.base.sizes import format_bytes
+from ithaca.model.config_json import find_config
 from ithaca.model.spec import read_spec
 from ithaca.planner.advice import Rank, out_of_memory
 from ithaca.planner.memory import predict_memory
 from ithaca.plans.plan import Plan
-from ithaca.sizes import format_bytes
 
 GIB, M = 2**30, 2**20
 SPEC = read_spec(find_config("llama3-8b")[0])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ithaca.errors import PlanError
+from ithaca.base.errors import PlanError
 from ithaca.planner.hardware import NUMBERS, RATES, nearest, parse_gpus, read_gpus
 
 WANTED = ("A100-40GB", "A100-80GB", "H100-80GB", "H200-141GB", "B200-180GB", "GH200-96GB", "RTX4090-24GB", "L40S-48GB")

@@ -15,19 +15,19 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaca.model.named import find_config
+from ithaca.base.owners import BATCH, BLOCKS, GATHERED, GRADIENTS, KEYS, STATES, TAPES
+from ithaca.model.config_json import find_config
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import Spec, read_spec
-from ithaca.parallel.looped import start_looped
+from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import mesh
 from ithaca.planner import memory
 from ithaca.planner.memory import Memory, predict_memory
-from ithaca.planner.owners import BATCH, BLOCKS, GATHERED, GRADIENTS, KEYS, STATES, TAPES
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal import rehearse
-from ithaca.rehearsal.meter import Meter
-from ithaca.rehearsal.stand_ins import Weightless
+from ithaca.rehearsal.fake_kernels import Weightless
+from ithaca.rehearsal.memory_owners import Meter
 from tests.nursery import Nursery
 
 K, M = 2**10, 2**20
@@ -41,7 +41,7 @@ SCENES: dict[str, tuple[Words, dict[str, int]]] = {
     "sweep on a ring": ({**SWEEP, "tile": 25}, {"ulysses": 2, "ring": 2}),
     "o recomputed": ({**SWEEP, "o": "recompute"}, {"ulysses": 4}),
     "x rebuilt": ({**SWEEP, "x": "host, rebuild"}, {"ulysses": 4}),
-    "on the device": ({**SWEEP, "x": "device", "o": "device", "gradient": "device"}, {"ulysses": 4}),
+    "on the device": ({**SWEEP, "x": "device", "o": "device", "residual": "device"}, {"ulysses": 4}),
     "on the host": ({**SWEEP, "kv": "host", "lse": "host"}, {"ulysses": 4}),
     "chunks that do not divide": ({**SWEEP, "chunk": 100}, {"ulysses": 2, "shard": 2}),
     "moments on the host": ({**SWEEP, "optimizer": "host"}, {"ulysses": 4}),
@@ -94,7 +94,7 @@ def watch(name: str, tied: bool, present: int, file: Path) -> None:
     PRESETS["tiny"] = {**PRESETS["tiny"], "tie_word_embeddings": tied}
     words, axes = SCENES[name]
     plan = Plan(**words)
-    start_looped(4)
+    start_loopback(4)
     scene = rehearse.Scene(model="tiny", plan=plan, tokens=TOKENS, layers=present, memory_only=True, **axes)
     found = rehearse.play(scene, mesh(**axes))
     dist.destroy_process_group()
@@ -143,7 +143,7 @@ PLANS = [
     Plan(recipe="sweep"),
     Plan(recipe="sweep", o="recompute"),
     Plan(recipe="sweep", x="host, rebuild*7", kv="host", lse="host"),
-    Plan(recipe="sweep", x="device", o="device", gradient="device"),
+    Plan(recipe="sweep", x="device", o="device", residual="device"),
     Plan(recipe="ulysses"),
     Plan(recipe="ulysses", checkpoint="selective", tile=8192),
     Plan(recipe="ulysses", checkpoint="none"),
@@ -206,7 +206,7 @@ def test_what_is_kept_where() -> None:
     hosted = llama(Plan(recipe="sweep"))
     assert hosted.parts[KEYS] == 2 * M * 128 * (2 + 4)  # one key/value head of each rank, for all tokens
     assert hosted.host == local * 4096 * 2 * (32 + 32 + 1)  # x, o, gradient
-    everything = llama(Plan(recipe="sweep", x="device", o="device", gradient="device"))
+    everything = llama(Plan(recipe="sweep", x="device", o="device", residual="device"))
     lse = 32 * M * 4 * 4
     assert everything.parts[TAPES] == hosted.host + lse
     assert everything.host == everything.disk == 0

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ithaca.base.errors import IthacaError, PlanError
 from ithaca.cli import app
-from ithaca.errors import IthacaError, PlanError
-from ithaca.model.named import find_config
+from ithaca.model.config_json import find_config
 from ithaca.model.spec import Spec, read_spec
-from ithaca.parallel.heads import head_rounds, split_heads
+from ithaca.parallel.head_split import head_rounds, split_heads
 from ithaca.parallel.layout import Layout
 from ithaca.planner.machine import Machine
 from ithaca.planner.meshes import BF16, FP32, choose
@@ -30,9 +30,9 @@ def links_of_every_rank(
     spec: Spec, plan: Plan, machine: Machine, tokens: int, ulysses: int, ring: int
 ) -> Iterator[tuple[int, int]]:
     """(inside, across) of each GPU of the job in one step, by where every single peer lies."""
-    share, plan = split_heads(spec.heads, spec.kv_heads, ulysses), plan.settled()
+    split, plan = split_heads(spec.heads, spec.kv_heads, ulysses), plan.settled()
     layout = Layout(tokens, plan.chunk_of(tokens, True) if plan.sweeps else tokens, ulysses, ring)
-    rounds = head_rounds(share, plan.heads_at_once(ulysses))
+    rounds = head_rounds(split, plan.heads_at_once(ulysses))
     for rank in range(machine.ranks):
         start = rank // layout.ranks * layout.ranks
         my_ring, mine = divmod(rank - start, ulysses)

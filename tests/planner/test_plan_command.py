@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from ithaca.base.sizes import format_tokens
 from ithaca.cli import main
 from ithaca.config import read_config
 from ithaca.model.presets import PRESETS
 from ithaca.plans.plan import RECIPES
-from ithaca.sizes import format_tokens
 from tests.nursery import Ended
 
 Say = Callable[..., Ended]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from ithaca.base.errors import PlanError
 from ithaca.config import read_config
-from ithaca.errors import PlanError
-from ithaca.model.named import find_config
+from ithaca.model.config_json import find_config
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import Spec, read_spec
 from ithaca.planner.cluster import Cluster

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ithaca.model.named import find_config
+from ithaca.model.config_json import find_config
 from ithaca.model.spec import read_spec
 from ithaca.planner.hardware import read_gpus
 from ithaca.planner.machine import Machine
@@ -53,7 +53,7 @@ def test_a_slow_link_to_the_host_is_waited_for() -> None:
     slow = replace(GPU, host=1e6)
     found = predict_seconds(spec, Plan(recipe="sweep"), slow, machine, M, 8)
     assert found.step == pytest.approx(found.copies, rel=1e-3)
-    device = Plan(recipe="sweep", x="device", o="device", gradient="device")
+    device = Plan(recipe="sweep", x="device", o="device", residual="device")
     assert predict_seconds(spec, device, slow, machine, M, 8).copies == 0
 
 

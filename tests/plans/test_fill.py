@@ -7,22 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ithaca
-from ithaca.errors import PlanError
-from ithaca.model.heads import Heads
-from ithaca.parallel.heads import split_heads
-from ithaca.plans.needs import (
+from ithaca.base.errors import PlanError
+from ithaca.model.spec import Heads
+from ithaca.parallel.head_split import split_heads
+from ithaca.plans.places import RECOMPUTE
+from ithaca.plans.tape_specs import (
     device_bytes,
     disk_bytes,
     has_room_for_x,
     host_bytes,
     layout_of,
-    needs,
     passing_bytes,
     rebuilds_of,
+    tape_specs,
     tiles_of,
 )
-from ithaca.plans.places import RECOMPUTE
-from ithaca.plans.rebuild import LONGEST_PASSING, passing_layers, rebuild_passes
+from ithaca.schedule.sweep.rebuild import LONGEST_PASSING, passing_layers, rebuild_passes
 
 SPEC = ithaca.load_model("llama3-8b").spec
 TOKENS = 2**17
@@ -30,8 +30,8 @@ TOKENS = 2**17
 
 def taken(plan: ithaca.Plan, tokens: int = TOKENS, ranks: int = 1) -> tuple[int, int]:
     """By the first rank, which has as many heads as any."""
-    share = split_heads(SPEC.heads, SPEC.kv_heads, ranks)
-    asked = needs(plan.settled(), SPEC, 2, Heads(share.q[0], share.kv[0]), ranks)
+    split = split_heads(SPEC.heads, SPEC.kv_heads, ranks)
+    asked = tape_specs(plan.settled(), SPEC, 2, Heads(split.q[0], split.kv[0]), ranks)
     tiles = tiles_of(plan, layout_of(plan, tokens, ranks))
     hosted = sum(need.bytes_of(tiles.length) for need in asked if need.place == "host")
     return device_bytes(asked, tiles) + passing_bytes(plan, SPEC, asked), hosted
@@ -62,7 +62,7 @@ def test_place_prefers_o_to_x_and_the_device_to_the_host() -> None:
 
     assert (place(100 * gib, 0).x, place(100 * gib, 0).o) == ("device", "device")
     assert (place(4 * gib, 70 * gib).x, place(4 * gib, 70 * gib).o) == ("host", "host")
-    assert (place(5 * gib, 70 * gib).gradient, place(7 * gib // 2, 70 * gib).gradient) == ("device", None)
+    assert (place(5 * gib, 70 * gib).residual, place(7 * gib // 2, 70 * gib).residual) == ("device", None)
     lean = place(4 * gib, 37 * gib)
     assert lean.o == "host"
     assert lean.placement(32).x.count("host") == 4
@@ -83,7 +83,7 @@ def test_place_stays_within_its_budgets_on_the_disk_too(host: int, disk: int) ->
     except PlanError:
         assert host + disk < 40 * 2**30
         return
-    asked = needs(plan.settled(), SPEC, 2)
+    asked = tape_specs(plan.settled(), SPEC, 2)
     tiles = tiles_of(plan, layout_of(plan, TOKENS, 1))
     assert host_bytes(asked, tiles, gpu=True) <= host
     assert disk_bytes(asked, tiles) <= disk
@@ -109,9 +109,9 @@ def test_place_uses_the_disk_last_and_before_attention_runs_again() -> None:
 
 def test_place_knows_that_a_device_alone_needs_no_slots() -> None:
     plan = ithaca.Plan(recipe="sweep")
-    everything = taken(ithaca.Plan(recipe="sweep", x="device", o="device", gradient="device"))[0]
+    everything = taken(ithaca.Plan(recipe="sweep", x="device", o="device", residual="device"))[0]
     placed = ithaca.place(plan, SPEC, TOKENS, device=everything, host=0)
-    assert (placed.x, placed.o, placed.gradient) == ("device", "device", "device")
+    assert (placed.x, placed.o, placed.residual) == ("device", "device", "device")
     lean = ithaca.place(plan, SPEC, "1M", device="300GiB", host=0)
     assert lean.o == "device"
 

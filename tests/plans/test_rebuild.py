@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ithaca.plans.places import REBUILD, RECOMPUTE, Placement
-from ithaca.plans.rebuild import LONGEST_PASSING, layers_to_keep, passing_layers, plan_rebuilds, rebuild_passes
+from ithaca.schedule.sweep.rebuild import LONGEST_PASSING, layers_to_keep, passing_layers, plan_rebuilds, rebuild_passes
 from tests.plans.placements import placements
 
 

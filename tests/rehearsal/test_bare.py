@@ -7,7 +7,7 @@ import torch
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels import choose_kernel
-from ithaca.rehearsal import bare
+from ithaca.rehearsal import kernel_bound as bare
 
 CPU = torch.device("cpu")
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import ithaca
+from ithaca.base.owners import ALLOCATOR, GRADIENTS, HOST, KERNELS
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import read_spec
 from ithaca.planner.memory import predict_memory
-from ithaca.planner.owners import ALLOCATOR, GRADIENTS, HOST, KERNELS
 from ithaca.planner.seconds import _linear_flops
 from ithaca.plans.plan import Plan
-from ithaca.rehearsal import bare, rehearse
+from ithaca.rehearsal import kernel_bound as bare
+from ithaca.rehearsal import rehearse
 from ithaca.rehearsal.rehearse import Scene, play
 from tests.nursery import Ended, Nursery
 

@@ -10,7 +10,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 import ithaca
-from ithaca.parallel.heads import split_heads, usable_rounds
+from ithaca.parallel.head_split import split_heads, usable_rounds
 from tests.models import make_model, save
 from tests.schedule.steps import Outcome, Rows, model_step, random_batch
 
@@ -64,8 +64,8 @@ RECIPES: dict[str, Options] = {
     "sweep-rebuild": {"recipe": "sweep", "x": "host, rebuild*2"},
     "sweep-mixed": {"recipe": "sweep", "x": "device, rebuild, host", "o": "host, recompute, device"},
     "sweep-keys-on-host": {"recipe": "sweep", "kv": "host", "lse": "host"},
-    "sweep-all-on-host": {"recipe": "sweep", "kv": "host", "lse": "host", "gradient": "host"},
-    "sweep-all-on-device": {"recipe": "sweep", "x": "device", "o": "device", "gradient": "device"},
+    "sweep-all-on-host": {"recipe": "sweep", "kv": "host", "lse": "host", "residual": "host"},
+    "sweep-all-on-device": {"recipe": "sweep", "x": "device", "o": "device", "residual": "device"},
 }
 
 

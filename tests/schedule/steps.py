@@ -7,7 +7,7 @@ from torch import Tensor
 
 import ithaca
 from ithaca.model.decoder import stored_name
-from ithaca.schedule import naive
+from ithaca.schedule import reference as naive
 from tests.models import relative
 
 EXACT = 1e-10
@@ -44,9 +44,9 @@ def model_step(model: ithaca.Model, batches: list[Rows]) -> Outcome:
     valid = sum(part.valid_tokens for part in parts)
     loss = 0.0
     for number, part in enumerate(parts, start=1):
-        micro = model(part, valid_tokens=valid, last=number == len(parts))
-        (3 * micro).backward()
-        loss += micro.item()
+        micro_batch = model(part, valid_tokens=valid, last=number == len(parts))
+        (3 * micro_batch).backward()
+        loss += micro_batch.item()
     return loss, {stored_name(name): p.grad.full_tensor() / 3 for name, p in model.decoder.named_parameters()}
 
 

@@ -118,9 +118,9 @@ def test_ranks_with_other_plans(ranks, folders) -> None:
 def reserving(folder: Path, options: dict, rows: list[int], tokens: list[int]) -> tuple[str, str]:
     """What is said of numbers that differ by rank, and of the same ones after that."""
     model, rank = open_model(folder, ithaca.Plan(**options), {"ulysses": 2}), dist.get_rank()
-    first = sentence(lambda: model.reserve(rows[rank], tokens[rank]))
-    assert first == sentence(lambda: model.check_room(rows[rank], tokens[rank]))
-    return first, sentence(lambda: model.reserve(rows[0], tokens[0]))
+    first = sentence(lambda: model.allocate(rows[rank], tokens[rank]))
+    assert first == sentence(lambda: model.check_memory(rows[rank], tokens[rank]))
+    return first, sentence(lambda: model.allocate(rows[0], tokens[0]))
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [([1, 1], [64, 65]), ([1, 2], [64, 64])])
@@ -207,10 +207,10 @@ def room_for(folder: Path) -> tuple[str, str]:
     """What is said of a sequence that is too long, and of the length that it names."""
     plan = ithaca.Plan(recipe="sweep", chunk=16, host_memory=10**6)
     model = open_model(folder, plan, {"ulysses": 2})
-    first = sentence(lambda: model.check_room(1, 2000))
+    first = sentence(lambda: model.check_memory(1, 2000))
     fitting = int(first.rpartition(" tokens would fit")[0].rpartition(" ")[2])
     assert 200 < fitting < 2000
-    return first, sentence(lambda: model.check_room(1, fitting - fitting % 2))
+    return first, sentence(lambda: model.check_memory(1, fitting - fitting % 2))
 
 
 def test_tokens_that_fit_are_those_of_the_sequence(ranks, folders) -> None:

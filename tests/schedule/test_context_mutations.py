@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ithaca
-from ithaca.parallel.heads import Share, split_heads
+from ithaca.parallel.head_split import HeadSplit, split_heads
 from tests.schedule.contexts import RECIPES, context_step, packed, save_models
 from tests.schedule.steps import Outcome, Rows, assert_same, naive_step
 
@@ -24,16 +24,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
-def other_keys(heads: int, kv_heads: int, ranks: int) -> Share:
+def other_keys(heads: int, kv_heads: int, ranks: int) -> HeadSplit:
     """Each rank holds the key/value heads of its neighbour's queries."""
-    share = split_heads(heads, kv_heads, ranks)
-    return Share(share.q, (*share.kv[1:], share.kv[0]))
+    split = split_heads(heads, kv_heads, ranks)
+    return HeadSplit(split.q, (*split.kv[1:], split.kv[0]))
 
 
-def first_holder(share: Share, parts: list[Tensor]) -> Tensor:
+def first_holder(split: HeadSplit, parts: list[Tensor]) -> Tensor:
     """What one holder of each key/value head has, for the sum of all."""
-    total = parts[0].new_zeros(len(parts[0]), len(share.kv_heads), parts[0].shape[2])
-    for heads, part in reversed(list(zip(share.kv_parts, parts, strict=True))):
+    total = parts[0].new_zeros(len(parts[0]), len(split.kv_heads), parts[0].shape[2])
+    for heads, part in reversed(list(zip(split.kv_parts, parts, strict=True))):
         total[:, heads] = part
     return total
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ithaca
-from ithaca.parallel.transport import Group, Wait
-from ithaca.schedule import naive
-from ithaca.schedule.sweep import SweepCall
+from ithaca.parallel.collectives import Group, Wait
+from ithaca.schedule import reference as naive
+from ithaca.schedule.sweep.run import SweepCall
 from tests.models import make_model, relative, save
 from tests.schedule.contexts import RECIPES, context_step, open_model, packed, random_delays, sampled, save_models
 from tests.schedule.steps import EXACT, Outcome, Rows, assert_same, model_step, random_batch
@@ -142,11 +142,11 @@ class LateGroup(Group):
 
     late = staticmethod(random_delays(7))
 
-    def swap(self, *args) -> Wait:
-        return self._later(super().swap(*args))
+    def all_to_all(self, *args) -> Wait:
+        return self._later(super().all_to_all(*args))
 
-    def gather(self, *args) -> Wait:
-        return self._later(super().gather(*args))
+    def all_gather(self, *args) -> Wait:
+        return self._later(super().all_gather(*args))
 
     def _later(self, wait: Wait) -> Wait:
         def later() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ithaca.model.precision import at_least_fp32
+from ithaca.base.precision import at_least_fp32
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import read_spec
 from ithaca.parallel.batch import IGNORED

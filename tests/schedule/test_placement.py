@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ithaca
-from ithaca.errors import PlanError, RunError
-from ithaca.plans.needs import disk_bytes
+from ithaca.base.errors import PlanError, RunError
 from ithaca.plans.places import IN_MEMORY, Placement, spell
+from ithaca.plans.tape_specs import disk_bytes
 from tests.models import make_model, save
 from tests.plans.placements import placements
 from tests.schedule.steps import Outcome, assert_same, compare, model_step, naive_step, random_batch
@@ -93,7 +93,7 @@ def test_hard_ones(folders, tmp_path: Path, kind: str, x: str, o: str) -> None:
 def test_every_mix_gives_the_same_bits(
     folders, tmp_path_factory, kind: str, placement: Placement, others, seed: int
 ) -> None:
-    places = {name: others.draw(st.sampled_from(IN_MEMORY)) for name in ("lse", "gradient", "kv")}
+    places = {name: others.draw(st.sampled_from(IN_MEMORY)) for name in ("lse", "residual", "kv")}
     chunk = others.draw(st.sampled_from((4, 9, 30)))
     batches = [random_batch(1, 30, documents=True, ignored=0.2, seed=seed), random_batch(1, 23, True, 0.2, seed + 1)]
     cut = {"chunk": min(chunk, 23), "tile": min(chunk, 5)}
@@ -124,7 +124,7 @@ def own_file(folder: Path, disk: Path) -> tuple[int, list[str]]:
     """The file of this rank's tapes, and what others see of it."""
     plan = ithaca.Plan(recipe="sweep", o="disk", disk=str(disk))
     model = ithaca.apply(ithaca.load_model(folder, "float64"), plan, ithaca.mesh())
-    model.reserve(2, 64)
+    model.allocate(2, 64)
     file = os.fstat(model._tapes[True]._disk._file._file)  # pyrefly: ignore
     assert file.st_size == disk_bytes(model._needs(True), model._tapes[True].tiles)
     return file.st_ino, os.listdir(disk)
@@ -158,7 +158,7 @@ def test_whole_blocks_with_x_of_some_layers_on_the_host(ranks, folders, recipe: 
     plan = ithaca.Plan(recipe=recipe, x="device, host*2", tile=7)
     compare(ranks(2), folders["tied"], plan, [random_batch(3, 23, documents=True, ignored=0.2, seed=2)])
     model = ithaca.apply(ithaca.load_model(folders["tied"], "float64"), plan)
-    model.reserve(1, 64)
+    model.allocate(1, 64)
     assert model.describe_tapes()[1] == f"tapes: on the host x of 4 layers {4 * 64 * 48 * 8 / 1024:.3g} KiB"
 
 
@@ -177,7 +177,7 @@ def test_a_disk_that_fails_ends_the_pass_and_not_the_model(folders, tmp_path: Pa
     plan = sweep(tmp_path, x="disk", o="disk", chunk=4, tile=3)
     model = ithaca.apply(ithaca.load_model(folders["wide"], "float64"), plan)
     model.engine.poison = True
-    model.reserve(1, 30)
+    model.allocate(1, 30)
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -198,14 +198,14 @@ def test_another_length_has_the_disk_to_itself(folders, tmp_path: Path) -> None:
     model = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), sweep(tmp_path, x="disk", chunk=8))
     loss = model(model.shard(*random_batch(1, 30, documents=False, ignored=0.0, seed=7)))
     loss.backward()
-    model.reserve(1, 40)
+    model.allocate(1, 40)
     assert len(open_files(tmp_path)) == 1
 
 
 def test_what_is_said_to_fit_the_host_fits_beside_the_staging(folders, tmp_path: Path) -> None:
     def check(tokens: int) -> None:
         plan = sweep(tmp_path, o="disk", chunk=16, host_memory=400 * 2**10)
-        ithaca.apply(ithaca.load_model(folders["untied"], "float64"), plan).check_room(1, tokens)
+        ithaca.apply(ithaca.load_model(folders["untied"], "float64"), plan).check_memory(1, tokens)
 
     with pytest.raises(PlanError, match="tokens would fit") as refused:
         check(1600)
@@ -218,7 +218,7 @@ def test_what_is_said_to_fit_the_host_fits_beside_the_staging(folders, tmp_path:
 def test_what_is_on_the_disk_is_said_and_counted(folders, tmp_path: Path) -> None:
     plan = sweep(tmp_path, x="host*2, disk*4", o="disk", chunk=32)
     model = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), plan)
-    model.reserve(1, 64)
+    model.allocate(1, 64)
     said, row = model.describe_tapes()[1], 64 * 48 * 8 / 1024
     assert f"on the disk x of 4 layers {4 * row:.3g} KiB, o {6 * row:.3g} KiB" in said
     on_host = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), ithaca.Plan(recipe="sweep", chunk=32))
@@ -231,7 +231,7 @@ def test_a_way_through_the_page_cache_is_said(folders, tmp_path: Path, monkeypat
     monkeypatch.setattr("ithaca.tape.file._go_direct", lambda _: direct)
     said: list[str] = []
     model = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), sweep(tmp_path, o="disk", chunk=32))
-    model.reserve(1, 64, said.append)
+    model.allocate(1, 64, said.append)
     wanted = f"plan.disk='{tmp_path}' is on a file system that reads and writes through the page cache only: slower"
     assert said == ([] if direct else [wanted])
 
@@ -248,7 +248,7 @@ def test_a_rehearsal_needs_no_disk(folders) -> None:
 def test_what_is_made_again_is_said(folders) -> None:
     plan = ithaca.Plan(recipe="sweep", x="host*2, rebuild*4", o="recompute, host*5", chunk=32)
     model = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), plan)
-    model.reserve(1, 64)
+    model.allocate(1, 64)
     lines = model.describe_tapes()
     assert "x of 2 layers" in lines[1]
     assert "o of 5 layers" in lines[1]
@@ -285,7 +285,7 @@ REFUSED = [
 def test_refused(folders, options: dict, sentence: str) -> None:
     def run() -> None:
         plan = ithaca.Plan(**({"recipe": "sweep"} | options))
-        ithaca.apply(ithaca.load_model(folders["untied"], "float64"), plan).reserve(1, 64)
+        ithaca.apply(ithaca.load_model(folders["untied"], "float64"), plan).allocate(1, 64)
 
     with pytest.raises(PlanError, match=sentence):
         run()
@@ -297,7 +297,7 @@ def with_little_disk(folder: Path, disk: Path, rows: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=200 * 2**10))
         try:
-            model.check_room(rows, 64)
+            model.check_memory(rows, 64)
         except PlanError as error:
             return str(error)
     return "fits"

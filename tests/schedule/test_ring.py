@@ -10,9 +10,9 @@ from torch import Tensor
 
 import ithaca
 from ithaca.attention.walk import merge
-from ithaca.parallel.transport import Group, Wait
+from ithaca.parallel.collectives import Group, Wait
 from ithaca.plans.traffic import Sender, Traffic, block_traffic
-from ithaca.schedule import naive
+from ithaca.schedule import reference as naive
 from tests.models import make_model, relative, save
 from tests.schedule.contexts import LAYERS, MODELS, Options, context_step, open_model, packed, save_models, sized
 from tests.schedule.steps import EXACT, Rows, assert_same, naive_step, random_batch
@@ -28,7 +28,7 @@ RECIPES: dict[str, Options] = {
     "sweep": {"recipe": "sweep"},
     "sweep-recompute": {"recipe": "sweep", "o": "recompute"},
     "sweep-rebuild": {"recipe": "sweep", "x": "host, rebuild*2"},
-    "sweep-all-on-host": {"recipe": "sweep", "kv": "host", "lse": "host", "gradient": "host"},
+    "sweep-all-on-host": {"recipe": "sweep", "kv": "host", "lse": "host", "residual": "host"},
 }
 
 
@@ -173,7 +173,7 @@ def sent(folder: Path, plan: ithaca.Plan, mesh: dict[str, int], tokens: int) -> 
 
         def counted(over: Group, target: Tensor, source: Tensor, *sizes: list[int]) -> Wait:
             leaving = (over.ranks - 1) * min(source.numel(), target.numel())
-            if name == "swap":
+            if name == "all_to_all":
                 leaving = sum(sizes[1]) - sizes[1][over.rank]
             found[backward] += Traffic(1, leaving * source.element_size())
             return whole(over, target, source, *sizes)
@@ -183,7 +183,7 @@ def sent(folder: Path, plan: ithaca.Plan, mesh: dict[str, int], tokens: int) -> 
     row = torch.arange(tokens) % 97
     batch = model.shard(row, row)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("swap", "gather", "add_up"):
+        for name in ("all_to_all", "all_gather", "reduce_scatter"):
             count(name)
         loss = model(batch)
         backward = True

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ithaca
-from ithaca.errors import InputError, PlanError, RunError
+from ithaca.base.errors import InputError, PlanError, RunError
 from ithaca.model.linear import Summed
 from tests.models import make_model, relative, save
 from tests.schedule.steps import (
@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @st.composite
 def plans(draw: st.DrawFn, length: int) -> ithaca.Plan:
     """Any chunk, any tile, every tape anywhere."""
-    places = {name: draw(st.sampled_from(PLACES)) for name in ("x", "o", "lse", "gradient", "kv")}
+    places = {name: draw(st.sampled_from(PLACES)) for name in ("x", "o", "lse", "residual", "kv")}
     chunk = draw(st.none() | st.integers(1, length))
     tile = draw(st.integers(1, chunk or length))
     return ithaca.Plan(recipe="sweep", chunk=chunk, tile=tile, loss_tile=draw(st.sampled_from((5, 4096))), **places)
@@ -93,7 +93,7 @@ def test_equals_naive_often(folders, heads: str, data: st.DataObject, seed: int)
 def test_two_ranks_with_accumulation(ranks, folders, heads: str, zero: int, recipe: str) -> None:
     chance = random.Random(f"{heads} {zero} {recipe}")
     if recipe == "sweep":
-        places = {name: chance.choice(PLACES) for name in ("x", "o", "lse", "gradient", "kv")}
+        places = {name: chance.choice(PLACES) for name in ("x", "o", "lse", "residual", "kv")}
         plan = ithaca.Plan(recipe="sweep", zero=zero, chunk=chance.randint(3, 23), tile=3, loss_tile=7, **places)
     else:
         checkpoint = chance.choice(("selective", "full"))
@@ -122,10 +122,10 @@ def random_delays(seed: int, longest: float):
 
 
 RESIDENCIES = [
-    {"x": "device", "o": "device", "lse": "device", "gradient": "device", "kv": "device"},
-    {"x": "host", "o": "host", "lse": "device", "gradient": "host", "kv": "device"},
-    {"x": "host", "o": "device", "lse": "host", "gradient": "device", "kv": "host"},
-    {"x": "host", "o": "host", "lse": "host", "gradient": "host", "kv": "host"},
+    {"x": "device", "o": "device", "lse": "device", "residual": "device", "kv": "device"},
+    {"x": "host", "o": "host", "lse": "device", "residual": "host", "kv": "device"},
+    {"x": "host", "o": "device", "lse": "host", "residual": "device", "kv": "host"},
+    {"x": "host", "o": "host", "lse": "host", "residual": "host", "kv": "host"},
 ]
 
 
@@ -169,7 +169,7 @@ def test_a_second_forward_before_backward_is_refused(folders, options) -> None:
     with pytest.raises(InputError, match="a second forward pass began before the backward pass of the first"):
         model(batch)
     with pytest.raises(InputError, match="a second forward pass began"):
-        model.reserve(1, 50)
+        model.allocate(1, 50)
     loss.backward()  # which is still possible
     first = [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
     model.zero_grad()
@@ -232,7 +232,7 @@ def test_weight_gradients_are_given_up_with_their_pass(folders) -> None:
             alive.append(weakref.ref(self))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ithaca.schedule.halves.Summed", Watched)
+        patch.setattr("ithaca.schedule.pre_post_attention.Summed", Watched)
         gc.disable()
         try:
             model(batch).backward()
@@ -295,7 +295,7 @@ def test_a_pass_that_breaks_off_leaves_the_model_usable(folders) -> None:
         """A kernel whose n-th forward call fails. (After a backward pass that fails, FSDP2 itself is of no use.)"""
 
         name = "breaking"
-        grain = None
+        bucket = None
 
         def __init__(self, call: int):
             self.calls_left = call
@@ -398,7 +398,7 @@ def too_little_memory(folder: Path) -> str:
     plan = ithaca.Plan(recipe="sweep", host_memory=60_000)
     model = ithaca.apply(ithaca.load_model(folder, "float64"), plan, ithaca.mesh())
     try:
-        model.check_room(2, 37)
+        model.check_memory(2, 37)
     except PlanError as error:
         return str(error)
     return "fits"

@@ -6,13 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ithaca.base.tiles import Tiles
 from ithaca.tape.blocks import Stretch, staged_bytes, stretch_bytes, whole_blocks
 from ithaca.tape.disk import Disk, DiskTape
 from ithaca.tape.file import TapeFile
 from ithaca.tape.slab import Slab
-from ithaca.tape.slots import Slots
-from ithaca.tape.tape import Tape
-from ithaca.tape.tiles import Tiles
+from ithaca.tape.tape import Slots, Tape
 
 
 def make_disk(tapes: int, tiles: Tiles, row: int, slots: Slots, folder: Path, staged: int) -> Disk:

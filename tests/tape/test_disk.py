@@ -22,15 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ithaca.errors import PlanError, RunError
+from ithaca.base.errors import PlanError, RunError
+from ithaca.base.tiles import Tiles
 from ithaca.tape import disk as disk_module
 from ithaca.tape.blocks import BLOCK
 from ithaca.tape.disk import DiskTape, Fetching
 from ithaca.tape.engine import Engine, Mark, ThreadEngine, make_engine
 from ithaca.tape.file import TapeFile, free_space
-from ithaca.tape.slots import Slots
-from ithaca.tape.tape import DeviceTape, HostTape
-from ithaca.tape.tiles import Tiles
+from ithaca.tape.tape import DeviceTape, HostTape, Slots
 from tests.tape.disks import disk_tapes, make_disk, open_files, read_all
 from tests.tape.test_tape import CPU, SLOTS, TAPES, TILES, make_program, make_slots, numbers, run
 
@@ -180,11 +179,11 @@ def without_waiting_for_what_was_written(patch: pytest.MonkeyPatch, _: ThreadEng
 
 
 def without_waiting_for_the_disk(patch: pytest.MonkeyPatch, _: ThreadEngine) -> None:
-    def arrived(self: Fetching) -> Mark:
+    def wait(self: Fetching) -> Mark:
         self._arrived = self._engine.copy_in(self._tile, self._staged, after=(self._free,))
         return self._arrived
 
-    patch.setattr(Fetching, "arrived", arrived)
+    patch.setattr(Fetching, "wait", wait)
 
 
 def without_waiting_for_copies_to_staging(patch: pytest.MonkeyPatch, engine: ThreadEngine) -> None:

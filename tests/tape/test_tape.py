@@ -20,11 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ithaca.base.tiles import Tiles
 from ithaca.tape.disk import DiskTape
 from ithaca.tape.engine import Engine, Mark, ThreadEngine, make_engine
-from ithaca.tape.slots import Slots
-from ithaca.tape.tape import DeviceTape, HostTape, Tape
-from ithaca.tape.tiles import Tiles
+from ithaca.tape.tape import DeviceTape, HostTape, Slots, Tape
 from tests.tape.disks import disk_tapes, read_all
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ithaca.tape.tiles import Tiles
+from ithaca.base.tiles import Tiles
 
 TILES = st.builds(Tiles, length=st.integers(1, 200), size=st.integers(1, 250))
 

@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+from ithaca.base.errors import PlanError
+from ithaca.base.sizes import format_bytes
 from ithaca.config import Config, MeshSection, read_config
-from ithaca.errors import PlanError
-from ithaca.model.named import find_config
+from ithaca.model.config_json import find_config
 from ithaca.model.spec import read_spec
 from ithaca.planner.cluster import Cluster
 from ithaca.planner.hardware import read_gpus
 from ithaca.planner.memory import predict_memory
 from ithaca.planner.search import search
 from ithaca.plans.plan import Plan
-from ithaca.sizes import format_bytes
 from ithaca.train import auto, start
 from ithaca.train.auto import Chosen, choose_plan, find_room
 from ithaca.train.loop import train
-from ithaca.train.run import RunFolder
+from ithaca.train.run_folder import RunFolder
 from tests.nursery import Nursery
 
 K, M = 2**10, 2**20
@@ -178,8 +178,8 @@ def test_copies_of_the_parameters(machine: dict[str, Any]) -> None:
     [
         (["train.batch=8", "mesh.shard=8"], (1, 1, 8), 8, 1),
         (["train.batch=32", "mesh.shard=8"], (1, 1, 8), 32, 4),
-        (["train.batch=32", "train.micro=16", "mesh.shard=8"], (1, 1, 8), 16, 2),
-        (["train.micro=9", "mesh.shard=8"], (1, 1, 8), 9, 2),  # of the rank with most
+        (["train.batch=32", "train.micro_batch=16", "mesh.shard=8"], (1, 1, 8), 16, 2),
+        (["train.micro_batch=9", "mesh.shard=8"], (1, 1, 8), 9, 2),  # of the rank with most
         (["train.batch=4", "mesh.ulysses=4"], (4, 1, 2), 4, 2),
         (["train.batch=32", "mesh.replicate=2"], (1, 1, 4), 16, 4),  # of each copy
     ],
@@ -204,7 +204,7 @@ def test_sequences_of_a_pass_count(
     [
         (["train.batch=1"], 1),
         (["train.batch=3"], 3),
-        (["train.batch=8", "train.micro=2"], 2),
+        (["train.batch=8", "train.micro_batch=2"], 2),
         (["train.batch=12"], 4),  # of eight data ranks some would have two, and the others wait
         ([], 8),
     ],
@@ -214,7 +214,7 @@ def test_no_rank_is_without_a_sequence(machine: dict[str, Any], given: list[str]
     _, mesh, said = chosen(*given, tokens=64 * K)
     data_ranks = 8 // (mesh.ulysses * mesh.ring)
     assert data_ranks <= most
-    sequences = {"train.micro=2": 2, "train.batch=12": 12}.get(given[-1], most) if given else data_ranks
+    sequences = {"train.micro_batch=2": 2, "train.batch=12": 12}.get(given[-1], most) if given else data_ranks
     assert any(line.startswith("a step ") and f" for {sequences} sequence" in line for line in said)
 
 
@@ -234,17 +234,17 @@ def test_no_rank_is_without_a_sequence(machine: dict[str, Any], given: list[str]
         (
             ["mesh.ulysses=2"],
             {"tokens": 40 * M},
-            r"do not fit: train.tokens=\w+ is the longest, by .*, with train.micro=1 and without options of mesh",
+            r"do not fit: train.tokens=\w+ is the longest, by .*, with train.micro_batch=1 and without options of mesh",
         ),
         (
             ["mesh.ulysses=2"],
             {"tokens": 6 * M},
-            "6M tokens of llama3-8b on 8xH100-80GB do not fit with mesh.ulysses=2 and mesh.ring=1: train.micro=1 with",
+            "6M tokens of llama3-8b on 8xH100-80GB do not fit with mesh.ulysses=2 and mesh.ring=1: train.micro_batch=1",
         ),
         (
             ["train.batch=64"],
             {"tokens": 5 * M},
-            "5M tokens of llama3-8b on 8xH100-80GB do not fit with 64 sequences in a pass: train.micro=1 without",
+            "5M tokens of llama3-8b on 8xH100-80GB do not fit with 64 sequences in a pass: train.micro_batch=1 without",
         ),
     ],
 )

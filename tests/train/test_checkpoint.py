@@ -17,7 +17,7 @@ from ithaca.config import Config
 from ithaca.train import snapshot
 from ithaca.train.export import export
 from ithaca.train.loop import train
-from ithaca.train.run import RunFolder
+from ithaca.train.run_folder import RunFolder
 from tests.models import make_model, save
 from tests.nursery import Nursery
 
@@ -96,7 +96,7 @@ def raising(config: Config, path: Path) -> None:
     """As the command line does: a user's mistake is a sentence and a code."""
     import sys
 
-    from ithaca.errors import IthacaError
+    from ithaca.base.errors import IthacaError
 
     try:
         train(config, path)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from ithaca.errors import ConfigError, IthacaError, RunError
+from ithaca.base.errors import ConfigError, IthacaError, RunError
 from ithaca.train import board, nodes
 from ithaca.train.board import CAME, GREETING, Board, Line, host_board
 from ithaca.train.nodes import ALONE, Meeting, Place, meet, read_place

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ithaca.config import Config, read_config
 from ithaca.train.loop import train
 from ithaca.train.processes import Watch, run_ranks, worker
-from ithaca.train.run import RunFolder
+from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import FIRST_PORT, PORTS
 from ithaca.train.stop import StopRequest
 from tests.nursery import Ended, Nursery

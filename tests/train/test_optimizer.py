@@ -20,14 +20,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import ithaca
+from ithaca.base.errors import InputError, PlanError
 from ithaca.config import Config
-from ithaca.errors import InputError, PlanError
 from ithaca.tape.engine import ThreadEngine
 from ithaca.tape.slab import Slab
 from ithaca.train import streamed
 from ithaca.train.loop import train
 from ithaca.train.optimizer import _refuse_states
-from ithaca.train.run import RunFolder
+from ithaca.train.run_folder import RunFolder
 from ithaca.train.snapshot import Snapshot, training_state
 from ithaca.train.stop import StopRequest
 from ithaca.train.streamed import MOMENTS, StreamedAdamW
@@ -336,7 +336,7 @@ def with_free(available: int) -> Callable[[], SimpleNamespace]:
     return lambda: SimpleNamespace(available=available + total // 20, total=total)
 
 
-def refused(folder: Path, free: list[int], spoken_for: int) -> str:
+def refused(folder: Path, free: list[int], reserved_bytes: int) -> str:
     """What each rank is told, with its own idea of what is free."""
     model = make(folder, HOST)
     whole = psutil.virtual_memory
@@ -344,7 +344,7 @@ def refused(folder: Path, free: list[int], spoken_for: int) -> str:
     made: list[object] = []
     streamed.Slab, slab = (lambda *args: made.append(args)), Slab
     try:
-        ithaca.make_optimizer(model, **OPTIONS, spoken_for=spoken_for)
+        ithaca.make_optimizer(model, **OPTIONS, reserved_bytes=reserved_bytes)
     except PlanError as problem:
         assert not made
         return str(problem)
@@ -382,7 +382,7 @@ def taken(folder: Path) -> tuple[int, int]:
     """What tapes are said to take of this node, and the tensors that they are."""
     model = make(folder, ithaca.Plan(recipe="sweep", chunk=32))
     said = model.host_bytes(3, 64)
-    model.reserve(3, 64)
+    model.allocate(3, 64)
     tapes = model._tapes[True]
     slots = [slot for slots in tapes._slots.values() for slot, _ in slots._free]
     memory = [tape.memory for group in tapes._tapes.values() for tape in group.values()]  # pyrefly: ignore

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from ithaca.base.errors import ConfigError, RunError
 from ithaca.config import Config, read_config
-from ithaca.errors import ConfigError, RunError
 from ithaca.model.source import load_model
 from ithaca.train.optimizer import learning_rate
-from ithaca.train.run import RunFolder
+from ithaca.train.run_folder import RunFolder
 
 
 def test_a_configuration_comes_back_as_it_went(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_run_of_another_configuration(tmp_path: Path) -> None:
     begin(folder, Config())
     folder.check(read_config(None, ["train.seed=1"]))  # nothing was trained yet
     (folder.checkpoints / "step-00000004").mkdir(parents=True)
-    for allowed in ("train.steps=99", "plan.checkpoint=none", "mesh.shard=2", "run.keep=5", "train.micro=1"):
+    for allowed in ("train.steps=99", "plan.checkpoint=none", "mesh.shard=2", "run.keep=5", "train.micro_batch=1"):
         folder.check(read_config(None, [allowed]))
     for section in ("train.seed=1", "model.source=llama3-8b", "data.source=x", "train.beta2=0.99"):
         with pytest.raises(ConfigError, match=r"another configuration: .*; name another --run, or --fresh"):
@@ -63,7 +63,7 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
 def test_two_jobs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path / "run")
     held = folder.hold()
-    monkeypatch.setattr("ithaca.train.run.LOCK_SECONDS", 0.3)
+    monkeypatch.setattr("ithaca.train.run_folder.LOCK_SECONDS", 0.3)
     for intrusion in (folder.hold, folder.set_aside):
         with pytest.raises(RunError, match="in use by another job"):
             intrusion()
@@ -72,7 +72,7 @@ def test_two_jobs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
-    program = f"from ithaca.train.run import *\nheld = RunFolder(Path('{tmp_path}/run')).hold()"
+    program = f"from ithaca.train.run_folder import *\nheld = RunFolder(Path('{tmp_path}/run')).hold()"
     subprocess.run([sys.executable, "-c", program], check=True)
     RunFolder(tmp_path / "run").hold().close()
 

@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from ithaca.base.errors import ConfigError
 from ithaca.config import Config
-from ithaca.errors import ConfigError
-from ithaca.train import shared
+from ithaca.train import run_folder as run_module
 from ithaca.train.loop import train
-from ithaca.train.run import RunFolder
-from ithaca.train.shared import leave_word, sees_word
+from ithaca.train.run_folder import RunFolder, leave_word, sees_word
 
 
 def train_on_two_nodes(config: Config, folder: Path, apart: bool) -> None:
     """Two ranks that take themselves for two nodes, with a disk each or with one."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
-    shared.SEE_SECONDS = 0.5
+    run_module.SEE_SECONDS = 0.5
     path = folder / f"node{dist.get_rank() if apart else 0}" / "run"
     try:
         train(config, path)
@@ -40,7 +39,7 @@ def test_ranks_on_two_nodes(nursery, small_config: Config, tmp_path: Path) -> No
 
 
 def test_a_word_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "ASK_SECONDS", 0.01)
+    monkeypatch.setattr(run_module, "ASK_SECONDS", 0.01)
     run = RunFolder(tmp_path / "run")
     words = []
 
@@ -49,11 +48,11 @@ def test_a_word_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with run.hold() as lock:
             words.extend([leave_word(lock), leave_word(lock)])  # the last one stays
 
-    monkeypatch.setattr(shared.secrets, "token_hex", lambda _: "word")
+    monkeypatch.setattr(run_module.secrets, "token_hex", lambda _: "word")
     thread = threading.Thread(target=late)
     thread.start()
     assert sees_word(run.lock, "word")
     thread.join()
     assert words == ["word", "word"]
-    monkeypatch.setattr(shared, "SEE_SECONDS", 0.05)
+    monkeypatch.setattr(run_module, "SEE_SECONDS", 0.05)
     assert not sees_word(run.lock, "another")

@@ -18,13 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ithaca.base.sizes import format_seconds
 from ithaca.config import Config
-from ithaca.parallel import lost
+from ithaca.parallel import hangs as lost
 from ithaca.parallel.batch import Batch
-from ithaca.sizes import format_seconds
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.loop import Run, train
-from ithaca.train.run import RunFolder
+from ithaca.train.run_folder import RunFolder
 from ithaca.train.stop import SAME_SECONDS, StopRequest
 from tests.missing import survive, vanish
 from tests.nursery import Nursery
@@ -135,7 +135,7 @@ def test_ctrl_c_twice_stops_at_once(nursery, small_config, tmp_path: Path) -> No
 
 def test_the_expected_step_is_that_of_the_rank_with_the_most_sequences(small_config: Config) -> None:
     run = Run.__new__(Run)
-    run.config = replace(small_config, train=replace(small_config.train, batch=8, micro=4, tokens=100))
+    run.config = replace(small_config, train=replace(small_config.train, batch=8, micro_batch=4, tokens=100))
     run.mesh = SimpleNamespace(data_ranks=3, context_ranks=5, device=torch.device("cuda"))  # pyrefly: ignore
     run.model = SimpleNamespace(spec=SimpleNamespace(flops_per_token=lambda tokens: 1e12 * tokens))  # pyrefly: ignore
     # Two passes of four sequences, of which a rank has two; 100 tokens of 1e14 FLOPs each, shared by five
@@ -159,7 +159,7 @@ def vanish_in(place: str, turn: int, config: Config, path: Path, how: str, pid: 
 
 
 @pytest.mark.parametrize(
-    ("place", "turn", "how", "patience"),
+    ("place", "turn", "how", "timeout"),
     [
         ("_write", 1, "stopped", 2),  # in a step under which a checkpoint is written
         ("_write", 2, "killed", 300),  # in the last checkpoint, when all steps are done
@@ -168,10 +168,10 @@ def vanish_in(place: str, turn: int, config: Config, path: Path, how: str, pid: 
     ],
 )
 def test_a_rank_that_is_missing_is_named(
-    nursery, small_config, tmp_path: Path, place: str, turn: int, how: str, patience: float
+    nursery, small_config, tmp_path: Path, place: str, turn: int, how: str, timeout: float
 ) -> None:
     """By an error that is no user's mistake, and without waiting for a checkpoint that cannot be finished."""
-    config = replace(small_config, run=replace(small_config.run, patience=patience))
+    config = replace(small_config, run=replace(small_config.run, timeout=timeout))
     config = replace(config, train=replace(config.train, steps=6))
     pid, path = tmp_path / "pid", tmp_path / "run"
     first, second, third = nursery.job(survive, vanish_in, 1, pid, place, turn, config, path, how, pid, ranks=3)
@@ -180,7 +180,7 @@ def test_a_rank_that_is_missing_is_named(
         assert end.code == 7, end
         assert "rank 1 of 3 does not answer any more (it has ended or hangs)" in end.out
         assert float(end.out.split()[-1]) < 30
-    assert f"a rank that the others wait for is given up after {format_seconds(patience)}" in first.out
+    assert f"a rank that the others wait for is given up after {format_seconds(timeout)}" in first.out
     assert len(losses(path)) >= 4
 
 
@@ -207,7 +207,7 @@ def start(path: Path, model: Path, *sets: str) -> subprocess.Popen:
 
 def test_a_rank_that_dies_or_hangs_is_started_again(small_model: Path, tmp_path: Path) -> None:
     names = ("killed", "stopped", "left")
-    jobs = [start(tmp_path / name, small_model, "train.steps=60", "run.patience=10") for name in names]
+    jobs = [start(tmp_path / name, small_model, "train.steps=60", "run.timeout=10") for name in names]
     killed, stopped, left = jobs
     disturb_one_rank(psutil.Process(killed.pid), tmp_path / "killed", 10, signal.SIGKILL)
     hung = disturb_one_rank(psutil.Process(stopped.pid), tmp_path / "stopped", 10, signal.SIGSTOP)

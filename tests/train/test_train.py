@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from ithaca.train.run import RunFolder
+from ithaca.train.run_folder import RunFolder
 from tests.nursery import Nursery
 from tests.train.conftest import SMALL
 
@@ -39,7 +39,7 @@ def test_from_text_to_a_folder_that_transformers_loads(nursery: Nursery, small_m
 def test_a_file_then_the_folder_alone(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
     """A run goes on by its folder's name; what the file said is not needed again."""
     (tmp_path / "run.toml").write_text(
-        f'model.source = "{small_model}"\nplan.checkpoint = "selective"\ntrain.micro = 2\n'
+        f'model.source = "{small_model}"\nplan.checkpoint = "selective"\ntrain.micro_batch = 2\n'
     )
     end = nursery.command("train", "run.toml", "--run", "run", "--ranks", "1", *words("train.steps=5"), folder=tmp_path)
     assert end.code == 0, end.err
@@ -54,13 +54,15 @@ def test_a_file_then_the_folder_alone(nursery: Nursery, small_model: Path, tmp_p
 
 
 def test_accumulation_is_one_large_batch(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
-    for micro in (1, 2, 4):
-        sets = words(f"model.source={small_model}", f"train.micro={micro}", "model.dtype=float64", "train.steps=8")
-        end = nursery.command("train", "--run", str(micro), "--ranks", "1", *sets, folder=tmp_path)
+    for micro_batch in (1, 2, 4):
+        sets = words(
+            f"model.source={small_model}", f"train.micro_batch={micro_batch}", "model.dtype=float64", "train.steps=8"
+        )
+        end = nursery.command("train", "--run", str(micro_batch), "--ranks", "1", *sets, folder=tmp_path)
         assert end.code == 0, end.err
     whole = losses(tmp_path / "4")
-    for micro in ("1", "2"):
-        assert losses(tmp_path / micro) == pytest.approx(whole, rel=1e-9)
+    for micro_batch in ("1", "2"):
+        assert losses(tmp_path / micro_batch) == pytest.approx(whole, rel=1e-9)
 
 
 def test_a_run_under_every_recipe_has_the_same_losses(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
@@ -74,7 +76,7 @@ def test_a_run_under_every_recipe_has_the_same_losses(nursery: Nursery, small_mo
         (6, ["plan.recipe=sweep", "plan.chunk=50"]),
         (9, ["plan.recipe=alst"]),
     ):
-        sets = words(*common, *plan, "train.micro=2", f"train.steps={steps}")
+        sets = words(*common, *plan, "train.micro_batch=2", f"train.steps={steps}")
         end = nursery.command("train", "--run", "mixed", "--ranks", "2", *sets, folder=tmp_path)
         assert end.code == 0, end.err
     assert "tapes: on the host x" in end.out

@@ -8,14 +8,14 @@ from ithaca.attention.kernels.flash import Flash
 from ithaca.attention.kernels.naive import Naive
 from ithaca.attention.kernels.seam import Kernel
 from ithaca.attention.kernels.torch_cpu import TorchCpu
-from ithaca.errors import PlanError, suggestion
+from ithaca.base.errors import PlanError, suggestion
 
 
 class CudnnAndFlash:
     """cuDNN for shapes that come again, flash for what documents cut: each where it is the faster."""
 
     name = "cudnn+flash"
-    grain: int | None = 8192  # from here on cuDNN is twice as fast as flash
+    bucket: int | None = 8192  # from here on cuDNN is twice as fast as flash
 
     def __init__(self) -> None:
         self.full, self.ragged = Cudnn(), Flash()

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 class Flash:
     name = "flash"
-    grain: int | None = None
+    bucket: int | None = None
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return refuses_unless_half_on_cuda(device, dtype, head_size, 256)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ithaca.attention.kernels.seam import PieceByPiece, per_kv_head, per_query_head
-from ithaca.model.precision import at_least_fp32
+from ithaca.base.precision import at_least_fp32
 
 
 class Naive(PieceByPiece):

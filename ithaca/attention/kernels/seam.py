@@ -7,18 +7,19 @@ lse = -inf.
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ithaca.attention.documents import Pieces
-from ithaca.model.precision import at_least_fp32
+from ithaca.base.precision import at_least_fp32
 
 
 class Kernel(Protocol):
     name: str
-    grain: int | None
+    bucket: int | None
     """What a walk cuts shapes into that documents make (visits.py), where new shapes are dear; None: nothing."""
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
@@ -47,7 +48,7 @@ class Kernel(Protocol):
 class PieceByPiece(ABC):
     """A kernel that computes one rectangle at a time, called once for each piece."""
 
-    grain: int | None = None
+    bucket: int | None = None
 
     @abstractmethod
     def one_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -129,3 +130,27 @@ def per_kv_head(grad: Tensor, kv: Tensor) -> Tensor:
 
 def _covers(pieces: Pieces, q: Tensor, k: Tensor) -> bool:
     return pieces.q_bounds == (0, q.shape[0]) and pieces.k_bounds == (0, k.shape[0])
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, pieces: Pieces, scale: float) -> Tensor:
+        o, lse = kernel.forward(q, k, v, pieces, scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.call = kernel, pieces, scale
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        kernel, pieces, scale = ctx.call
+        return (*kernel.backward(do, *ctx.saved_tensors, pieces, scale), None, None, None)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, pieces: Pieces) -> Tensor:
+    """o [T, Hq, D] of q [T, Hq, D] on k, v [U, Hkv, D]; differentiable."""
+    return _Attend.apply(q, k, v, kernel, pieces, softmax_scale(q))
+
+
+def softmax_scale(q: Tensor) -> float:
+    return q.shape[-1] ** -0.5

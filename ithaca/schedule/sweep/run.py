@@ -38,18 +38,17 @@ from torch.autograd.function import once_differentiable
 
 from ithaca.attention.walk import Walk
 from ithaca.model.block import Weights, project
-from ithaca.model.heads import Heads
 from ithaca.model.linear import Summed
-from ithaca.model.spec import Spec
-from ithaca.model.turn import Turn, turn
-from ithaca.parallel.exchange import Coming, Exchange
-from ithaca.parallel.heads import Share
+from ithaca.model.rotary import Rotation, rotation_at
+from ithaca.model.spec import Heads, Spec
+from ithaca.parallel.exchange import Exchange, Pending
+from ithaca.parallel.head_split import HeadSplit
 from ithaca.parallel.layout import hops
 from ithaca.parallel.ring import Ring
-from ithaca.schedule.halves import Projection, finish, finish_backward, summed
-from ithaca.schedule.keys import Keys, KeysBeside, KeySums
-from ithaca.schedule.rising import Step, Xs, open_xs
-from ithaca.schedule.stages import Stages, run_chunks
+from ithaca.schedule.pre_post_attention import Projection, post_attention, post_attention_backward, summed
+from ithaca.schedule.sweep.kv_tapes import KVGradients, KVTiles, KVWithGradients
+from ithaca.schedule.sweep.pipeline import Stages, run_chunks
+from ithaca.schedule.sweep.rebuild_x import Step, Xs, open_xs
 from ithaca.schedule.tapes import Pass
 
 
@@ -65,28 +64,28 @@ class SweepCall:
     tile: int
     exchange: Exchange
     ring: Ring
-    share: Share
+    split: HeadSplit
     weights_of: Callable[[int], AbstractContextManager[Weights]]  # of another layer, to be read
 
     @contextmanager
     def step_from(self, layer: int) -> Iterator[Step]:
         """Mix and feed of another layer."""
         with self.weights_of(layer) as w:
-            yield lambda x, o, y: finish(self.spec, w, x, o, y, self.tile)
+            yield lambda x, o, y: post_attention(self.spec, w, x, o, y, self.tile)
 
     @property
     def hops(self) -> int:
         """Exchanges between a chunk's projections and its attention, each of which a neighbour can compute behind."""
         return hops(self.exchange.ranks, self.ring.ranks)
 
-    def turn(self, chunk: int, dtype: torch.dtype) -> Turn | None:
+    def rotation(self, chunk: int, dtype: torch.dtype) -> Rotation | None:
         if not self.spec.rope_layers[self.layer]:
             return None
-        positions = self.positions[self.tapes.gradient.tiles.rows(chunk)]
-        return turn(self.spec.rope, self.spec.head_size, positions, dtype)
+        positions = self.positions[self.tapes.residual.tiles.rows(chunk)]
+        return rotation_at(self.spec.rope, self.spec.head_size, positions, dtype)
 
     def project(self, w: Summed, chunk: int, x: Tensor) -> Projection:
-        return Projection(self.spec, w, x, self.turn(chunk, x.dtype), Heads.all(self.spec))
+        return Projection(self.spec, w, x, self.rotation(chunk, x.dtype), Heads.all(self.spec))
 
 
 def _meanwhile(over: Exchange | Ring) -> Stages:
@@ -95,18 +94,18 @@ def _meanwhile(over: Exchange | Ring) -> Stages:
         yield
 
 
-def run_sweep(w: dict[str, Tensor], token: Tensor, call: SweepCall) -> Tensor:
+def run_sweep(w: dict[str, Tensor], carrier: Tensor, call: SweepCall) -> Tensor:
     """Run the block from its x tape to the next one; differentiable in the token and the weights."""
-    return _Sweep.apply(token, call, tuple(w), *w.values())
+    return _Sweep.apply(carrier, call, tuple(w), *w.values())
 
 
 class _Sweep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, call: SweepCall, names: tuple[str, ...], *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, carrier: Tensor, call: SweepCall, names: tuple[str, ...], *weights: Tensor) -> Tensor:
         _forward(call, dict(zip(names, weights, strict=True)))
         ctx.save_for_backward(*weights)
         ctx.call, ctx.names = call, names
-        return token.clone()
+        return carrier.clone()
 
     @staticmethod
     @once_differentiable
@@ -121,20 +120,20 @@ class _Sweep(torch.autograd.Function):
 
 
 def _forward(call: SweepCall, w: Weights) -> None:
-    keys, chunks = Keys(call.tapes.keys), range(call.walk.tiles.count)
+    keys, chunks = KVTiles(call.tapes.kv), range(call.walk.tiles.count)
     run_chunks((_chunk_forward(call, w, chunk, keys) for chunk in chunks), call.hops > 0)
-    call.tapes.keys_of = call.layer
+    call.tapes.kv_of_layer = call.layer
     call.tapes.x(call.layer + 1).prefetch(0)  # for whoever reads it next, while the last chunk is still computed
 
 
-def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: Keys) -> Stages:
+def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> Stages:
     xs, ys, kept = call.tapes.x(call.layer), call.tapes.x(call.layer + 1), call.tapes.attended(call.layer)
     x = xs.read(chunk, toward=1)
-    q, *kv = project(call.spec, w, x, call.turn(chunk, x.dtype), Heads.all(call.spec))
-    coming = call.exchange.to_heads(call.share, (q,), kv)
+    q, *kv = project(call.spec, w, x, call.rotation(chunk, x.dtype), Heads.all(call.spec))
+    coming = call.exchange.to_heads(call.split, (q,), kv)
     del q, kv
     yield from _meanwhile(call.exchange)
-    (q,), kv = coming.arrived()
+    (q,), kv = coming.wait()
     gathering = call.ring.gather(q)
     del q, coming
     yield from _meanwhile(call.ring)
@@ -144,14 +143,14 @@ def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: Keys) -> Stage
     del kv, queries, gathering
     yield from _meanwhile(call.ring)
     o, lse = merging()
-    going = call.exchange.to_tokens(call.share, (o,))
+    going = call.exchange.to_tokens(call.split, (o,))
     del o, merging
     yield from _meanwhile(call.exchange)
-    (o,), _ = going.arrived()
+    (o,), _ = going.wait()
     for tape, tile in zip(kept, (o, lse.T), strict=False):
         tape.write(chunk, tape.blank(chunk).copy_(tile))
     y = ys.blank(chunk)
-    finish(call.spec, w, x, o, y, call.tile)
+    post_attention(call.spec, w, x, o, y, call.tile)
     xs.release(x)
     ys.write(chunk, y)
 
@@ -159,18 +158,18 @@ def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: Keys) -> Stage
 def _backward(call: SweepCall, w: Summed) -> None:
     tapes, layer, count = call.tapes, call.layer, call.walk.tiles.count
     with open_xs(tapes, layer, call.step_from) as xs:
-        sums = KeySums(tapes.key_sums)
-        keys = _KeysAgain(call, w, xs)
+        sums = KVGradients(tapes.kv_gradients)
+        keys = _RebuiltKV(call, w, xs)
         chunks = reversed(range(count))
         run_chunks((_chunk_backward(call, w, chunk, xs, keys, sums) for chunk in chunks), call.hops > 0)
     if layer > 0 and not tapes.rebuild(layer - 1):
-        for tape in (tapes.x(layer - 1), *tapes.attended(layer - 1), tapes.gradient):
+        for tape in (tapes.x(layer - 1), *tapes.attended(layer - 1), tapes.residual):
             tape.prefetch(count - 1)
 
 
-def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_KeysAgain", sums: KeySums) -> Stages:
-    kept, gradients = call.tapes.attended(call.layer), call.tapes.gradient
-    x, *tiles, gradient = (tape.read(chunk, toward=-1) for tape in (xs, *kept, gradients))
+def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_RebuiltKV", sums: KVGradients) -> Stages:
+    kept, residuals = call.tapes.attended(call.layer), call.tapes.residual
+    x, *tiles, residual = (tape.read(chunk, toward=-1) for tape in (xs, *kept, residuals))
     if kept:
         projection, (o, lse) = None, tiles
         lse, there = lse.T, ()
@@ -178,21 +177,21 @@ def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_Keys
         projection = call.project(w, chunk, x)
         there, o, lse = _attend_again(call, chunk, projection, keys)
     do = torch.empty_like(o)
-    finish_backward(call.spec, w, x, o, gradient, gradient, do, call.tile)
+    post_attention_backward(call.spec, w, x, o, residual, residual, do, call.tile)
     if projection is None:  # only now, where it can wait: MLPs are wide
         projection = call.project(w, chunk, x)
         coming = keys.send(chunk, (projection.q, o, do), projection.kv)
         projection.let_go()
     else:
-        coming = call.exchange.to_heads(call.share, (do,))
+        coming = call.exchange.to_heads(call.split, (do,))
     del o, do
     yield from _meanwhile(call.exchange)
-    gathering = call.ring.gather(*there, *coming.arrived()[0])
+    gathering = call.ring.gather(*there, *coming.wait()[0])
     gathering_lse = call.ring.gather(lse.T[..., None])
     del there, coming
     yield from _meanwhile(call.ring)
     (q, o, do), (lse,) = gathering(), gathering_lse()
-    dq = call.walk.backward(chunk, do, q, o, lse[..., 0].T, KeysBeside(keys, sums), sums.add)
+    dq = call.walk.backward(chunk, do, q, o, lse[..., 0].T, KVWithGradients(keys, sums), sums.add)
     reducing = call.ring.reduce(dq)
     del q, o, do, dq, lse, gathering, gathering_lse
     for tape, tile in zip(kept, tiles, strict=True):
@@ -201,41 +200,41 @@ def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_Keys
     xs.prefetch(chunk - 1 - call.hops)
     yield from _meanwhile(call.ring)
     dq = reducing()
-    going = call.exchange.to_tokens(call.share, (dq,), sums.take(chunk, dq.dtype))
+    going = call.exchange.to_tokens(call.split, (dq,), sums.take(chunk, dq.dtype))
     del dq, reducing
     yield from _meanwhile(call.exchange)
-    (dq,), dkv = going.arrived()
-    gradient += projection.backward(dq, *dkv)
-    gradients.write(chunk, gradient)
+    (dq,), dkv = going.wait()
+    residual += projection.backward(dq, *dkv)
+    residuals.write(chunk, residual)
     xs.release(x)
 
 
 def _attend_again(
-    call: SweepCall, chunk: int, projection: Projection, keys: "_KeysAgain"
+    call: SweepCall, chunk: int, projection: Projection, keys: "_RebuiltKV"
 ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
     """(q, o) of this rank's heads, o of its tokens, and the log-sum-exp."""
     coming = keys.send(chunk, (projection.q,), projection.kv)
     projection.let_go()
-    ((q,), _) = coming.arrived()
+    ((q,), _) = coming.wait()
     (queries,) = call.ring.gather(q)()
     o, lse = call.ring.merge(*call.walk.forward(chunk, queries, keys))()
-    (mine,), _ = call.exchange.to_tokens(call.share, (o,)).arrived()
+    (mine,), _ = call.exchange.to_tokens(call.split, (o,)).wait()
     return (q, o), mine, lse
 
 
-class _KeysAgain(Keys):
+class _RebuiltKV(KVTiles):
     """K and V of earlier chunks, made again from x when they are first visited."""
 
     def __init__(self, call: SweepCall, w: Summed, xs: Xs):
-        still_there = range(call.walk.tiles.count) if call.tapes.keys_of == call.layer else ()
-        super().__init__(call.tapes.keys, still_there)
+        still_there = range(call.walk.tiles.count) if call.tapes.kv_of_layer == call.layer else ()
+        super().__init__(call.tapes.kv, still_there)
         self._call, self._w, self._xs = call, w, xs
-        self._coming: dict[int, Coming] = {}
+        self._coming: dict[int, Pending] = {}
 
-    def send(self, chunk: int, queries: Sequence[Tensor], kv: Sequence[Tensor]) -> Coming:
+    def send(self, chunk: int, queries: Sequence[Tensor], kv: Sequence[Tensor]) -> Pending:
         """Send query-like tensors of a chunk to their heads; its K and V go with them if nobody has asked for those."""
         missing = not self.has(chunk) and chunk not in self._coming
-        coming = self._call.exchange.to_heads(self._call.share, queries, kv if missing else ())
+        coming = self._call.exchange.to_heads(self._call.split, queries, kv if missing else ())
         if missing:
             self._coming[chunk] = coming
         return coming
@@ -252,12 +251,12 @@ class _KeysAgain(Keys):
 
     def make(self, index: int) -> tuple[Tensor, Tensor]:
         coming = self._coming.pop(index, None) or self._begin(index)
-        _, (k, v) = coming.arrived()
+        _, (k, v) = coming.wait()
         return k, v
 
-    def _begin(self, index: int) -> Coming:
+    def _begin(self, index: int) -> Pending:
         call, x = self._call, self._xs.read(index)
         with torch.no_grad():
-            _, *kv = project(call.spec, self._w, x, call.turn(index, x.dtype), Heads.keys_only(call.spec))
+            _, *kv = project(call.spec, self._w, x, call.rotation(index, x.dtype), Heads.keys_only(call.spec))
         self._xs.release(x)
-        return call.exchange.to_heads(call.share, (), kv)
+        return call.exchange.to_heads(call.split, (), kv)

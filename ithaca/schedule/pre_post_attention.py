@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ithaca.model.block import Weights, feed, mix, project
-from ithaca.model.heads import Heads
+from ithaca.base.tiles import Tiles
+from ithaca.model.block import Weights, mlp, output_projection, project
 from ithaca.model.linear import Summed
-from ithaca.model.spec import Spec
-from ithaca.model.turn import Turn
-from ithaca.tape.tiles import Tiles
+from ithaca.model.rotary import Rotation
+from ithaca.model.spec import Heads, Spec
 
 
 def summed(w: Weights, wanted: Iterable[str]) -> Summed:
@@ -24,32 +23,34 @@ def summed(w: Weights, wanted: Iterable[str]) -> Summed:
     return Summed(w, wanted, unread=("mlp.down_proj",))
 
 
-def finish(spec: Spec, w: Weights, x: Tensor, o: Tensor, y: Tensor, tile: int) -> None:
+def post_attention(spec: Spec, w: Weights, x: Tensor, o: Tensor, y: Tensor, tile: int) -> None:
     """y = mix and feed of x and o. y may be x."""
     for part in Tiles(len(x), tile).slices():
-        y[part] = _finish(spec, w, x[part], o[part])
+        y[part] = _post_attention(spec, w, x[part], o[part])
 
 
-def finish_backward(spec: Spec, w: Summed, x: Tensor, o: Tensor, dy: Tensor, dx: Tensor, do: Tensor, tile: int) -> None:
+def post_attention_backward(
+    spec: Spec, w: Summed, x: Tensor, o: Tensor, dy: Tensor, dx: Tensor, do: Tensor, tile: int
+) -> None:
     """dx and do of dy. dx may be dy."""
     for part in Tiles(len(x), tile).slices():
         inputs = [tensor[part].detach().requires_grad_() for tensor in (x, o)]
         with torch.enable_grad():
-            y = _finish(spec, w, *inputs)
+            y = _post_attention(spec, w, *inputs)
         dx[part], do[part] = w.differentiate(y, inputs, (dy[part],))
 
 
-def _finish(spec: Spec, w: Weights, x: Tensor, o: Tensor) -> Tensor:
-    return feed(spec, w, mix(spec, w, x, o, Heads.all(spec)))
+def _post_attention(spec: Spec, w: Weights, x: Tensor, o: Tensor) -> Tensor:
+    return mlp(spec, w, output_projection(spec, w, x, o, Heads.all(spec)))
 
 
 class Projection:
     """q, k and v of some tokens and heads, with what their backward pass needs: the normed x, 1 d of these tokens."""
 
-    def __init__(self, spec: Spec, w: Summed, x: Tensor, turn: Turn | None, heads: Heads):
+    def __init__(self, spec: Spec, w: Summed, x: Tensor, rotation: Rotation | None, heads: Heads):
         self._w, self._x = w, x.detach().requires_grad_()
         with torch.enable_grad():
-            outputs = project(spec, w, self._x, turn, heads)
+            outputs = project(spec, w, self._x, rotation, heads)
         self.q, *self.kv = (output.detach() for output in outputs)
         # Not the outputs themselves, which may have gone to other ranks; of one kind there may be no head
         self._edges = [get_gradient_edge(output) for output in outputs if output.shape[1]]

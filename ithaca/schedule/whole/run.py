@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ithaca.model.block import Weights, feed, mix
-from ithaca.model.heads import Heads
-from ithaca.model.turn import Turn
-from ithaca.schedule.halves import finish, finish_backward, summed
-from ithaca.schedule.rounds import Attention, AttentionAgain
+from ithaca.model.block import Weights, mlp, output_projection
+from ithaca.model.rotary import Rotation
+from ithaca.model.spec import Heads
+from ithaca.schedule.pre_post_attention import post_attention, post_attention_backward, summed
 from ithaca.schedule.tapes import Pass
+from ithaca.schedule.whole.attention import Attention, AttentionAgain
 from ithaca.tape.tape import Tape
 
 
@@ -30,7 +30,7 @@ class BlockCall:
 
     attention: Attention
     layer: int
-    turn: Turn | None
+    rotation: Rotation | None
     checkpoint: str
     tile: int | None
     tapes: Pass | None  # where this layer's x is kept, when that is not the device
@@ -40,8 +40,8 @@ def run_block(w: dict[str, Tensor], x_TE: Tensor, call: BlockCall) -> Tensor:
     """The block's output; differentiable in x and the weights."""
     if call.checkpoint == "none":
         spec = call.attention.spec
-        o = call.attention.differentiable(w, x_TE, call.turn)
-        return feed(spec, w, mix(spec, w, x_TE, o, Heads.all(spec)))
+        o = call.attention.differentiable(w, x_TE, call.rotation)
+        return mlp(spec, w, output_projection(spec, w, x_TE, o, Heads.all(spec)))
     return _Checkpointed.apply(x_TE, call, tuple(w), *w.values())
 
 
@@ -49,7 +49,7 @@ class _Checkpointed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: BlockCall, names: tuple[str, ...], *weights: Tensor) -> Tensor:
         w: Weights = dict(zip(names, weights, strict=True))
-        o, lses = call.attention.forward(w, x, call.turn)
+        o, lses = call.attention.forward(w, x, call.rotation)
         kept = (o, *lses) if call.checkpoint == "selective" else ()
         if call.tapes is None:
             kept = (x, *kept)
@@ -58,7 +58,7 @@ class _Checkpointed(torch.autograd.Function):
         ctx.save_for_backward(*weights, *kept)
         ctx.call, ctx.names = call, names
         y = torch.empty_like(x)
-        finish(call.attention.spec, w, x, o, y, call.tile or len(x))
+        post_attention(call.attention.spec, w, x, o, y, call.tile or len(x))
         return y
 
     @staticmethod
@@ -71,9 +71,9 @@ class _Checkpointed(torch.autograd.Function):
         wanted = [name for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True) if needed]
         w = summed(dict(zip(names, weights, strict=True)), wanted)
         x = kept.pop(0) if call.tapes is None else _get(call.tapes.x(call.layer))
-        attention = AttentionAgain(call.attention, w, x, call.turn, kept)
+        attention = AttentionAgain(call.attention, w, x, call.rotation, kept)
         dx = torch.empty_like(dy)
-        finish_backward(spec, w, x, attention.o, dy, dx, attention.do, call.tile or len(x))
+        post_attention_backward(spec, w, x, attention.o, dy, dx, attention.do, call.tile or len(x))
         attention.backward(dx)
         return dx, None, None, *(w.sums.get(name) for name in names)
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ithaca.errors import ModelError
+from ithaca.base.errors import ModelError
 from ithaca.model.source import DTYPES_FILE, ModelSource
 
 FILE_BYTES = 2 * 10**9

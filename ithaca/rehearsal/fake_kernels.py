@@ -13,9 +13,9 @@ from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
 from ithaca.attention.visits import TileVisits
 from ithaca.attention.walk import Walk
-from ithaca.model.precision import at_least_fp32
+from ithaca.base.precision import at_least_fp32
 from ithaca.planner.memory import WORKSPACE
-from ithaca.rehearsal.bare import Call
+from ithaca.rehearsal.kernel_bound import Call
 
 ENDS = 2  # visits at either end of a walk
 
@@ -24,7 +24,7 @@ class Timed:
     """Another kernel, and how long its calls took: by events on a GPU, which wait for nothing."""
 
     def __init__(self, kernel: Kernel, device: torch.device):
-        self.name, self.grain = kernel.name, kernel.grain
+        self.name, self.bucket = kernel.name, kernel.bucket
         self.kernel, self._cuda = kernel, device.type == "cuda"
         self._laps: list[tuple[Any, Any]] = []
         self.seen: Counter[Call] = Counter()
@@ -88,7 +88,7 @@ class Weightless:
     """The memory of another kernel's calls, outputs and workspace, filled with zeros."""
 
     def __init__(self, kernel: Kernel):
-        self.name, self.grain = kernel.name, kernel.grain
+        self.name, self.bucket = kernel.name, kernel.bucket
         self._kernel = kernel
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from ithaca.errors import PlanError
+from ithaca.base.errors import PlanError
 
 
 @dataclass(frozen=True)
-class Share:
+class HeadSplit:
     """Heads that are attended with at a time, by rank."""
 
     q: tuple[range, ...]
@@ -52,10 +52,10 @@ class Share:
         return sum(map(len, self.kv)) > len(self.kv_heads)
 
 
-Rounds = tuple[tuple[Share, ...], ...]  # groups of rounds; those of a group read the same K and V
+Rounds = tuple[tuple[HeadSplit, ...], ...]  # groups of rounds; those of a group read the same K and V
 
 
-def split_heads(heads: int, kv_heads: int, ranks: int) -> Share:
+def split_heads(heads: int, kv_heads: int, ranks: int) -> HeadSplit:
     """Every head, split over the ranks."""
     if ranks > heads:
         even = [str(count) for count in range(1, heads + 1) if heads % count == 0]
@@ -65,72 +65,72 @@ def split_heads(heads: int, kv_heads: int, ranks: int) -> Share:
     group = heads // kv_heads
     if ranks <= kv_heads:
         kv = _evenly(range(kv_heads), ranks)
-        return Share(tuple(range(part.start * group, part.stop * group) for part in kv), tuple(kv))
+        return HeadSplit(tuple(range(part.start * group, part.stop * group) for part in kv), tuple(kv))
     q, kv = [], []
     for head, holders in enumerate(_evenly(range(ranks), kv_heads)):
         q += _evenly(range(head * group, (head + 1) * group), len(holders))
         kv += [range(head, head + 1)] * len(holders)
-    return Share(tuple(q), tuple(kv))
+    return HeadSplit(tuple(q), tuple(kv))
 
 
-def imbalance(share: Share) -> float:
+def imbalance(split: HeadSplit) -> float:
     """By how much the fullest rank has more to do than the mean of all: 0 when every rank has the same."""
-    return max(map(len, share.q)) * len(share.q) / len(share.q_heads) - 1
+    return max(map(len, split.q)) * len(split.q) / len(split.q_heads) - 1
 
 
-def describe_share(share: Share, ring: int = 1) -> str:
+def describe_share(split: HeadSplit, ring: int = 1) -> str:
     """Who attends with how many heads, in a sentence."""
-    ranks, counts = len(share.q), [len(part) for part in share.q]
+    ranks, counts = len(split.q), [len(part) for part in split.q]
     text = f"{ranks} ranks" if ring == 1 else f"{ring} × {ranks} ranks (ring × ulysses)"
     text += " share each sequence, with "
     if len(set(counts)) == 1:
         text += f"{counts[0]} query head{'s' * (counts[0] > 1)} each"
     else:
-        text += f"{', '.join(map(str, counts))} query heads: the fullest has {100 * imbalance(share):.0f} % more to do "
+        text += f"{', '.join(map(str, counts))} query heads: the fullest has {100 * imbalance(split):.0f} % more to do "
         text += "than the mean, and the others wait for it"
-    holders = ranks / len(share.kv_heads)
-    return f"{text}; {holders:.3g} ranks hold each key/value head" if share.replicated else text
+    holders = ranks / len(split.kv_heads)
+    return f"{text}; {holders:.3g} ranks hold each key/value head" if split.replicated else text
 
 
-def head_rounds(share: Share, at_once: int | None) -> Rounds:
+def head_rounds(split: HeadSplit, at_once: int | None) -> Rounds:
     """A share in rounds of `at_once` query heads over all ranks; None: all in one."""
-    everything: Rounds = ((share,),)
-    if at_once is None or at_once == len(share.q_heads):
+    everything: Rounds = ((split,),)
+    if at_once is None or at_once == len(split.q_heads):
         return everything
-    usable = usable_rounds(share)
+    usable = usable_rounds(split)
     if at_once not in usable:
         raise PlanError(
-            f"heads={at_once} is not usable with {len(share.q_heads)} query heads on {len(share.q)} Ulysses ranks: "
+            f"heads={at_once} is not usable with {len(split.q_heads)} query heads on {len(split.q)} Ulysses ranks: "
             f"{', '.join(map(str, usable))} {'is' if len(usable) == 1 else 'are'}"
         )
-    each, per_kv = at_once // len(share.q), _queries_per_kv(share)
+    each, per_kv = at_once // len(split.q), _queries_per_kv(split)
     kv_each = max(each // per_kv, 1)
     groups = []
-    for start in range(0, max(map(len, share.kv)), kv_each):
-        kv = tuple(part[start : start + kv_each] for part in share.kv)
+    for start in range(0, max(map(len, split.kv)), kv_each):
+        kv = tuple(part[start : start + kv_each] for part in split.kv)
         # Ranks with fewer heads have none left at some time
-        q = tuple(_readers(share, rank, part) for rank, part in enumerate(kv))
+        q = tuple(_readers(split, rank, part) for rank, part in enumerate(kv))
         longest = max(map(len, q))
         rounds = [tuple(part[begin : begin + each] for part in q) for begin in range(0, longest, each)]
-        groups.append(tuple(Share(part, kv) for part in rounds))
+        groups.append(tuple(HeadSplit(part, kv) for part in rounds))
     return tuple(groups)
 
 
-def usable_rounds(share: Share) -> list[int]:
+def usable_rounds(split: HeadSplit) -> list[int]:
     """Query heads that a round can have: the same number on every rank, a part of a key/value head's or whole ones."""
-    ranks, most, per_kv = len(share.q), max(map(len, share.q)), _queries_per_kv(share)
+    ranks, most, per_kv = len(split.q), max(map(len, split.q)), _queries_per_kv(split)
     parts = [each * ranks for each in range(1, most) if each <= per_kv or each % per_kv == 0]
-    total = len(share.q_heads)
+    total = len(split.q_heads)
     return [*(part for part in parts if part < total), total]
 
 
-def _queries_per_kv(share: Share) -> int:
-    return max(len(q) // len(kv) for q, kv in zip(share.q, share.kv, strict=True))
+def _queries_per_kv(split: HeadSplit) -> int:
+    return max(len(q) // len(kv) for q, kv in zip(split.q, split.kv, strict=True))
 
 
-def _readers(share: Share, rank: int, kv: range) -> range:
+def _readers(split: HeadSplit, rank: int, kv: range) -> range:
     """The query heads of a rank that read some of its key/value heads."""
-    mine, held = share.q[rank], share.kv[rank]
+    mine, held = split.q[rank], split.kv[rank]
     each = len(mine) // len(held)
     start = mine.start + (kv.start - held.start) * each
     return range(start, start + len(kv) * each)

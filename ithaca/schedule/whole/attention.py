@@ -20,18 +20,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ithaca.attention.attend import attend, softmax_scale
 from ithaca.attention.documents import Pieces
-from ithaca.attention.kernels.seam import Kernel
+from ithaca.attention.kernels.seam import Kernel, attend, softmax_scale
+from ithaca.base.precision import at_least_fp32
 from ithaca.model.block import Weights, project
-from ithaca.model.heads import Heads
 from ithaca.model.linear import Summed
-from ithaca.model.precision import at_least_fp32
-from ithaca.model.spec import Spec
-from ithaca.model.turn import Turn
+from ithaca.model.rotary import Rotation
+from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.exchange import Exchange
-from ithaca.parallel.heads import Rounds, Share
-from ithaca.schedule.halves import Projection
+from ithaca.parallel.head_split import HeadSplit, Rounds
+from ithaca.schedule.pre_post_attention import Projection
 
 
 @dataclass(frozen=True)
@@ -48,38 +46,40 @@ class Attention:
     def one_round(self) -> bool:
         return len(self.rounds) == 1 and len(self.rounds[0]) == 1
 
-    def forward(self, w: Weights, x: Tensor, turn: Turn | None) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, w: Weights, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, list[Tensor]]:
         """o of the local tokens, all heads; and each round's log-sum-exp of all tokens, this rank's heads."""
         outputs, lses = _Outputs(self.spec, x, self.one_round), []
         for group in self.rounds:
             joint = len(group) == 1
-            kv = () if joint else self.send_keys(w, x, turn, group[0])
-            for share in group:
-                q, *new = project(self.spec, w, x, turn, Heads(share.q_heads, share.kv_heads if joint else range(0)))
-                coming = self.exchange.to_heads(share, (q,), new if joint else ())
+            kv = () if joint else self.send_keys(w, x, rotation, group[0])
+            for split in group:
+                q, *new = project(
+                    self.spec, w, x, rotation, Heads(split.q_heads, split.kv_heads if joint else range(0))
+                )
+                coming = self.exchange.to_heads(split, (q,), new if joint else ())
                 del q, new
-                (q,), new = coming.arrived()
+                (q,), new = coming.wait()
                 o, lse = self.attend(q, *(new or kv))
                 del q, new, coming
-                (o,), _ = self.exchange.to_tokens(share, (o,)).arrived()
-                outputs.put(share, o)
+                (o,), _ = self.exchange.to_tokens(split, (o,)).wait()
+                outputs.put(split, o)
                 lses.append(lse)
         return outputs.whole, lses
 
-    def send_keys(self, w: Weights, x: Tensor, turn: Turn | None, share: Share) -> Sequence[Tensor]:
+    def send_keys(self, w: Weights, x: Tensor, rotation: Rotation | None, split: HeadSplit) -> Sequence[Tensor]:
         """K and V of this rank's heads for several rounds, in memory of their own."""
         with torch.no_grad():
-            _, *kv = project(self.spec, w, x, turn, Heads(range(0), share.kv_heads))
-        return self.exchange.to_heads(share, (), kv).arrived()[1]
+            _, *kv = project(self.spec, w, x, rotation, Heads(range(0), split.kv_heads))
+        return self.exchange.to_heads(split, (), kv).wait()[1]
 
-    def differentiable(self, w: Weights, x: Tensor, turn: Turn | None) -> Tensor:
+    def differentiable(self, w: Weights, x: Tensor, rotation: Rotation | None) -> Tensor:
         """o, with everything kept for its backward pass by autograd; in one round."""
-        q, k, v = project(self.spec, w, x, turn, Heads.all(self.spec))
+        q, k, v = project(self.spec, w, x, rotation, Heads.all(self.spec))
         if self.exchange.ranks == 1:
             return attend(q, k, v, self.kernel, self.pieces)
-        share = self.rounds[0][0]
-        q, k, v = _ToHeads.apply(q, k, v, self.exchange, share)
-        return _ToTokens.apply(attend(q, k, v, self.kernel, self.pieces), self.exchange, share)
+        split = self.rounds[0][0]
+        q, k, v = _ToHeads.apply(q, k, v, self.exchange, split)
+        return _ToTokens.apply(attend(q, k, v, self.kernel, self.pieces), self.exchange, split)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if not q.shape[1]:  # a rank with fewer heads than others
@@ -101,18 +101,18 @@ class _Outputs:
         self._all = None if one_round else x.new_empty(len(x), spec.heads, spec.head_size)
         self.whole = x if self._all is None else self._all
 
-    def put(self, share: Share, o: Tensor) -> None:
+    def put(self, split: HeadSplit, o: Tensor) -> None:
         if self._all is None:
             self.whole = o
         else:
-            self._all[:, _part(share, o.device)] = o
+            self._all[:, _part(split, o.device)] = o
 
 
 class AttentionAgain:
     """The same attention in a block's backward pass: `o`, kept or made again, `do` to be filled in, then gradients."""
 
-    def __init__(self, call: Attention, w: Summed, x: Tensor, turn: Turn | None, kept: Sequence[Tensor]):
-        self._call, self._w, self._x, self._turn = call, w, x, turn
+    def __init__(self, call: Attention, w: Summed, x: Tensor, rotation: Rotation | None, kept: Sequence[Tensor]):
+        self._call, self._w, self._x, self._turn = call, w, x, rotation
         self._held: tuple[Projection, tuple[Tensor, ...]] | None = None
         self._lses: Sequence[Tensor] = ()
         if kept:
@@ -120,7 +120,7 @@ class AttentionAgain:
         elif call.one_round:
             self.o = self._hold()
         else:
-            self.o, self._lses = call.forward(w, x, turn)
+            self.o, self._lses = call.forward(w, x, rotation)
         self.do = torch.empty_like(self.o)
 
     def _project(self, q: Sequence[int], kv: Sequence[int]) -> Projection:
@@ -128,14 +128,14 @@ class AttentionAgain:
 
     def _hold(self) -> Tensor:
         """Attention again, of one round, whose tensors stay for its backward pass."""
-        call, ((share,),) = self._call, self._call.rounds
-        projection = self._project(share.q_heads, share.kv_heads)
-        coming = call.exchange.to_heads(share, (projection.q,), projection.kv)
+        call, ((split,),) = self._call, self._call.rounds
+        projection = self._project(split.q_heads, split.kv_heads)
+        coming = call.exchange.to_heads(split, (projection.q,), projection.kv)
         projection.let_go()
-        (q,), kv = coming.arrived()
+        (q,), kv = coming.wait()
         o, lse = call.attend(q, *kv)
         self._held = projection, (q, *kv, o, lse)
-        (o,), _ = call.exchange.to_tokens(share, (o,)).arrived()
+        (o,), _ = call.exchange.to_tokens(split, (o,)).wait()
         return o
 
     def backward(self, dx: Tensor) -> None:
@@ -149,68 +149,68 @@ class AttentionAgain:
             else:
                 self._rounds(group, lses, dx)
 
-    def _held_round(self, share: Share, dx: Tensor) -> None:
+    def _held_round(self, split: HeadSplit, dx: Tensor) -> None:
         assert self._held is not None
         projection, (q, k, v, o, lse) = self._held
-        coming = self._call.exchange.to_heads(share, (self.do,))
+        coming = self._call.exchange.to_heads(split, (self.do,))
         self._held = None
         del self.o, self.do
-        (do,), _ = coming.arrived()
+        (do,), _ = coming.wait()
         del coming
         dq, *dkv = self._call.attend_backward(do, q, k, v, o, lse)
         del do, q, k, v, o
-        self._project_backward(projection, share, dq, dkv, dx)
+        self._project_backward(projection, split, dq, dkv, dx)
 
-    def _one_round(self, share: Share, lses: Iterator[Tensor], dx: Tensor) -> None:
-        projection = self._project(share.q_heads, share.kv_heads)
-        coming = self._call.exchange.to_heads(share, (projection.q, *self._gradients_of(share)), projection.kv)
+    def _one_round(self, split: HeadSplit, lses: Iterator[Tensor], dx: Tensor) -> None:
+        projection = self._project(split.q_heads, split.kv_heads)
+        coming = self._call.exchange.to_heads(split, (projection.q, *self._gradients_of(split)), projection.kv)
         projection.let_go()
-        (q, o, do), (k, v) = coming.arrived()
+        (q, o, do), (k, v) = coming.wait()
         del coming
         dq, *dkv = self._call.attend_backward(do, q, k, v, o, next(lses))
         del do, q, k, v, o
-        self._project_backward(projection, share, dq, dkv, dx)
+        self._project_backward(projection, split, dq, dkv, dx)
 
-    def _rounds(self, group: tuple[Share, ...], lses: Iterator[Tensor], dx: Tensor) -> None:
+    def _rounds(self, group: tuple[HeadSplit, ...], lses: Iterator[Tensor], dx: Tensor) -> None:
         """Rounds that read the same K and V."""
         exchange = self._call.exchange
         k, v = self._call.send_keys(self._w, self._x, self._turn, group[0])
         sums: Sequence[Tensor] = ()
-        for share in group:
-            projection = self._project(share.q_heads, range(0))
-            coming = exchange.to_heads(share, (projection.q, *self._gradients_of(share)))
+        for split in group:
+            projection = self._project(split.q_heads, range(0))
+            coming = exchange.to_heads(split, (projection.q, *self._gradients_of(split)))
             projection.let_go()
-            (q, o, do), _ = coming.arrived()
+            (q, o, do), _ = coming.wait()
             del coming
             dq, *dkv = self._call.attend_backward(do, q, k, v, o, next(lses))
             del do, q, o
             sums = _add(sums, dkv)
-            self._project_backward(projection, share, dq, (), dx)
+            self._project_backward(projection, split, dq, (), dx)
         del dq, dkv
         # Projected once more: what K and V leave for their backward pass is a hidden state, and not needed until now
         projection, dtype = self._project(range(0), group[0].kv_heads), k.dtype
         del k, v
         projection.let_go()
-        _, dkv = exchange.to_tokens(group[0], (), [total.to(dtype) for total in sums]).arrived()
+        _, dkv = exchange.to_tokens(group[0], (), [total.to(dtype) for total in sums]).wait()
         dx += projection.backward(*dkv)
 
     def _project_backward(
-        self, projection: Projection, share: Share, dq: Tensor, dkv: Sequence[Tensor], dx: Tensor
+        self, projection: Projection, split: HeadSplit, dq: Tensor, dkv: Sequence[Tensor], dx: Tensor
     ) -> None:
-        (dq,), dkv = self._call.exchange.to_tokens(share, (dq,), dkv).arrived()
+        (dq,), dkv = self._call.exchange.to_tokens(split, (dq,), dkv).wait()
         dx += projection.backward(dq, *dkv)
 
-    def _gradients_of(self, share: Share) -> tuple[Tensor, Tensor]:
+    def _gradients_of(self, split: HeadSplit) -> tuple[Tensor, Tensor]:
         """o and do of a round's heads."""
         if self._call.one_round:
             return self.o, self.do
-        part = _part(share, self.o.device)
+        part = _part(split, self.o.device)
         return self.o[:, part], self.do[:, part]
 
 
-def _part(share: Share, device: torch.device) -> slice | Tensor:
+def _part(split: HeadSplit, device: torch.device) -> slice | Tensor:
     """A round's query heads among all: a slice where they are evenly apart, which copies nothing; else indices."""
-    heads = share.q_heads
+    heads = split.q_heads
     steps = {after - before for before, after in pairwise(heads)} or {1}
     if len(steps) == 1:
         return slice(heads[0], heads[-1] + 1, steps.pop())
@@ -230,29 +230,29 @@ def _add(sums: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, share: Share) -> tuple[Tensor, ...]:
-        ctx.call = exchange, share
-        (q,), kv = exchange.to_heads(share, (q,), (k, v)).arrived()
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, split: HeadSplit) -> tuple[Tensor, ...]:
+        ctx.call = exchange, split
+        (q,), kv = exchange.to_heads(split, (q,), (k, v)).wait()
         return q, *kv
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
-        exchange, share = ctx.call
-        (dq,), dkv = exchange.to_tokens(share, (dq,), (dk, dv)).arrived()
+        exchange, split = ctx.call
+        (dq,), dkv = exchange.to_tokens(split, (dq,), (dk, dv)).wait()
         return dq, *dkv, None, None
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, o: Tensor, exchange: Exchange, share: Share) -> Tensor:
-        ctx.call = exchange, share
-        (o,), _ = exchange.to_tokens(share, (o,)).arrived()
+    def forward(ctx: Any, o: Tensor, exchange: Exchange, split: HeadSplit) -> Tensor:
+        ctx.call = exchange, split
+        (o,), _ = exchange.to_tokens(split, (o,)).wait()
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        exchange, share = ctx.call
-        (do,), _ = exchange.to_heads(share, (do,)).arrived()
+        exchange, split = ctx.call
+        (do,), _ = exchange.to_heads(split, (do,)).wait()
         return do, None, None

@@ -20,18 +20,18 @@ from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
 from ithaca.attention.visits import Visit, visit_runs
 from ithaca.attention.walk import merge
-from ithaca.model.precision import at_least_fp32
+from ithaca.base.precision import at_least_fp32
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.ring import Ring, ring_runs
 
 Block = tuple[int, Tensor]  # whose K and V, and they, [2, tokens, heads, D]
 
 
-class Around:
+class RingKernel:
     """`bounds`: of the documents; `gathers`: all K and V at once."""
 
     def __init__(self, kernel: Kernel, ring: Ring, layout: Layout, bounds: tuple[int, ...], gathers: bool):
-        self.name, self.grain = kernel.name, kernel.grain
+        self.name, self.bucket = kernel.name, kernel.bucket
         self._kernel, self._ring, self._layout, self._bounds, self._gathers = kernel, ring, layout, bounds, gathers
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
@@ -73,18 +73,18 @@ class Around:
                 dv[keys] += dv_part
             home.end()
         del kv, key, value
-        dk, dv = home.arrived()
+        dk, dv = home.wait()
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
     def _blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
         """Everybody's K and V, one's own first."""
         mine = torch.stack((k, v))
         if self._gathers:
-            every = self._ring.everyones(mine)
+            every = self._ring.all_gather(mine)
             yield from ((owner, every[owner]) for owner in self._owners())
             return
         for step, owner in enumerate(self._owners()):
-            coming = self._ring.pass_on(mine) if step < self._ring.ranks - 1 else None
+            coming = self._ring.send_recv(mine) if step < self._ring.ranks - 1 else None
             yield owner, mine
             if coming is not None:
                 mine = coming()
@@ -94,4 +94,4 @@ class Around:
 
     def _visits(self, owner: int) -> list[Visit]:
         queries, keys = (ring_runs(self._layout, rank)(0) for rank in (self._ring.rank, owner))
-        return visit_runs(queries, keys, self._bounds, self._kernel.grain)
+        return visit_runs(queries, keys, self._bounds, self._kernel.bucket)

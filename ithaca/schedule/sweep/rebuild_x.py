@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ithaca.plans.rebuild import Rebuild
+from ithaca.schedule.sweep.rebuild import Rebuild
 from ithaca.schedule.tapes import Pass
 from ithaca.tape.tape import Tape
 

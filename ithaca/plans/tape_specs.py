@@ -7,15 +7,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ithaca.model.heads import Heads
-from ithaca.model.spec import Spec
+from ithaca.base.sizes import format_bytes, format_tokens
+from ithaca.base.tiles import Tiles
+from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.layout import Layout, gathered, hops
 from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE
 from ithaca.plans.plan import Plan
-from ithaca.plans.rebuild import LONGEST_PASSING, Rebuild, passing_layers, plan_rebuilds, rebuild_passes
-from ithaca.sizes import format_bytes, format_tokens
+from ithaca.schedule.sweep.rebuild import LONGEST_PASSING, Rebuild, passing_layers, plan_rebuilds, rebuild_passes
 from ithaca.tape.blocks import STAGED, staged_bytes, stretch_bytes
-from ithaca.tape.tiles import Tiles
 
 FP32 = 4  # bytes
 MOMENTS = 2  # of AdamW for each parameter
@@ -25,7 +24,7 @@ WHOLE_TILE = 8192  # tokens that the schedule `whole` moves to and from the host
 
 
 @dataclass(frozen=True)
-class Need:
+class TapeSpec:
     """Tapes of one kind in one place."""
 
     name: str
@@ -53,9 +52,9 @@ class Need:
         return math.prod(self.features) * self.itemsize
 
 
-def needs(
+def tape_specs(
     plan: Plan, spec: Spec, itemsize: int, mine: Heads | None = None, ulysses: int = 1, ring: int = 1
-) -> list[Need]:
+) -> list[TapeSpec]:
     """Every tape that a Plan asks for, of a rank that attends with some heads; None: with all. The gradient's tape also
     takes what the last block puts out, and in the forward pass each x that is not kept.
 
@@ -65,9 +64,9 @@ def needs(
     mine = mine or Heads.all(spec)
     heads, keys, lse = (spec.heads, spec.head_size), (len(mine.kv), spec.head_size), (len(mine.q),)
 
-    def kept(name: str, words: tuple[str, ...], features: tuple[int, ...], slots: int) -> list[Need]:
+    def kept(name: str, words: tuple[str, ...], features: tuple[int, ...], slots: int) -> list[TapeSpec]:
         return [
-            Need(name, name, place, layers_at(words, place), features, itemsize, False, slots, True)
+            TapeSpec(name, name, place, layers_at(words, place), features, itemsize, False, slots, True)
             for place in KEPT
             if place in words
         ]
@@ -75,7 +74,7 @@ def needs(
     if not plan.sweeps:
         return [need for need in kept("x", placement.x, hidden, 3) if need.place != "device"]
     assert plan.lse is not None
-    assert plan.gradient is not None
+    assert plan.residual is not None
     assert plan.kv is not None
     # Slots: a tile in use, one ahead, one on its way out; x is read by two (its chunk and the K/V of later ones) and,
     # in the forward pass, written for the next layer as well; an x that only comes by is read through several o.
@@ -89,15 +88,15 @@ def needs(
         for rebuild in rebuilds.values()
         for kind, layer in rebuild.homes.values()
     ):
-        xs.append(Need("x", "x", "host", (), hidden, itemsize, False, 4 + more, True))
+        xs.append(TapeSpec("x", "x", "host", (), hidden, itemsize, False, 4 + more, True))
     with_o = tuple(layer for layer, word in enumerate(placement.o) if word != RECOMPUTE)
     return [
         *xs,
         *kept("o", placement.o, heads, (4 if comes_by else 2) + more),
-        *([Need("lse", "lse", plan.lse, with_o, lse, high, True, 2 + more, True, ulysses)] if with_o else []),
-        Need("gradient", "gradient", plan.gradient, (0,), hidden, itemsize, False, 4 + more, False),
-        Need("keys", "kv", plan.kv, (0, 1), keys, itemsize, False, 8, False, ulysses),
-        Need("key_sums", "kv", plan.kv, (0, 1), keys, high, True, 6, True, ulysses),
+        *([TapeSpec("lse", "lse", plan.lse, with_o, lse, high, True, 2 + more, True, ulysses)] if with_o else []),
+        TapeSpec("residual", "residual", plan.residual, (0,), hidden, itemsize, False, 4 + more, False),
+        TapeSpec("kv", "kv", plan.kv, (0, 1), keys, itemsize, False, 8, False, ulysses),
+        TapeSpec("kv_gradients", "kv", plan.kv, (0, 1), keys, high, True, 6, True, ulysses),
     ]
 
 
@@ -127,30 +126,30 @@ def tiles_of(plan: Plan, layout: Layout) -> Tiles:
     return Tiles(layout.local, min(plan.tile or WHOLE_TILE, layout.local))
 
 
-def host_bytes(asked: list[Need], tiles: Tiles, gpu: bool) -> int:
+def host_bytes(asked: list[TapeSpec], tiles: Tiles, gpu: bool) -> int:
     """What the tapes, and the staging of disk tapes, take of this node's memory. Without a GPU that is all of it."""
     hosted = sum(need.bytes_of(tiles.length) for need in asked if need.place == "host") + staging_bytes(asked, tiles)
     return hosted if gpu else hosted + device_bytes(asked, tiles)
 
 
-def disk_bytes(asked: list[Need], tiles: Tiles) -> int:
+def disk_bytes(asked: list[TapeSpec], tiles: Tiles) -> int:
     """What the tapes take of the disk."""
     return sum(len(need.layers) * stretch_bytes(need.tiles(tiles), need.row) for need in asked if need.place == "disk")
 
 
-def staging_bytes(asked: list[Need], tiles: Tiles) -> int:
+def staging_bytes(asked: list[TapeSpec], tiles: Tiles) -> int:
     """Host memory that tiles pass through on their way to the disk and back."""
     return STAGED * max(
         (staged_bytes(need.tiles(tiles), need.row) for need in asked if need.place == "disk"), default=0
     )
 
 
-def device_bytes(asked: list[Need], tiles: Tiles) -> int:
+def device_bytes(asked: list[TapeSpec], tiles: Tiles) -> int:
     """What the tapes, and the slots of those elsewhere, take of the device."""
     return slot_bytes(asked, tiles) + sum(need.bytes_of(tiles.length) for need in asked if need.place == "device")
 
 
-def slot_bytes(asked: list[Need], tiles: Tiles) -> int:
+def slot_bytes(asked: list[TapeSpec], tiles: Tiles) -> int:
     rows = min(tiles.size, tiles.length)
     slots = {need.name: need.slots * rows * need.ranks * need.row for need in asked if need.place != "device"}
     return sum(slots.values())
@@ -161,14 +160,14 @@ def moment_slot_bytes(largest: int) -> int:
     return MOMENTS * MOMENT_SLOTS * min(MOMENT_TILE, largest) * FP32
 
 
-def passing_bytes(plan: Plan, spec: Spec, asked: list[Need]) -> int:
+def passing_bytes(plan: Plan, spec: Spec, asked: list[TapeSpec]) -> int:
     """Weights of other layers that are gathered at once, while an x is made in passing; x has their dtype."""
     itemsize = next((need.itemsize for need in asked if need.name == "x"), 0)
     block = sum(math.prod(shape) for shape in spec.block_shapes().values())
     return passing_layers(rebuilds_of(plan, spec)) * block * itemsize
 
 
-def describe(asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec) -> list[str]:
+def describe(asked: list[TapeSpec], tiles: Tiles, plan: Plan, spec: Spec) -> list[str]:
     """In a few lines: how a rank's tokens are cut, where what is kept of them lives, what is made again."""
     places = {
         place: [_described(need, tiles, spec) for need in group]
@@ -197,7 +196,7 @@ def describe(asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec) -> list[st
     return lines
 
 
-def _described(need: Need, tiles: Tiles, spec: Spec) -> str:
+def _described(need: TapeSpec, tiles: Tiles, spec: Spec) -> str:
     some = need.name in ("x", "o", "lse") and len(need.layers) < spec.layers
     layers = f" of {len(need.layers)} layer{'s' * (len(need.layers) > 1)}" if some else ""
     return f"{need.name.replace('_', ' ')}{layers} {format_bytes(need.bytes_of(tiles.length))}"

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaca.parallel.looped import fill_from
+from ithaca.parallel.loopback import fill_from
 
 Wait = Callable[[], object]  # after it the target can be used; until then the source must stay as it is
 
@@ -16,15 +16,15 @@ class Transport(Protocol):
     ranks: int
     rank: int
 
-    def swap(self, target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int]) -> Wait:
+    def all_to_all(self, target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int]) -> Wait:
         """Begin to send the parts of a flat source to the ranks, in order, and to fill a flat target with theirs."""
         ...
 
-    def gather(self, target: Tensor, source: Tensor) -> Wait:
+    def all_gather(self, target: Tensor, source: Tensor) -> Wait:
         """Begin to fill a flat target with the flat sources of all ranks, in order."""
         ...
 
-    def add_up(self, target: Tensor, source: Tensor) -> Wait:
+    def reduce_scatter(self, target: Tensor, source: Tensor) -> Wait:
         """Begin to fill a flat target with the sum of this rank's parts of all flat sources."""
         ...
 
@@ -40,17 +40,17 @@ class Group:
     def __init__(self, group: dist.ProcessGroup):
         self._group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
 
-    def swap(self, target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int]) -> Wait:
+    def all_to_all(self, target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int]) -> Wait:
         work = dist.all_to_all_single(target, source, target_sizes, source_sizes, self._group, async_op=True)
         assert work is not None
         return work.wait
 
-    def gather(self, target: Tensor, source: Tensor) -> Wait:
+    def all_gather(self, target: Tensor, source: Tensor) -> Wait:
         work = _gather(target, source, group=self._group, async_op=True)
         assert work is not None
         return work.wait
 
-    def add_up(self, target: Tensor, source: Tensor) -> Wait:
+    def reduce_scatter(self, target: Tensor, source: Tensor) -> Wait:
         work = _reduce_scatter(target, source, group=self._group, async_op=True)
         assert work is not None
         return work.wait
@@ -66,13 +66,13 @@ class LoopedBack:
         self.ranks, self.rank = ranks, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def swap(self, target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int]) -> Wait:  # noqa: ARG002
-        return self.gather(target, source)
+    def all_to_all(self, target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int]) -> Wait:  # noqa: ARG002
+        return self.all_gather(target, source)
 
-    def add_up(self, target: Tensor, source: Tensor) -> Wait:
-        return self.gather(target, source)
+    def reduce_scatter(self, target: Tensor, source: Tensor) -> Wait:
+        return self.all_gather(target, source)
 
-    def gather(self, target: Tensor, source: Tensor) -> Wait:
+    def all_gather(self, target: Tensor, source: Tensor) -> Wait:
         if self._stream is None:
             fill_from(target, source)
             return lambda: None

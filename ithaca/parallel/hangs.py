@@ -14,15 +14,45 @@ Under NCCL torch's watchdog ends the process where a collective took too long: n
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store  # there is no public way to the job's own store
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # there is no public way to the job's own store
+    _set_pg_timeout,
+)
 
-from ithaca.errors import LostRankError
+from ithaca.base.errors import LostRankError
+from ithaca.base.sizes import MOST_SECONDS
+
+# FLOP/s that a step reaches even where it is slow, by the plain count that gives recomputation no credit
+GPU_RATE = 200e12  # 20 % of Hopper's peak in bfloat16; with STEPS, any rank at 7 % of it is still waited for
+CPU_CORE_RATE = 5e9  # a tenth of what a core's vector units do in float32
+
+FLOOR = 600.0  # seconds that have nothing to do with a step's length: kernels are compiled, memory is taken, disks wait
+STEPS = 3
+
+
+def step_seconds(flops: float, device: torch.device, cores: int) -> float:
+    """An upper estimate of the time of a step that has a rank compute `flops`, on a GPU or on `cores`."""
+    return flops / (GPU_RATE if device.type == "cuda" else CPU_CORE_RATE * cores)
+
+
+def timeout(step: float) -> float:
+    """Seconds to wait for another rank where a step is expected to take `step` seconds."""
+    return min(FLOOR + STEPS * step, MOST_SECONDS)
+
+
+def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
+    """From now on, let collectives over these groups fail after so many seconds. Nothing collective."""
+    for group in groups:
+        # torch has no public way to change it once a group is there, and a step's length is known only later
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+
 
 POLL_SECONDS = 1.0  # between two looks whether the roll is called
 ANSWER_SECONDS = 5.0  # that ranks have to answer it

@@ -8,8 +8,11 @@ Rank 0 writes it; a lock keeps two jobs out of one folder. Started again, a run 
 what its metrics say of later steps is cut off first: they will be made again.
 """
 
+import contextlib
 import fcntl
 import json
+import os
+import secrets
 import shutil
 import time
 from pathlib import Path
@@ -17,10 +20,12 @@ from typing import IO, Any
 
 import torch
 
+from ithaca.base.errors import ConfigError, RunError
 from ithaca.config import Config, read_config
-from ithaca.errors import ConfigError, RunError
-from ithaca.model.folder import write_description, write_dtypes
+from ithaca.model.save import write_description, write_dtypes
 from ithaca.model.source import ModelSource
+from ithaca.parallel.agree import from_first, without
+from ithaca.parallel.mesh import Mesh
 
 LOCK_SECONDS = 20  # an interrupted job may need a moment to let go
 
@@ -124,3 +129,41 @@ class RunFolder:
             if isinstance(found, dict) and isinstance(found.get("step"), int):
                 lines.append(found)
         return lines
+
+
+SEE_SECONDS = 30.0  # network file systems may remember for so long that a file was not there
+ASK_SECONDS = 0.2
+
+
+def check_shared(run: RunFolder, lock: IO[str] | None, grid: Mesh) -> None:
+    """Refuse, on all ranks, a run folder that one of them does not share with rank 0, which holds its lock."""
+    if not grid.several_nodes:
+        return
+    word = from_first(grid.group, lambda: leave_word(lock) if lock else "")
+    if blind := without(grid.group, sees_word(run.lock, word)):
+        raise ConfigError(
+            f"the run folder '{run.path}' is not the same on all ranks (rank {blind[0]} does not see what rank 0 "
+            "wrote): --run must lie on a disk that all nodes share"
+        )
+
+
+def leave_word(lock: IO[str]) -> str:
+    word = secrets.token_hex(8)
+    lock.truncate(0)
+    lock.write(word)
+    lock.flush()
+    os.fsync(lock.fileno())
+    return word
+
+
+def sees_word(file: Path, word: str) -> bool:
+    """Whether the word is there, or comes within `SEE_SECONDS`."""
+    until = time.monotonic() + SEE_SECONDS
+    while True:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            os.listdir(file.parent)  # which has a network file system ask anew
+            if file.read_text(encoding="utf-8") == word:
+                return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(ASK_SECONDS)

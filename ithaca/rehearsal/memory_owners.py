@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ithaca.planner.owners import (
+from ithaca.base.owners import (
     ATTENTION,
     BATCH,
     BLOCKS,

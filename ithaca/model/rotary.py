@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ithaca.model.precision import fusable
+from ithaca.base.precision import fusable
 from ithaca.model.rope import Rope
 
 
@@ -58,22 +58,22 @@ def _yarn(rope: Rope, wavelengths: Tensor, head_size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Rotation:
     """Cosines and sines of some tokens, [tokens, 1, head_size / 2] each, ready to rotate [tokens, heads, head_size]."""
 
     cos: Tensor
     sin: Tensor
 
 
-def turn(rope: Rope, head_size: int, positions: Tensor, dtype: torch.dtype) -> Turn:
+def rotation_at(rope: Rope, head_size: int, positions: Tensor, dtype: torch.dtype) -> Rotation:
     inverse = inverse_frequencies(rope, head_size).to(positions.device, torch.float64)
     angles = positions.to(torch.float64)[:, None, None] * inverse
-    return Turn((angles.cos() * rope.attention_factor).to(dtype), (angles.sin() * rope.attention_factor).to(dtype))
+    return Rotation((angles.cos() * rope.attention_factor).to(dtype), (angles.sin() * rope.attention_factor).to(dtype))
 
 
-def rotate(x_THD: Tensor, turn: Turn) -> Tensor:
+def rotate(x_THD: Tensor, rotation: Rotation) -> Tensor:
     """Turn the pairs (feature i, feature i + head_size / 2), the order of Hugging Face weights."""
-    return _Rotate.apply(x_THD, turn.cos, turn.sin)
+    return _Rotate.apply(x_THD, rotation.cos, rotation.sin)
 
 
 class _Rotate(torch.autograd.Function):
@@ -93,7 +93,7 @@ class _Rotate(torch.autograd.Function):
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
     if fusable(x):
-        from ithaca.model import fused
+        from ithaca.model import triton_elementwise as fused
 
         return fused.rotated(x, cos, sin, way)
     y = torch.empty_like(x)

@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ithaca.errors import PlanError
+from ithaca.base.errors import PlanError
+from ithaca.base.sizes import format_bytes
+from ithaca.base.tiles import Tiles
 from ithaca.model.spec import Spec
-from ithaca.plans.needs import Need, device_bytes, passing_bytes, slot_bytes, staging_bytes
 from ithaca.plans.places import REBUILD, spell
 from ithaca.plans.plan import Plan
-from ithaca.plans.rebuild import layers_to_keep
-from ithaca.sizes import format_bytes
+from ithaca.plans.tape_specs import TapeSpec, device_bytes, passing_bytes, slot_bytes, staging_bytes
+from ithaca.schedule.sweep.rebuild import layers_to_keep
 from ithaca.tape.budget import host_budget
 from ithaca.tape.file import free_space
-from ithaca.tape.tiles import Tiles
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Node:
     disk: int = 0
 
 
-def check_room(
-    asked: list[Need], tiles: Tiles, sharing: int, plan: Plan, spec: Spec, device: torch.device, node: Node
+def check_memory(
+    asked: list[TapeSpec], tiles: Tiles, sharing: int, plan: Plan, spec: Spec, device: torch.device, node: Node
 ) -> None:
     """Refuse what does not fit this device or, all its ranks together, this node or its disk, before anything is
     allocated.
@@ -70,7 +70,7 @@ def _refuse_over(needed: int, fixed: int, free: int, reason: str, ways: list[str
     raise PlanError(f"{text}; {', or '.join([*ways, last])}")
 
 
-def _elsewhere(asked: list[Need], tiles: Tiles, place: str, other: str, ranks: int) -> list[str]:
+def _elsewhere(asked: list[TapeSpec], tiles: Tiles, place: str, other: str, ranks: int) -> list[str]:
     """What the option with most bytes in a place would free by another word."""
     options = {need.option: 0 for need in asked if need.place == place and need.layers}
     for need in (need for need in asked if need.place == place and need.layers):
@@ -81,7 +81,7 @@ def _elsewhere(asked: list[Need], tiles: Tiles, place: str, other: str, ranks: i
     return [f"plan.{largest}={other} frees {format_bytes(options[largest])}"]
 
 
-def _to_disk(asked: list[Need], tiles: Tiles, ranks: int) -> list[str]:
+def _to_disk(asked: list[TapeSpec], tiles: Tiles, ranks: int) -> list[str]:
     """What o, which goes to a disk more cheaply than x, would free of the host there."""
     hosted = [need for need in asked if need.name == "o" and need.place == "host"]
     freed = sum(need.bytes_of(tiles.length) for need in hosted)
@@ -89,7 +89,7 @@ def _to_disk(asked: list[Need], tiles: Tiles, ranks: int) -> list[str]:
     return [f"plan.o=disk with a folder in plan.disk frees {format_bytes(ranks * freed)}"] if freed > 0 else []
 
 
-def _fewer_x(asked: list[Need], tiles: Tiles, plan: Plan, spec: Spec, ranks: int) -> list[str]:
+def _fewer_x(asked: list[TapeSpec], tiles: Tiles, plan: Plan, spec: Spec, ranks: int) -> list[str]:
     """What x of a few layers, from which the others can be rebuilt once each, would free of the host."""
     hosted = next((need for need in asked if need.name == "x"), None)
     if not plan.sweeps or (plan.x, plan.o) != ("host", "host") or hosted is None:

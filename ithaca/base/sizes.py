@@ -3,7 +3,7 @@
 import math
 import re
 
-from ithaca.errors import ConfigError
+from ithaca.base.errors import ConfigError
 
 MOST_SECONDS = 30 * 86400  # that a wait can be told to last: torch counts it in nanoseconds
 

@@ -14,27 +14,26 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ithaca.errors import PlanError, suggestion
-from ithaca.model.heads import Heads
-from ithaca.model.spec import Spec
-from ithaca.parallel.heads import split_heads
-from ithaca.plans.needs import (
-    Need,
+from ithaca.base.errors import PlanError, suggestion
+from ithaca.base.sizes import format_bytes, parse_bytes, parse_tokens
+from ithaca.base.tiles import Tiles
+from ithaca.model.spec import Heads, Spec
+from ithaca.parallel.head_split import split_heads
+from ithaca.plans.places import REBUILD, RECOMPUTE, Placement, spell
+from ithaca.plans.plan import Plan
+from ithaca.plans.tape_specs import (
+    TapeSpec,
     device_bytes,
     disk_bytes,
     has_room_for_x,
     host_bytes,
     layout_of,
-    needs,
     passing_bytes,
+    tape_specs,
     tiles_of,
 )
-from ithaca.plans.places import REBUILD, RECOMPUTE, Placement, spell
-from ithaca.plans.plan import Plan
-from ithaca.plans.rebuild import fewest_kept, layers_to_keep, rebuild_passes
-from ithaca.sizes import format_bytes, parse_bytes, parse_tokens
+from ithaca.schedule.sweep.rebuild import fewest_kept, layers_to_keep, rebuild_passes
 from ithaca.tape.blocks import STAGED, staged_bytes
-from ithaca.tape.tiles import Tiles
 
 CROSSING = 75_000  # multiplications that a rank does while a byte goes to a disk or comes back: 300 T/s against 4 GB/s
 FEW = 16  # choices
@@ -132,13 +131,13 @@ def _read(
         raise PlanError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), ITEMSIZES)}")
     tokens = parse_tokens(tokens)
     layout_of(plan, tokens, ulysses, ring)  # whose chunk fits
-    share = split_heads(spec.heads, spec.kv_heads, ulysses)
-    fullest = max(range(ulysses), key=lambda rank: (len(share.kv[rank]), len(share.q[rank])))
+    split = split_heads(spec.heads, spec.kv_heads, ulysses)
+    fullest = max(range(ulysses), key=lambda rank: (len(split.kv[rank]), len(split.q[rank])))
     free = _Budget(*(parse_bytes(given) if given else 0 for given in (device, host, disk)))
     folder = folder or plan.disk
     if free.disk and folder is None:
         raise PlanError(f"disk={format_bytes(free.disk)} is of no use without a folder: name one, as folder='/scratch'")
-    mine = Heads(share.q[fullest], share.kv[fullest])
+    mine = Heads(split.q[fullest], split.kv[fullest])
     return tokens, _Where(ITEMSIZES[dtype], mine, ulysses, ring, folder if free.disk else None), free
 
 
@@ -233,13 +232,13 @@ def _fill(
     leaves that open; then from the last layer down, since what is read soonest gains most. What the host has no room
     for is on the disk."""
     placement = _placement(spec, kept_x, kept_o, "device")
-    placed = _placed(replace(plan, gradient=plan.gradient or "device"), where, placement.x, placement.o)
+    placed = _placed(replace(plan, residual=plan.residual or "device"), where, placement.x, placement.o)
     if (used := _used(placed, spec, where, tiles)).device <= free.device:
         return placed, used  # first, since with nothing on the host there are no slots to hold room for
     placement = _placement(spec, kept_x, kept_o)
     placed = _placed(plan, where, placement.x, placement.o)
-    if plan.gradient is None:
-        beside = replace(placed, gradient="device")
+    if plan.residual is None:
+        beside = replace(placed, residual="device")
         placed = beside if _used(beside, spec, where, tiles).device <= free.device else placed
     x, o = list(placement.x), list(placement.o)
     rows = {need.name: need.row for need in _needs(placed, spec, where)}
@@ -269,8 +268,8 @@ def _placed(plan: Plan, where: _Where, x: Sequence[str], o: Sequence[str]) -> Pl
     return replace(plan, x=spell(x), o=spell(o), disk=where.folder if "disk" in (*x, *o) else None)
 
 
-def _needs(plan: Plan, spec: Spec, where: _Where) -> list[Need]:
-    return needs(plan.settled(), spec, where.itemsize, where.mine, where.ulysses, where.ring)
+def _needs(plan: Plan, spec: Spec, where: _Where) -> list[TapeSpec]:
+    return tape_specs(plan.settled(), spec, where.itemsize, where.mine, where.ulysses, where.ring)
 
 
 def _used(plan: Plan, spec: Spec, where: _Where, tiles: Tiles) -> _Budget:

@@ -16,18 +16,18 @@ from torch.futures import Future
 NAME = "looped"
 
 
-def start_looped(ranks: int) -> None:
+def start_loopback(ranks: int) -> None:
     """Make this process rank 0 of a job of so many, before anything else has begun one."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _make, devices=["cpu", "cuda"])
     dist.init_process_group(NAME, store=dist.HashStore(), rank=0, world_size=ranks)
 
 
-def _make(store: dist.Store, rank: int, ranks: int, timeout: Any) -> "Looped":  # noqa: ARG001
-    return Looped(rank, ranks)
+def _make(store: dist.Store, rank: int, ranks: int, timeout: Any) -> "Loopback":  # noqa: ARG001
+    return Loopback(rank, ranks)
 
 
-class Looped(dist.ProcessGroup):
+class Loopback(dist.ProcessGroup):
     """What torch.distributed calls of a process group; torch 2.13 has other names for some of it."""
 
     def __init__(self, rank: int, ranks: int):
@@ -43,13 +43,13 @@ class Looped(dist.ProcessGroup):
         return NAME
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # noqa: ARG002
-        return _Arrived(tensors)
+        return _Done(tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # noqa: ARG002
-        return _Arrived(tensors)
+        return _Done(tensors)
 
     def barrier(self, opts: Any = None) -> dist.Work:  # noqa: ARG002
-        return _Arrived(None)
+        return _Done(None)
 
     def allgather(self, targets: list[list[Tensor]], sources: list[Tensor], opts: Any = None) -> dist.Work:  # noqa: ARG002
         def fill() -> None:
@@ -83,16 +83,16 @@ class Looped(dist.ProcessGroup):
     def _beside(self, fill: Callable[[], object], result: Any, source: Tensor) -> dist.Work:
         if source.device.type != "cuda":
             fill()
-            return _Arrived(result)
+            return _Done(result)
         if self._stream is None:
             self._stream = torch.cuda.Stream(source.device)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             fill()
-        return _Arrived(result, self._stream.record_event())
+        return _Done(result, self._stream.record_event())
 
 
-class _Arrived(dist._Work):
+class _Done(dist._Work):
     def __init__(self, result: Any, event: torch.Event | torch.cuda.Event | None = None):
         super().__init__()
         self._result, self._event = result, event

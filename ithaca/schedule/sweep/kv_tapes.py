@@ -8,7 +8,7 @@ from torch import Tensor
 from ithaca.tape.tape import Tape
 
 
-class Keys:
+class KVTiles:
     """Tiles of K and V. A tile that is not there yet is made when it is first read."""
 
     def __init__(self, tapes: list[Tape], there: Iterable[int] = ()):
@@ -45,7 +45,7 @@ class Keys:
         return index in self._there
 
 
-class KeySums:
+class KVGradients:
     """dK and dV of every tile, in at least fp32: chunks add to those of earlier tiles, in reverse order."""
 
     def __init__(self, tapes: list[Tape]):
@@ -74,10 +74,10 @@ class KeySums:
         return whole[0], whole[1]
 
 
-class KeysBeside:
+class KVWithGradients:
     """Keys as a walk backward reads them: the sums that it adds to as soon as the kernel is done come with them."""
 
-    def __init__(self, keys: Keys, sums: KeySums):
+    def __init__(self, keys: KVTiles, sums: KVGradients):
         self._keys, self._sums = keys, sums
 
     def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:

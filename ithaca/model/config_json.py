@@ -1,10 +1,13 @@
 """Numbers and lists out of a `config.json`, which anyone may have edited: each read refuses what is not one."""
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ithaca.errors import ModelError
+from ithaca.base.errors import ModelError, suggestion
+from ithaca.model.presets import PRESETS
 
 LARGEST = 2**31 - 1  # of sizes: what is far beyond any model overflows later
 
@@ -39,3 +42,25 @@ def entries(config: Mapping[str, Any], name: str) -> list[Any] | None:
     if value is not None and not isinstance(value, list):
         raise ModelError(f"config.json gives {name} as {value!r}: a list is needed")
     return value
+
+
+def find_config(model: str | Path) -> tuple[Mapping[str, Any], Path | None]:
+    """config.json of a model, and its folder; None for a preset."""
+    if str(model) in PRESETS:
+        return PRESETS[str(model)], None
+    folder = Path(model)
+    if not folder.is_dir():
+        raise ModelError(f"'{model}' is neither a folder nor a preset: {suggestion(str(model), PRESETS)}")
+    return read_json(folder / "config.json"), folder
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"'{file.parent}' is not a Hugging Face folder: {file.name} is missing") from None
+    except (OSError, ValueError, RecursionError) as problem:
+        raise ModelError(f"'{file}' cannot be read as JSON ({problem})") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"'{file}' holds {type(content).__name__}, not a JSON object")
+    return content
