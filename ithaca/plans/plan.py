@@ -7,28 +7,10 @@ from typing import Any
 from ithaca.base.errors import PlanError, suggestion
 from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
 from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, place_layers, read_places
+from ithaca.plans.recipes import RECIPES, Recipe
 
 CHECKPOINTS = ("none", "selective", "full")
-CHUNK = 64 * 2**10  # what a sweep takes when it is not told: attention kernels are at their best from here on
-
-# What each recipe may be told, and what it does when it is not; None is left to the length of the batch
-RECIPES: dict[str, dict[str, Any]] = {
-    "dense": {"checkpoint": "full", "tile": None, "x": "device"},
-    "ulysses": {"checkpoint": "full", "tile": None, "x": "device"},
-    "alst": {"checkpoint": "full", "tile": 8192, "x": "host"},
-    "untied": {"heads": None, "tile": 8192, "x": "host"},
-    "ring": {"checkpoint": "full", "tile": None, "x": "device", "travel": "around"},
-    "hybrid": {"checkpoint": "full", "tile": None, "x": "device", "travel": "around"},
-    "sweep": {
-        "chunk": None,
-        "tile": 8192,
-        "x": "host",
-        "o": "host",
-        "lse": "device",
-        "residual": "host",
-        "kv": "device",
-    },
-}
+CHUNK = 64 * 2**10  # tokens: attention kernels run at their best from here on
 TRAVELS = ("around", "gather")
 RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "tile", "x", "o", "lse", "residual", "kv")
 
@@ -134,7 +116,7 @@ class Plan:
 
     def settled(self) -> "Plan":
         """The Plan with every option said: what was not given is the recipe's."""
-        options = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
+        options = {name: value for name, value in RECIPES[self.recipe].options.items() if getattr(self, name) is None}
         if self.checkpoint == "none":
             options.pop("tile", None)  # of which there is none where every tile is kept
         if self.chunk is not None and options.get("tile") is not None:
@@ -142,27 +124,23 @@ class Plan:
         return replace(self, **options) if options else self
 
     @property
+    def entry(self) -> Recipe:
+        """The recipe: its schedule, options and limits."""
+        return RECIPES[self.recipe]
+
+    @property
     def sweeps(self) -> bool:
-        return self.recipe == "sweep"
+        """Whether blocks run over chunks (schedule `sweep`), not over all tokens of a rank (`whole`)."""
+        return self.entry.schedule == "sweep"
 
     @property
     def shares(self) -> bool:
         """Whether several ranks can share a sequence."""
-        return self.recipe != "dense"
-
-    @property
-    def shares_heads(self) -> bool:
-        """Whether they can be Ulysses ranks."""
-        return self.shares and self.recipe != "ring"
-
-    @property
-    def rings(self) -> bool:
-        """Whether they can be ring ranks."""
-        return self.recipe in ("ring", "hybrid", "sweep")
+        return self.entry.ulysses or self.entry.ring
 
     def heads_at_once(self, ranks: int) -> int | None:
-        """Query heads that are attended with at a time, over so many Ulysses ranks; None: all."""
-        return (self.heads or ranks) if self.recipe == "untied" else None
+        """Query heads, over so many Ulysses ranks, that are attended with at a time; None: all."""
+        return (self.heads or ranks) if self.entry.head_rounds else None
 
     def placement(self, layers: int) -> Placement:
         """Where a model's layers have their x and o. A block that runs whole keeps its o by its checkpoint, or not."""
@@ -175,7 +153,7 @@ class Plan:
 
     def _words(self, name: str) -> tuple[str, ...]:
         value = getattr(self, name)
-        value = RECIPES[self.recipe].get(name) if value is None else value
+        value = RECIPES[self.recipe].options.get(name) if value is None else value
         extra = {"x": REBUILD, "o": RECOMPUTE}[name] if self.sweeps else None
         if value is None:
             return ()
@@ -200,8 +178,8 @@ class Plan:
     def _check_known(self, name: str) -> None:
         """An option that the recipe has no use for is refused."""
         value = getattr(self, name)
-        if value is not None and name not in RECIPES[self.recipe]:
-            others = " or ".join(f"'{recipe}'" for recipe, known in RECIPES.items() if name in known)
+        if value is not None and name not in RECIPES[self.recipe].options:
+            others = " or ".join(f"'{recipe}'" for recipe, entry in RECIPES.items() if name in entry.options)
             raise PlanError(
                 f"{name}={value} means nothing under recipe '{self.recipe}': leave it out, or use recipe {others}"
             )

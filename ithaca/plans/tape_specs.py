@@ -14,7 +14,7 @@ from ithaca.parallel.layout import Layout, gathered, hops
 from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE
 from ithaca.plans.plan import Plan
 from ithaca.schedule.sweep.rebuild import LONGEST_PASSING, Rebuild, passing_layers, plan_rebuilds, rebuild_passes
-from ithaca.tape.blocks import STAGED, staged_bytes, stretch_bytes
+from ithaca.tape.spec import STAGED, staged_bytes, stretch_bytes
 
 FP32 = 4  # bytes
 MOMENTS = 2  # of AdamW for each parameter

@@ -25,7 +25,7 @@ from torch import Tensor
 from ithaca.base.errors import PlanError, RunError
 from ithaca.base.tiles import Tiles
 from ithaca.tape import disk as disk_module
-from ithaca.tape.blocks import BLOCK
+from ithaca.tape.spec import BLOCK
 from ithaca.tape.disk import DiskTape, Fetching
 from ithaca.tape.engine import Engine, Mark, ThreadEngine, make_engine
 from ithaca.tape.file import TapeFile, free_space

@@ -33,7 +33,7 @@ from ithaca.plans.tape_specs import (
     tiles_of,
 )
 from ithaca.schedule.sweep.rebuild import fewest_kept, layers_to_keep, rebuild_passes
-from ithaca.tape.blocks import STAGED, staged_bytes
+from ithaca.tape.spec import STAGED, staged_bytes
 
 CROSSING = 75_000  # multiplications that a rank does while a byte goes to a disk or comes back: 300 T/s against 4 GB/s
 FEW = 16  # choices
