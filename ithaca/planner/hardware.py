@@ -1,14 +1,14 @@
-"""GPUs by name, with what they hold and how fast they are; each number knows where it comes from.
+"""The hardware that a plan is for: GPUs by name, nodes and links, and what of their memory a Plan may take.
 
-The table is `hardware.toml` beside this file; another TOML file of the same form adds GPUs to it, or replaces numbers.
-What kernels reach on a GPU for which nobody has measured it is taken to be the share of its peak that they reach on the
-H200, and says so.
+Each number knows its source. The table is `hardware.toml` beside this file; another TOML file of the same form adds
+GPUs or replaces numbers. Where nobody has measured what kernels reach on a GPU, the share of the peak that they reach
+on the H200 is assumed, and the answer says so.
 """
 
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.resources import files
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ithaca.base.errors import PlanError, suggestion
+from ithaca.schedule.sweep.placement import Budget
+from ithaca.tape.budget import KEPT_BACK
 
 MEASURED_ON = "H200-141GB"
 NEEDED = 'a number and its source are needed, as [55e9, "measured"]'
@@ -39,10 +41,10 @@ class Gpu:
     matmul: float
     attention_forward: float
     attention_backward: float
-    sources: Mapping[str, str]
+    sources: Mapping[str, str] = field(compare=False)
 
 
-NUMBERS = tuple(field.name for field in fields(Gpu) if field.name not in ("name", "sources"))
+NUMBERS = tuple(item.name for item in fields(Gpu) if item.name not in ("name", "sources"))
 
 
 def read_gpus(more: Path | None = None) -> dict[str, Gpu]:
@@ -135,3 +137,88 @@ def _read(path: Path) -> dict[str, Any]:
             f"'{wrong[0]}' in '{path}' is no GPU: a table of numbers is, as in ithaca/planner/hardware.toml"
         )
     return tables
+
+
+# Nodes and links
+
+MOST_GPUS = 2**20  # of a job
+MOST_ON_A_NODE = 576  # the largest domain of NVLink that is announced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Nodes of GPUs and the links between them; the defaults are those of the H100 and H200 (SXM), not measured."""
+
+    nodes: int
+    gpus: int  # on each
+    inside: float = 450e9
+    """Bytes a second from a GPU to others of its node: NVLink 4 in one direction, as NVIDIA states it."""
+    across: float = 50e9
+    """Bytes a second from a GPU to other nodes: one network card of 400 Gbit/s per GPU."""
+
+    def __post_init__(self) -> None:
+        for name, most in (("nodes", MOST_GPUS), ("gpus", MOST_ON_A_NODE)):
+            count = getattr(self, name)
+            if type(count) is not int or not 1 <= count <= most:
+                raise PlanError(f"--{name} {count} cannot be planned for: 1 to {most} can")
+        if self.ranks > MOST_GPUS:
+            raise PlanError(
+                f"{self.nodes} nodes of {self.gpus} GPUs are {self.ranks}: up to {MOST_GPUS} can be planned for"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus
+
+    def node(self, rank: int) -> int:
+        return rank // self.gpus
+
+
+RUNTIME = 1_500_000_000  # bytes of a GPU that the driver and NCCL take: assumed
+MARGIN = 0.04  # of a GPU: how far a prediction may be off (bench/results/rehearsals-fresh.json)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs that a plan is for, and what their nodes have."""
+
+    count: int
+    gpu: Gpu
+    host: float  # bytes of a node
+    disk: float = 0.0
+    node_gpus: int = 8
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= MOST_GPUS:
+            raise PlanError(f"--gpus {self.count}x{self.gpu.name} cannot be planned for: 1 to {MOST_GPUS} GPUs can")
+        if self.count > self.node_gpus and self.count % self.node_gpus:
+            below = self.count - self.count % self.node_gpus
+            raise PlanError(
+                f"--gpus {self.count}x{self.gpu.name} does not fill nodes of {self.node_gpus} GPUs: {below} or "
+                f"{below + self.node_gpus} do, or say how many a node has with --node-gpus"
+            )
+
+    @property
+    def machine(self) -> Machine:
+        nodes = max(self.count // self.node_gpus, 1)
+        return Machine(nodes=nodes, gpus=self.count // nodes, inside=self.gpu.inside, across=self.gpu.across)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a GPU that a Plan may be predicted to take."""
+        return max(int((1 - MARGIN) * self.gpu.memory) - RUNTIME, 0)
+
+    @property
+    def budget(self) -> Budget:
+        """Bytes of its GPU, of its node's memory and of its node's disk that a rank may take."""
+        host = int((1 - KEPT_BACK) * self.host / self.machine.gpus)
+        return Budget(self.capacity, host, int(self.disk / self.machine.gpus))
+
+    def resized(self, count: int) -> "Cluster":
+        """The same with more or fewer GPUs. A node keeps its memory; part of a node has its share."""
+        share = min(count, self.node_gpus) / self.machine.gpus
+        return replace(self, count=count, host=self.host * share, disk=self.disk * share)
+
+    def sharing(self) -> list[int]:
+        """How many GPUs can share a sequence: every divisor of their number."""
+        return [size for size in range(1, self.count + 1) if self.count % size == 0]

@@ -7,18 +7,20 @@ functions; planner, memory check, rehearsal and benchmarks ask them and nobody e
     tiles(plan, layout)                   how a rank's tapes are cut
     tapes(job)                            the tapes, which `run.py` allocates
     kept(job, layers)                     device bytes that blocks leave for their backward pass, beside tapes
+    passing_bytes(job)                    weights of other layers that a block gathers beside its own
     peaks(job)                            bytes by owner at the peaks within a block
     messages(job, layer)                  what a block sends, forward and backward
     work(job)                             FLOPs and bytes of a step
     exposed(job, computing, ulysses, ring)    seconds of computing with the part of the exchange that it cannot hide
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from ithaca.attention.kernels.facts import WORKSPACE
+from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.base.tiles import Tiles
 from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.axes import Axes
@@ -48,7 +50,6 @@ class Job:
     itemsize: int = BF16  # bytes of a number of the computation
     rank: int | None = None  # among the Ulysses ranks; None: the one with most heads
     layers_run: int | None = None  # the first layers alone run and the others are only held, as in a rehearsal
-    workspace: float = WORKSPACE  # q-sized tensors that the attention kernel takes for itself
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plan", self.plan.settled())
@@ -115,6 +116,19 @@ class Job:
         """Tokens of this rank that go through an MLP together."""
         return min(self.plan.tile or self.together, self.together)
 
+    @cached_property
+    def block_parameters(self) -> int:
+        """Parameters of one block."""
+        return sum(map(math.prod, self.spec.block_shapes().values()))
+
+    @cached_property
+    def workspace(self) -> float:
+        """q-sized tensors that backward of the attention kernel takes for itself; `auto`: of the first for a GPU."""
+        if self.plan.kernel in KERNEL_FACTS:
+            return KERNEL_FACTS[self.plan.kernel].workspace
+        usable = (facts for facts in KERNEL_FACTS.values() if (facts.largest_head or 0) >= self.spec.head_size)
+        return next(usable, KERNEL_FACTS["naive"]).workspace
+
     # Bytes of tensors of some tokens, all heads
     def hidden(self, tokens: int) -> int:
         return tokens * self.spec.hidden * self.itemsize
@@ -157,6 +171,8 @@ class Schedule(Protocol):
     def tapes(self, job: Job) -> list[TapeSpec]: ...
 
     def kept(self, job: Job, layers: range) -> int: ...
+
+    def passing_bytes(self, job: Job) -> int: ...
 
     def peaks(self, job: Job) -> dict[str, Bytes]: ...
 
