@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from ithaca.base.errors import ConfigError, suggestion
 from ithaca.base.sizes import MOST_SECONDS, parse_tokens
 from ithaca.plans.places import REBUILD
-from ithaca.plans.plan import RECIPE_OPTIONS, RECIPES, Plan
+from ithaca.plans.plan import RECIPE_OPTIONS, Plan
+from ithaca.plans.recipes import RECIPES
 
 Section = TypeVar("Section")
 
@@ -245,7 +246,7 @@ def _change_recipe(content: dict[str, Any], recipe: Any) -> None:
         return
     for name in RECIPE_OPTIONS:
         value = content["plan"].get(name)
-        unknown = name not in RECIPES[recipe] or (name == "x" and REBUILD in str(value) and recipe != "sweep")
+        unknown = name not in RECIPES[recipe].options or (name == "x" and REBUILD in str(value) and recipe != "sweep")
         if value is not None and unknown:
             del content["plan"][name]
             print(f"plan.{name}={value} is left out: it means nothing under recipe '{recipe}'", file=sys.stderr)

@@ -7,7 +7,8 @@ import pytest
 from ithaca.base.errors import IthacaError
 from ithaca.base.sizes import format_bytes, format_seconds, format_tokens, parse_bytes, parse_tokens
 from ithaca.config import read_config
-from ithaca.plans.plan import RECIPES, Plan
+from ithaca.plans.plan import Plan
+from ithaca.plans.recipes import RECIPES
 
 
 def test_file_and_overrides(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_a_configuration_comes_back_from_its_file(tmp_path: Path, overrides: lis
 def test_a_settled_plan_says_everything_and_comes_back(recipe: str) -> None:
     plan = Plan(recipe=recipe).settled()
     assert plan.settled() == plan
-    assert all(getattr(plan, name) == value for name, value in RECIPES[recipe].items())
+    assert all(getattr(plan, name) == value for name, value in RECIPES[recipe].options.items())
     assert Plan(recipe="sweep", chunk=100).settled().tile == 100
 
 

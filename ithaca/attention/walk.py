@@ -37,8 +37,13 @@ class Walk:
     bounds: tuple[int, ...]  # of the documents
     runs: Segments | None = None  # which keys a key tile holds; None: those of the query tile with the same number
 
+    ends: int | None = None  # a rehearsal of memory makes so many visits at either end of a walk; None: all are made
+
     def visits(self, index: int) -> list[TileVisits]:
-        return plan_visits(self.tiles, self.bounds, index, self.kernel.bucket, self.runs)
+        visits = plan_visits(self.tiles, self.bounds, index, self.kernel.bucket, self.runs)
+        if self.ends is None or len(visits) <= 2 * self.ends:
+            return visits
+        return visits[: self.ends] + visits[-self.ends :]
 
     def forward(self, index: int, q: Tensor, keys: KVSource) -> tuple[Tensor, Tensor]:
         """(o, lse) of a query tile; of a row that sees no key here, zeros and -inf."""

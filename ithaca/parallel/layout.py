@@ -98,8 +98,3 @@ def _part(span: range, index: int, parts: int) -> range:
 def gathered(tiles: Tiles, ranks: int) -> Tiles:
     """The tiles of all ranks together, cut alike on each."""
     return Tiles(tiles.length * ranks, tiles.size * ranks)
-
-
-def hops(ulysses: int, ring: int) -> int:
-    """Exchanges on a chunk's way from its projections to its attention; as many lead back."""
-    return (ulysses > 1) + (ring > 1)

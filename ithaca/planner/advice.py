@@ -8,8 +8,10 @@ from ithaca.base.errors import PlanError
 from ithaca.base.owners import ALLOCATOR
 from ithaca.base.sizes import format_bytes
 from ithaca.model.spec import Spec
-from ithaca.planner.memory import predict_memory
+from ithaca.parallel.axes import Axes
 from ithaca.plans.plan import Plan
+from ithaca.schedule.job import Job
+from ithaca.schedule.step_memory import step_memory
 
 NAMED = 3  # owners, and
 OFFERED = 2  # options, that are told of
@@ -28,7 +30,8 @@ class Rank:
 
     def predicted(self, plan: Plan | None = None) -> dict[str, int]:
         plan = self.plan if plan is None else plan
-        return predict_memory(self.spec, plan, self.tokens, self.ulysses, self.ring, self.shard).parts
+        axes = Axes(shard=self.shard, ring=self.ring, ulysses=self.ulysses)
+        return step_memory(Job(spec=self.spec, plan=plan, tokens=self.tokens, axes=axes)).parts
 
 
 def out_of_memory(rank: Rank, first: str, allocated: int, reserved: int, total: int) -> str:

@@ -7,16 +7,11 @@ from typing import Any
 from ithaca.base.owners import KEYS, STATES
 from ithaca.base.sizes import format_bytes, format_number, format_seconds, format_tokens
 from ithaca.model.spec import Spec
-from ithaca.planner.cluster import MARGIN, RUNTIME, Cluster
-from ithaca.planner.fitting import Answer
-from ithaca.planner.hardware import HERE, RATES, Gpu
-from ithaca.planner.longest import longest
-from ithaca.planner.machine import MOST_GPUS
-from ithaca.planner.search import search
+from ithaca.planner.hardware import HERE, MARGIN, MOST_GPUS, RATES, RUNTIME, Cluster, Gpu
+from ithaca.planner.search import Answer, longest, search
 from ithaca.planner.seconds import DISK
 from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE
 from ithaca.plans.plan import RECIPE_OPTIONS, Plan
-from ithaca.plans.tape_specs import has_room_for_x
 from ithaca.schedule.sweep.rebuild import rebuild_passes
 from ithaca.tape.budget import KEPT_BACK
 

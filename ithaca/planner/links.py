@@ -93,9 +93,7 @@ def _placed_seats(ranks: int, gpus: int, ulysses_ranks: int, ring_ranks: int) ->
             begin = rank // gpus * gpus - start  # of the node, counted as the sequence's ranks are
             first, last = begin - ulysses, begin + gpus - 1 - ulysses  # where its ring ranks can lie
             rings = range(max(-(-first // ulysses_ranks), 0), min(last // ulysses_ranks, ring_ranks - 1) + 1)
-            here = range(
-                max(begin - ring * ulysses_ranks, 0), min(begin + gpus - ring * ulysses_ranks, ulysses_ranks)
-            )
+            here = range(max(begin - ring * ulysses_ranks, 0), min(begin + gpus - ring * ulysses_ranks, ulysses_ranks))
             found.append(_Seat(ulysses, ring, here, rings, (ring + 1) % ring_ranks in rings))
     return tuple(found)
 

@@ -32,9 +32,7 @@ class Choice:
     seconds: Seconds
 
 
-def choose(
-    spec: Spec, plan: Plan, gpu: Gpu, machine: Machine, tokens: int, sharing: int | None = None
-) -> list[Choice]:
+def choose(spec: Spec, plan: Plan, gpu: Gpu, machine: Machine, tokens: int, sharing: int | None = None) -> list[Choice]:
     """Every mesh that works when `sharing` GPUs share a sequence (None: all of them), the best first."""
     plan, sharing = plan.settled(), machine.ranks if sharing is None else sharing
     _check(plan, machine, sharing)

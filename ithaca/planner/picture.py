@@ -5,8 +5,8 @@ from pathlib import Path
 from ithaca.base.errors import PlanError
 from ithaca.base.sizes import format_tokens
 from ithaca.model.spec import Spec
-from ithaca.planner.cluster import Cluster
-from ithaca.planner.longest import STEP
+from ithaca.planner.hardware import Cluster
+from ithaca.planner.search import STEP
 from ithaca.planner.search import search
 
 SHOWN = ("sweep", "untied", "ulysses")  # recipes side by side

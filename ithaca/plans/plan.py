@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Any
 
 from ithaca.base.errors import PlanError, suggestion
 from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens

@@ -42,7 +42,8 @@ class ForwardContext:
     exchange: Exchange
     ring: Ring
     rounds: Rounds
-    tapes: Pass | None  # None: the Plan asks for none
+    tapes: Pass | None  # None: the Plan needs none
+    visits: int | None = None  # visits at either end of a walk that are made; None: all
 
 
 def loss_sum(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
@@ -93,7 +94,7 @@ def _swept(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
     spec, tapes, tile = decoder.spec, job.tapes, job.plan.tile
     assert tapes is not None
     assert tile is not None
-    walk = Walk(job.kernel, job.layout.chunks, batch.bounds, ring_runs(job.layout, job.ring.rank))
+    walk = Walk(job.kernel, job.layout.chunks, batch.bounds, ring_runs(job.layout, job.ring.rank), job.visits)
     ((split,),) = job.rounds
     carrier = decoder.embed(lambda table: embed(table, batch.tokens, tapes, tile))
 

@@ -13,13 +13,12 @@ import torch
 
 from ithaca.base.precision import at_least_fp32
 from ithaca.base.tiles import Tiles
-from ithaca.plans.tape_specs import TapeSpec, disk_bytes, staging_bytes
 from ithaca.schedule.sweep.rebuild import Home, Rebuild
-from ithaca.tape.spec import STAGED, Stretch, stretch_bytes, whole_blocks
 from ithaca.tape.disk import Disk, DiskTape
 from ithaca.tape.engine import Engine
 from ithaca.tape.file import TapeFile
 from ithaca.tape.slab import Slab
+from ithaca.tape.spec import STAGED, Stretch, TapeSpec, disk_bytes, staging_bytes, stretch_bytes, whole_blocks
 from ithaca.tape.tape import DeviceTape, HostTape, Slots, StandIn, Tape
 
 

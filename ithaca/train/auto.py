@@ -11,14 +11,12 @@ from ithaca.config import Config, MeshSection
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import least
 from ithaca.parallel.mesh import Mesh
-from ithaca.planner.cluster import RUNTIME, Cluster
+from ithaca.planner.hardware import RUNTIME, Cluster, nearest, read_gpus
 from ithaca.planner.explain import Asked, explain
-from ithaca.planner.fitting import SHORTEST
-from ithaca.planner.hardware import nearest, read_gpus
-from ithaca.planner.longest import binding, longest
-from ithaca.planner.search import search
+from ithaca.planner.search import binding, longest, search
 from ithaca.planner.show_plan import refusal
 from ithaca.plans.plan import Plan
+from ithaca.schedule.variants import SHORTEST
 from ithaca.tape.budget import host_budget
 
 UNKNOWN = "A100-80GB"  # what a GPU that nobody knows is taken to be like

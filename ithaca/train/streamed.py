@@ -22,7 +22,7 @@ from ithaca.base.errors import InputError
 from ithaca.base.tiles import Tiles
 from ithaca.parallel.mesh import host_mesh
 from ithaca.parallel.sharding import host_twin
-from ithaca.plans.tape_specs import MOMENT_SLOTS, MOMENT_TILE
+from ithaca.schedule.step_memory import MOMENT_SLOTS, MOMENT_TILE
 from ithaca.tape.engine import Engine
 from ithaca.tape.slab import Slab, whole_pages
 from ithaca.tape.tape import HostTape, Slots

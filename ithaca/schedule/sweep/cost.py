@@ -115,7 +115,9 @@ def tapes(job: "Job") -> list[TapeSpec]:
         *xs,
         *saved("o", placement.o, all_heads, (O_SLOTS_PASSING if passing else O_SLOTS) + more),
         *(lses if with_o else []),
-        TapeSpec("residual", "residual", plan.residual, (0,), hidden, job.itemsize, False, RESIDUAL_SLOTS + more, False),
+        TapeSpec(
+            "residual", "residual", plan.residual, (0,), hidden, job.itemsize, False, RESIDUAL_SLOTS + more, False
+        ),
         TapeSpec("kv", "kv", plan.kv, (0, 1), own_keys, job.itemsize, False, KV_SLOTS, False, ulysses),
         TapeSpec("kv_gradients", "kv", plan.kv, (0, 1), own_keys, job.high, True, KV_GRADIENT_SLOTS, True, ulysses),
     ]

@@ -43,9 +43,9 @@ from ithaca.model.rotary import Rotation, rotation_at
 from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.exchange import Exchange, Pending
 from ithaca.parallel.head_split import HeadSplit
-from ithaca.parallel.layout import hops
 from ithaca.parallel.ring import Ring
 from ithaca.schedule.pre_post_attention import Projection, post_attention, post_attention_backward, summed
+from ithaca.schedule.sweep.cost import hops
 from ithaca.schedule.sweep.kv_tapes import KVGradients, KVTiles, KVWithGradients
 from ithaca.schedule.sweep.pipeline import Stages, run_chunks
 from ithaca.schedule.sweep.rebuild_x import Step, Xs, open_xs
