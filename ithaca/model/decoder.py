@@ -24,7 +24,7 @@ class Unit(nn.Module):
             *path, leaf = name.split(".")
             owner: nn.Module = self
             for part in path:
-                if part not in owner._modules:
+                if not hasattr(owner, part):
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
             owner.register_parameter(leaf, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))

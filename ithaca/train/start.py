@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ithaca.base.errors import DataError
+from ithaca.base.torch_private import use_expandable_segments
 from ithaca.config import Config
 from ithaca.data.inputs import standard_library
 from ithaca.data.tokenfile import TokenFile, open_tokens
@@ -32,7 +33,7 @@ def join_free_memory() -> None:
     leaves is of no use to another. Whoever has told torch how to allocate is left alone.
     """
     if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyrefly: ignore
+        use_expandable_segments()
 
 
 def settle(config: Config, run: RunFolder, grid: Mesh, room: Room) -> tuple[Config, Chosen]:
