@@ -12,8 +12,10 @@ kv = 2 · n · max(Hkv, C) · D · b · (C − 1) / C:
 
 | | forward | backward |
 |---|---|---|
-| o kept, N > 1 chunks | 2 N: (q, kv) there, o back; 2 q + kv | 3 N − 2: (q, o, do) there, (dq, dkv) back, kv; 4 q + 2 kv |
-| o recomputed | the same | 5 N − 1: o back and do there by themselves; 4 q + 2 kv |
+| o kept, N > 1 chunks | 2 N: (q, kv) there, o back | 3 N − 2: (q, o, do) there, (dq, dkv) back, kv before |
+| o recomputed | the same | 5 N − 1: o back and do there by themselves |
+
+In bytes: 2 q + kv forward, 4 q + 2 kv backward.
 
 One chunk alone sends 2 and 2, or 4 where o is recomputed. The last layer still has K and V: it sends one kv less. K and
 V that documents keep a chunk from asking for travel with its queries: fewer messages, the same bytes. R ring ranks add,

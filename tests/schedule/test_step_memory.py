@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from ithaca.planner.memory import Memory, predict_memory
 from torch import Tensor
 
 from ithaca.base.owners import BATCH, BLOCKS, GATHERED, GRADIENTS, KEYS, STATES, TAPES
@@ -20,11 +21,13 @@ from ithaca.model.config_json import find_config
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import Spec, read_spec
+from ithaca.parallel.axes import Axes
 from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import mesh
 from ithaca.planner import memory
-from ithaca.planner.memory import Memory, predict_memory
 from ithaca.plans.plan import Plan
+from ithaca.schedule.job import BF16, Job
+from ithaca.schedule.step_memory import Memory, block_parameters, host_states, phases, resident, step_memory
 from ithaca.rehearsal import rehearse
 from ithaca.rehearsal.fake_kernels import Weightless
 from ithaca.rehearsal.memory_owners import Meter
