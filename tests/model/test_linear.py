@@ -77,6 +77,8 @@ def test_linear_is_the_product_on_rows_and_columns(biased: bool, summed: bool) -
     both = linear(w, "layer", x[:, 1:3], rows=slice(2, 6), columns=slice(1, 3))
     assert_close(both, x[:, 1:3] @ weight[2:6, 1:3].T)
     assert linear(w, "layer", x, rows=slice(0, 0)).shape == (4, 0)
+    runs = [slice(0, 2), slice(3, 4), slice(5, 7)]
+    assert_close(linear(w, "layer", x, rows=runs), (x @ weight.T + offset)[:, [0, 1, 3, 5, 6]])
 
 
 def test_plain_weights_are_differentiated_by_autograd() -> None:
@@ -109,6 +111,22 @@ def test_sums_over_tiles_equal_autograd_over_all_rows(tile: int, wanted: str) ->
     # Neither the values nor the leaves of whoever gave the weights are touched
     assert all(torch.equal(given[name], fresh) for name, fresh in make_weights().items())
     assert not any(weight.requires_grad or weight.grad is not None for weight in given.values())
+
+
+def test_sums_of_several_runs_of_rows() -> None:
+    """Only their rows get something, and on top of what was there."""
+    given = make_weights()
+    x, dy = numbers((ROWS, HIDDEN), (ROWS, 5), seed=4)
+    runs, rows = [slice(1, 3), slice(4, 6), slice(8, 9)], [1, 2, 4, 5, 8]
+    w = Summed(given, SHAPES)
+    for _ in range(2):
+        part = x.clone().requires_grad_()
+        (dx,) = w.differentiate(linear(w, "first", part, rows=runs), (part,), (dy,))
+    assert_close(dx, dy @ given["first.weight"][rows])
+    wanted = {name: torch.zeros_like(given[name]) for name in ("first.weight", "first.bias")}
+    wanted["first.weight"][rows], wanted["first.bias"][rows] = 2 * dy.T @ x, 2 * dy.sum(0)
+    for name, total in wanted.items():
+        assert_close(w.sums[name], total)
 
 
 def test_only_what_is_wanted_of_norms_is_differentiated() -> None:
