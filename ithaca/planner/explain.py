@@ -130,7 +130,7 @@ def kept(spec: Spec, answer: Answer) -> dict[str, str]:
     placement = answer.plan.placement(spec.layers)
     found = {"block inputs x": _words(placement.x)}
     if answer.plan.sweeps:
-        passes = rebuild_passes(placement, has_room_for_x(spec))
+        passes = rebuild_passes(placement, spec)
         found["block inputs x"] += f" ({passes} passes of mix and feed to rebuild)" if passes else ""
         found["outputs o"] = _words(placement.o)
     elif answer.plan.checkpoint:

@@ -6,8 +6,7 @@ from ithaca.base.errors import PlanError
 from ithaca.base.sizes import format_tokens
 from ithaca.model.spec import Spec
 from ithaca.planner.hardware import Cluster
-from ithaca.planner.search import STEP
-from ithaca.planner.search import search
+from ithaca.planner.search import STEP, search
 
 SHOWN = ("sweep", "untied", "ulysses")  # recipes side by side
 FIRST = STEP // 2

@@ -9,11 +9,10 @@ from ithaca.base.owners import ALLOCATOR, GATHERED, GRADIENTS, KERNELS, STATES
 from ithaca.base.sizes import format_bytes, format_tokens
 from ithaca.model.config_json import find_config
 from ithaca.model.spec import read_spec
-from ithaca.planner.hardware import Cluster
 from ithaca.planner.explain import Asked, alternatives, assumptions, explain, longest_known, mfu, options, train_line
-from ithaca.planner.search import STEP, Answer, binding, longest
+from ithaca.planner.hardware import Cluster
 from ithaca.planner.picture import check_kind, draw
-from ithaca.planner.search import search
+from ithaca.planner.search import STEP, Answer, binding, longest, search
 from ithaca.plans.plan import Plan
 
 PER_PARAMETER = 16  # bytes of weight, gradient and moments

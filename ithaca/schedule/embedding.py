@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ithaca.base.owners import BLOCKS, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.base.tiles import Tiles
 from ithaca.schedule.tapes import Pass
@@ -19,6 +20,7 @@ def embed(table: Tensor, tokens: Tensor, tapes: Pass, tile: int) -> Tensor:
 
 class _Embed(torch.autograd.Function):
     @staticmethod
+    @owned_by(BLOCKS)
     def forward(ctx: Any, table: Tensor, tokens: Tensor, tapes: Pass, tile: int) -> Tensor:
         xs = tapes.x(0)
         for index, rows in enumerate(xs.tiles.slices()):
@@ -29,6 +31,7 @@ class _Embed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @owned_by(BLOCKS)
     def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
         (tokens,) = ctx.saved_tensors
         gradients = ctx.tapes.residual

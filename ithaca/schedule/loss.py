@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ithaca.base.owners import LOSS, owned_by
 from ithaca.base.precision import at_least_fp32, fusable
 from ithaca.base.tiles import Tiles
 from ithaca.model.block import norm
@@ -23,6 +24,7 @@ from ithaca.parallel.batch import IGNORED
 from ithaca.schedule.tapes import Pass
 
 
+@owned_by(LOSS)
 def head_logits(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor) -> Tensor:
     """Final norm, with its weight, and head."""
     return F.linear(norm(spec, x_TE, weight), head)
@@ -34,11 +36,13 @@ def naive_loss(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T:
     return F.cross_entropy(logits.to(at_least_fp32(logits.dtype)), labels_T, ignore_index=IGNORED, reduction="sum")
 
 
+@owned_by(LOSS)
 def tiled_loss(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int) -> Tensor:
     """The same sum, in memory that does not grow with the tokens."""
     return _TiledLoss.apply(spec, x_TE, weight, head, labels_T, tile, torch.is_grad_enabled())
 
 
+@owned_by(LOSS)
 def tape_loss(
     spec: Spec, carrier: Tensor, tapes: Pass, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int
 ) -> Tensor:

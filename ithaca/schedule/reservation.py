@@ -14,7 +14,6 @@ from ithaca.base.errors import InputError, PlanError
 from ithaca.base.tiles import Tiles
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import on_this_node, together
-from ithaca.parallel.axes import Axes
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.mesh import Mesh
 from ithaca.plans.plan import Plan
@@ -46,7 +45,7 @@ class Reservation:
     ):
         """`tiles_held`: tiles of each host or disk tape in memory, in a rehearsal of memory; None: all."""
         self._spec, self._plan, self._mesh, self._dtype, self._engine = spec, plan, mesh, dtype, engine
-        self._axes = Axes(mesh.replicate, mesh.shard, mesh.ring, mesh.ulysses)
+        self._axes = mesh.axes
         self._tiles_held, self._outside_inference = tiles_held, outside_inference
         self._tapes: dict[bool, Tapes] = {}  # for passes that a backward pass follows, and for the others
 

@@ -11,8 +11,8 @@ from ithaca.config import Config, MeshSection
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import least
 from ithaca.parallel.mesh import Mesh
-from ithaca.planner.hardware import RUNTIME, Cluster, nearest, read_gpus
 from ithaca.planner.explain import Asked, explain
+from ithaca.planner.hardware import RUNTIME, Cluster, nearest, read_gpus
 from ithaca.planner.search import binding, longest, search
 from ithaca.planner.show_plan import refusal
 from ithaca.plans.plan import Plan

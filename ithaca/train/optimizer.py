@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from ithaca.assemble import Model
 from ithaca.base.errors import InputError, PlanError
+from ithaca.base.owners import STATES, owned_by
 from ithaca.base.sizes import format_bytes
 from ithaca.config import TrainSection
 from ithaca.parallel.agree import on_this_node, together
@@ -15,6 +16,7 @@ from ithaca.tape.budget import host_budget
 from ithaca.train.streamed import MOMENTS, StreamedAdamW, state_bytes
 
 
+@owned_by(STATES)
 def make_optimizer(
     model: Model,
     *,

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from ithaca.base.errors import InputError
+from ithaca.base.owners import HOST, TAPES, owned_by
 from ithaca.base.tiles import Tiles
 from ithaca.parallel.mesh import host_mesh
 from ithaca.parallel.sharding import host_twin
@@ -60,10 +61,12 @@ class StreamedAdamW(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         dtype, mesh = parameters[0].dtype, host_mesh(parameters[0].device_mesh)
         sizes = [parameter.to_local().nbytes for parameter in parameters for _ in MOMENTS]
-        slab = Slab(sizes, engine.device, lambda _: None)  # zeros, as AdamW's moments are before its first step
+        with owned_by(HOST):
+            slab = Slab(sizes, engine.device, lambda _: None)  # zeros, as AdamW's moments are before its first step
         slab.belong_to(self, engine)
         rows = max(1, min(tile, max(sizes) // dtype.itemsize))
-        self._slots = [Slots(engine, rows, (), dtype, MOMENT_SLOTS) for _ in MOMENTS]
+        with owned_by(TAPES):
+            self._slots = [Slots(engine, rows, (), dtype, MOMENT_SLOTS) for _ in MOMENTS]
         parts = iter(slab.parts)
         self._tapes: dict[DTensor, list[HostTape]] = {}  # of shards that have elements
         for parameter in parameters:

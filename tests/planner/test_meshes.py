@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ithaca.planner.machine import Machine
+from ithaca.plans.traffic import Sender, block_traffic
 from typer.testing import CliRunner
 
 from ithaca.base.errors import IthacaError, PlanError
@@ -16,10 +18,8 @@ from ithaca.model.config_json import find_config
 from ithaca.model.spec import Spec, read_spec
 from ithaca.parallel.head_split import head_rounds, split_heads
 from ithaca.parallel.layout import Layout
-from ithaca.planner.machine import Machine
 from ithaca.planner.meshes import BF16, FP32, choose
 from ithaca.plans.plan import Plan
-from ithaca.plans.traffic import Sender, block_traffic
 
 
 def spec_of(name: str) -> Spec:

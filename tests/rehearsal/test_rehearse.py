@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from ithaca.planner.memory import predict_memory
 
 import ithaca
 from ithaca.base.owners import ALLOCATOR, GRADIENTS, HOST, KERNELS
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import read_spec
-from ithaca.planner.memory import predict_memory
 from ithaca.planner.seconds import _linear_flops
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal import kernel_bound as bare

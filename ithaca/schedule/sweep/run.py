@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ithaca.attention.walk import Walk
+from ithaca.base.owners import BLOCKS, owned_by
 from ithaca.model.block import Weights, project
 from ithaca.model.linear import Summed
 from ithaca.model.rotary import Rotation, rotation_at
@@ -102,7 +103,8 @@ def run_sweep(w: dict[str, Tensor], carrier: Tensor, call: SweepCall) -> Tensor:
 class _Sweep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, call: SweepCall, names: tuple[str, ...], *weights: Tensor) -> Tensor:
-        _forward(call, dict(zip(names, weights, strict=True)))
+        with owned_by(BLOCKS):
+            _forward(call, dict(zip(names, weights, strict=True)))
         ctx.save_for_backward(*weights)
         ctx.call, ctx.names = call, names
         return carrier.clone()
@@ -112,8 +114,9 @@ class _Sweep(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
         names, wanted = ctx.names, ctx.needs_input_grad[3:]
         given = dict(zip(names, ctx.saved_tensors, strict=True))
-        w = summed(given, [name for name, needed in zip(names, wanted, strict=True) if needed])
-        _backward(ctx.call, w)
+        with owned_by(BLOCKS):
+            w = summed(given, [name for name, needed in zip(names, wanted, strict=True) if needed])
+            _backward(ctx.call, w)
         for total in w.sums.values():
             total *= scale
         return scale, None, None, *(w.sums.get(name) for name in names)
@@ -256,7 +259,7 @@ class _RebuiltKV(KVTiles):
 
     def _begin(self, index: int) -> Exchanged:
         call, x = self._call, self._xs.read(index)
-        with torch.no_grad():
+        with torch.no_grad(), owned_by(BLOCKS):
             _, *kv = project(call.spec, self._w, x, call.rotation(index, x.dtype), Heads.keys_only(call.spec))
         self._xs.release(x)
         return call.exchange.to_heads(call.split, (), kv)

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel, attend, softmax_scale
+from ithaca.base.owners import ATTENTION, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.model.block import Weights, project
 from ithaca.model.linear import Summed
@@ -80,11 +81,13 @@ class Attention:
         q, k, v = _ToHeads.apply(q, k, v, self.exchange, split)
         return _ToTokens.apply(attend(q, k, v, self.kernel, self.pieces), self.exchange, split)
 
+    @owned_by(ATTENTION)
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if not q.shape[1]:  # a rank with fewer heads than others
             return torch.empty_like(q), q.new_empty(0, len(q), dtype=at_least_fp32(q.dtype))
         return self.kernel.forward(q, k, v, self.pieces, softmax_scale(q))
 
+    @owned_by(ATTENTION)
     def attend_backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ithaca.base.owners import BLOCKS, owned_by
 from ithaca.model.block import Weights, mlp, output_projection
 from ithaca.model.rotary import Rotation
 from ithaca.model.spec import Heads
@@ -36,6 +37,7 @@ class BlockCall:
     tapes: Pass | None  # where this layer's x is kept, when that is not the device
 
 
+@owned_by(BLOCKS)
 def run_block(w: dict[str, Tensor], x_TE: Tensor, call: BlockCall) -> Tensor:
     """The block's output; differentiable in x and the weights."""
     if call.checkpoint == "none":
@@ -63,6 +65,7 @@ class _Checkpointed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @owned_by(BLOCKS)
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         call, names, spec = ctx.call, ctx.names, ctx.call.attention.spec
         if call.tapes is not None:
