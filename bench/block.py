@@ -35,7 +35,7 @@ from ithaca.attention.walk import Walk
 from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.base.tiles import Tiles
 from ithaca.model.decoder import Unit
-from ithaca.model.rotary import rotation_at
+from ithaca.model.rotary import Rotary
 from ithaca.model.source import load_model
 from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.collectives import Group
@@ -120,6 +120,7 @@ class Swept(Blocks):
                 layer,
                 self.run,
                 self.walk,
+                Rotary(self.spec.rope, self.spec.head_size),
                 self.positions,
                 self.plan.tile or 0,
                 self.exchange,
@@ -171,7 +172,7 @@ class Whole(Blocks):
         torch.cuda.synchronize()
 
     def timed_forward(self) -> None:
-        rope = rotation_at(self.spec.rope, self.spec.head_size, self.positions, BF16)
+        rope = Rotary(self.spec.rope, self.spec.head_size).at(self.positions, BF16)
         y = self.x
         del self.x  # as a model's, it is kept by the block alone, if at all
         for layer, unit in enumerate(self.units):

@@ -16,7 +16,6 @@ from ithaca.attention.kernels.seam import Kernel
 from ithaca.attention.walk import Walk
 from ithaca.base.owners import BLOCKS, owned_by
 from ithaca.model.decoder import Decoder
-from ithaca.model.rotary import rotation_at
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.exchange import Exchange
 from ithaca.parallel.head_split import Rounds
@@ -80,7 +79,7 @@ def _whole(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     spec, plan = decoder.spec, context.plan
     x = decoder.embed(lambda table: _lookup(table, batch.tokens))
     with owned_by(BLOCKS):
-        rope = rotation_at(spec.rope, spec.head_size, batch.positions, x.dtype)
+        rope = decoder.rotary.at(batch.positions, x.dtype)
     kernel = context.kernel
     if context.ring.ranks > 1:
         kernel = RingKernel(kernel, context.ring, context.layout, batch.bounds, plan.travel == "gather")
@@ -105,7 +104,19 @@ def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
         return opened(decoder.blocks[layer])
 
     for layer, block in enumerate(decoder.blocks):
-        call = SweepCall(spec, layer, tapes, walk, batch.positions, tile, context.exchange, ring, split, weights_of)
+        call = SweepCall(
+            spec,
+            layer,
+            tapes,
+            walk,
+            decoder.rotary,
+            batch.positions,
+            tile,
+            context.exchange,
+            ring,
+            split,
+            weights_of,
+        )
         carrier = block(run_sweep, carrier, call)
     return carrier
 

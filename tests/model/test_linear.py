@@ -1,6 +1,4 @@
-"""Linear layers that sum their weight gradients over tiles, against plain autograd over all rows at once; and rotate,
-whose gradient is written by hand as theirs is.
-"""
+"""Linear layers that sum their weight gradients over tiles, against plain autograd over all rows at once."""
 
 import pytest
 import torch
@@ -9,8 +7,6 @@ from torch import Tensor
 
 from ithaca.base.tiles import Tiles
 from ithaca.model.linear import Summed, add_product, linear
-from ithaca.model.rope import Rope
-from ithaca.model.rotary import Rotation, rotate, rotation_at
 
 ROWS, HIDDEN, INNER = 23, 6, 9
 HALVES = slice(0, 4), slice(4, INNER)
@@ -200,45 +196,3 @@ def test_products_of_half_precision_are_summed_in_fp32() -> None:
     found = total.float()
     add_product(found, a.half(), b.half())
     assert torch.equal(found, wanted.float())
-
-
-def make_turn(tokens: int) -> Rotation:
-    """Positions that are not the rows' own, and a factor: cosines and sines are then no rotation by themselves."""
-    rope = Rope(kind="default", theta=100.0, attention_factor=1.3)
-    return rotation_at(rope, 8, 3 * torch.arange(tokens) + 2, torch.float64)
-
-
-def by_parts(x: Tensor, rotation: Rotation) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat(
-        (first * rotation.cos - second * rotation.sin, second * rotation.cos + first * rotation.sin), dim=-1
-    )
-
-
-@pytest.mark.parametrize("heads", [0, 1, 3])
-def test_rotate_is_the_rotation_of_pairs(heads: int) -> None:
-    x, dy = numbers((5, heads, 8), (5, heads, 8))
-    before = x.clone()
-    x.requires_grad_()
-    found, wanted = rotate(x, make_turn(5)), by_parts(x, make_turn(5))
-    assert torch.equal(x, before)
-    assert found.shape == x.shape
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    grads = [torch.autograd.grad(y, x, dy)[0] for y in (found, wanted)]
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
-
-
-def test_rotate_takes_any_strides() -> None:
-    """Heads of a projection are a view; what comes back from a sum is one number, expanded."""
-    (wide,) = numbers((5, 2, 3, 8))
-    x = wide[:, 1].requires_grad_()
-    assert not x.is_contiguous()
-    found, wanted = rotate(x, make_turn(5)), by_parts(x, make_turn(5))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    grads = [torch.autograd.grad(y.sum(), x)[0] for y in (found, wanted)]
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
-
-
-def test_gradient_of_rotate() -> None:
-    (x,) = numbers((3, 2, 8))
-    assert torch.autograd.gradcheck(lambda x: rotate(x, make_turn(3)), (x.requires_grad_(),))

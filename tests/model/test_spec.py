@@ -12,7 +12,7 @@ import transformers
 from ithaca.base.errors import ModelError
 from ithaca.model.block import output_projection, project
 from ithaca.model.presets import PRESETS
-from ithaca.model.rotary import rotation_at
+from ithaca.model.rotary import Rotary
 from ithaca.model.spec import FAMILIES, Heads, read_spec, runs
 
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
@@ -136,7 +136,7 @@ def test_slices_of_heads_make_up_the_whole() -> None:
     torch.manual_seed(0)
     w = {name: torch.randn(shape, dtype=torch.float64) for name, shape in spec.block_shapes().items()}
     x = torch.randn(7, spec.hidden, dtype=torch.float64)
-    rope = rotation_at(spec.rope, spec.head_size, torch.arange(7), torch.float64)
+    rope = Rotary(spec.rope, spec.head_size).at(torch.arange(7), torch.float64)
     whole = project(spec, w, x, rope, Heads.all(spec))
     o = torch.randn(7, spec.heads, spec.head_size, dtype=torch.float64)
     mixed = x

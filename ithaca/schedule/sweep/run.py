@@ -40,7 +40,7 @@ from ithaca.attention.walk import Walk
 from ithaca.base.owners import BLOCKS, owned_by
 from ithaca.model.block import Weights, project
 from ithaca.model.linear import Summed
-from ithaca.model.rotary import Rotation, rotation_at
+from ithaca.model.rotary import Rotary, Rotation
 from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.exchange import Exchange, Exchanged
 from ithaca.parallel.head_split import HeadSplit
@@ -61,6 +61,7 @@ class SweepCall:
     layer: int
     tapes: Pass
     walk: Walk  # over the chunks of the whole sequence
+    rotary: Rotary
     positions: Tensor  # of the local tokens
     tile: int
     exchange: Exchange
@@ -83,7 +84,7 @@ class SweepCall:
         if not self.spec.rope_layers[self.layer]:
             return None
         positions = self.positions[self.tapes.residual.tiles.rows(chunk)]
-        return rotation_at(self.spec.rope, self.spec.head_size, positions, dtype)
+        return self.rotary.at(positions, dtype)
 
     def project(self, w: Summed, chunk: int, x: Tensor) -> Projection:
         return Projection(self.spec, w, x, self.rotation(chunk, x.dtype), Heads.all(self.spec))
