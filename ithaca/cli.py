@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ithaca import __version__
-from ithaca.base.errors import IthacaError
+from ithaca.base.errors import IthacaError, PlanError
 
 app = typer.Typer(
     help="Train transformers on contexts of millions of tokens.",
@@ -93,52 +93,65 @@ def data(
     run(paths, out, tokenizer, stats, picture, bin_dtype)
 
 
-@app.command()
+@app.command(hidden=True)
 def mesh(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b.")],
     nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
-    gpus: Annotated[int, typer.Option(help="GPUs on each.")] = 8,
+    gpus: Annotated[int, typer.Option(help="GPUs on each node.")] = 8,
     tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M.")] = "1M",
-    recipe: Annotated[str, typer.Option(help="One that shares sequences, as sweep, hybrid or ulysses.")] = "sweep",
-    share: Annotated[int | None, typer.Option(help="GPUs that share a sequence; all when not given.")] = None,
-    inside: Annotated[str, typer.Option(help="Bytes a second from a GPU to others of its node.")] = "450GB",
-    across: Annotated[str, typer.Option(help="Bytes a second from a GPU to other nodes.")] = "50GB",
+    recipe: Annotated[str, typer.Option(help="A recipe that shares sequences: sweep, hybrid, ulysses …")] = "sweep",
+    share: Annotated[int | None, typer.Option(help="GPUs that share a sequence; every number by default.")] = None,
+    inside: Annotated[str, typer.Option(help="Bytes per second from a GPU to the others of its node.")] = "450GB",
+    across: Annotated[str, typer.Option(help="Bytes per second from a GPU to other nodes.")] = "50GB",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say which Ulysses × ring ranks can share a sequence, what each link carries, and which mesh should be best."""
+    """The old name of `ithaca plan --meshes`."""
     from ithaca.base.sizes import parse_bytes, parse_tokens
-    from ithaca.planner.machine import Machine
-    from ithaca.planner.show_mesh import run
+    from ithaca.planner.command import run_mesh
+    from ithaca.planner.hardware import Machine
 
     machine = Machine(nodes=nodes, gpus=gpus, inside=parse_bytes(inside), across=parse_bytes(across))
-    run(model, machine, parse_tokens(tokens), recipe, share, json)
+    run_mesh(model, machine, parse_tokens(tokens), recipe, share, json)
 
 
 @app.command()
 def plan(
-    model: Annotated[
-        str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b; its sizes alone count.")
-    ],
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b. Only sizes are read.")],
     gpus: Annotated[
-        str | None, typer.Option(help="How many of which; 8xH100-80GB, or 8 of what is measured, when not given.")
+        str | None,
+        typer.Option(help="Number and kind, as 8xH100-80GB (the default); with nodes, as 4x8xH100-80GB."),
     ] = None,
     tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M; max: the longest that fits.")] = "max",
-    host: Annotated[str | None, typer.Option(help="Memory of a node, as 1.9TB; what is usual when not given.")] = None,
-    disk: Annotated[str, typer.Option(help="Disk of a node for tapes, as 28TB; 0: none.")] = "0",
-    recipe: Annotated[str | None, typer.Option(help="The Plan's; the fastest that fits when not given.")] = None,
-    node_gpus: Annotated[int, typer.Option(help="GPUs on a node.")] = 8,
+    host: Annotated[str | None, typer.Option(help="Memory of each node, as 1.9TB; by default what is usual.")] = None,
+    disk: Annotated[str, typer.Option(help="Disk of each node for saved activations, as 28TB; 0: none.")] = "0",
+    recipe: Annotated[str | None, typer.Option(help="The recipe; by default the fastest that fits.")] = None,
+    meshes: Annotated[
+        bool, typer.Option("--meshes", help="Compare all meshes: which GPUs share a sequence, and what they send.")
+    ] = False,
     hardware: Annotated[Path | None, typer.Option(help="A TOML file with more GPUs, or other numbers for one.")] = None,
     measure: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Measure the GPU that is here, write its numbers there, use them."),
+        typer.Option(metavar="FILE", help="Measure this machine's GPU, write its numbers to the file, use them."),
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw memory and speed over lengths into this file.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="List the speeds and reserves that are assumed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    node_gpus: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Say what fits on some GPUs before they are rented: the fastest Plan, the longest context, and why."""
-    from ithaca.planner.command import run
+    """Show what fits on some GPUs before you rent them: the fastest Plan, the longest context, and why."""
+    from ithaca.planner.command import Output, run
 
-    run(model, gpus, tokens, host, disk, recipe, node_gpus, hardware, measure, picture, json)
+    if node_gpus is not None:
+        print("--node-gpus is now part of --gpus, as 4x8xH100-80GB: the old option still works", file=sys.stderr)
+    if measure:
+        from ithaca.rehearsal.measure import measure_here
+
+        if hardware:
+            raise PlanError(f"--measure {measure} and --hardware {hardware} both name rates: give one of them")
+        found, hardware = measure_here(measure), measure
+        gpus = f"8x{found}" if gpus is None else gpus
+    output = Output(as_json=json, verbose=verbose, meshes=meshes, picture=picture)
+    run(model, gpus, tokens, host, disk, recipe, hardware, output, node_gpus)
 
 
 @app.command()

@@ -1,8 +1,8 @@
-"""What each link carries when ranks share a sequence: bytes inside a node and across nodes, and how long that takes.
+"""Bytes that ranks with a common sequence send inside a node and across nodes, and how long that takes.
 
-Ranks are numbered along a node, Ulysses ranks first (parallel/mesh.py): C Ulysses ranks lie on one node if C divides
-its GPUs, and the ring then goes across nodes. The schedule lists the messages; here they are split by where they go,
-for the rank whose links are busy longest. Parameters are gathered over all ranks under every mesh and are left out.
+Ranks are numbered along a node, Ulysses ranks first (parallel/mesh.py). C Ulysses ranks lie on one node if C divides
+its GPUs, and then the ring goes across nodes. The schedule lists the messages. This file splits them by where they go,
+for the rank whose links are busy longest. Gathered weights are left out: they are the same on every mesh.
 """
 
 from collections.abc import Iterator
@@ -32,13 +32,13 @@ class Sent:
 
 
 def exchange_seconds(job: Job, machine: Machine) -> tuple[float, float]:
-    """Seconds that links take for the messages of a step: between Ulysses ranks, and between ring ranks."""
+    """Seconds of a step's messages between Ulysses ranks, and of those between ring ranks."""
     ulysses, ring = busiest(job, machine)
     return ulysses.seconds(machine), ring.seconds(machine)
 
 
 def busiest(job: Job, machine: Machine) -> tuple[Sent, Sent]:
-    """What the rank sends whose links take longest: to Ulysses ranks, and to ring ranks."""
+    """What the busiest rank sends to Ulysses ranks and to ring ranks: the rank whose links take longest."""
     if job.axes.context == 1:
         return Sent(0, 0), Sent(0, 0)
     messages = _step_messages(job)
@@ -52,7 +52,7 @@ def _step_messages(job: Job) -> dict[bool, list[tuple[int, Message]]]:
     """Messages over Ulysses ranks and over ring ranks, each with the number of layers that send it."""
     layers = job.spec.layers
     found: dict[bool, list[tuple[int, Message]]] = {False: [], True: []}
-    # The last layer alone differs: a sweep still has its K and V
+    # Only the last layer may differ from the others
     for times, layer in ((layers - 1, 0), (1, layers - 1)):
         for message in (message for way in job.costs.messages(job, layer) for message in way):
             found[message.ring].append((times, message))
@@ -80,7 +80,7 @@ class _Seat:
 
 
 def _seats(machine: Machine, layout: Layout) -> Iterator[_Seat]:
-    """Ranks that lie differently: for each place on a node where a sequence can begin, ranks until all repeats."""
+    """One rank for each way of lying on the nodes: where a sequence can begin on a node, ranks until all repeats."""
     return iter(_placed_seats(machine.ranks, machine.gpus, layout.ulysses, layout.ring))
 
 

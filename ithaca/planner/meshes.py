@@ -1,7 +1,7 @@
-"""Which Ulysses × ring ranks can share a sequence, and which of them are expected to be fastest.
+"""Which Ulysses × ring ranks can share a sequence, and which of these meshes is the best.
 
-Every mesh is timed by the one cost model (seconds.py). Among meshes within 1 % of the fastest, the one with the least K
-and V on a GPU is best, then the one that sends least across nodes.
+Every mesh is timed by the one cost model (seconds.py). Among meshes within 1 % of the fastest, the best is the one with
+the least K and V on a GPU, then the one that sends the fewest bytes across nodes.
 """
 
 from collections.abc import Iterator
@@ -23,45 +23,65 @@ SAME = 1.01  # times within this factor count as equal
 
 @dataclass(frozen=True)
 class Choice:
-    """A mesh that works, for one step over one sequence of each group of ranks."""
+    """A mesh that works, timed for one sequence on each group of GPUs that share one."""
 
     axes: Axes
+    tokens: int  # of one sequence
     split: HeadSplit
-    sent: Sent
-    kv_bytes: int  # of a block's K and V on a GPU, with their gradients
+    sent: Sent  # by the rank whose links are busy longest
+    kv_bytes: int  # K and V of a block on a GPU, with their gradients
     seconds: Seconds
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and GPU."""
+        return self.axes.data * self.tokens / self.seconds.step / self.axes.size
 
 
 def choose(spec: Spec, plan: Plan, gpu: Gpu, machine: Machine, tokens: int, sharing: int | None = None) -> list[Choice]:
-    """Every mesh that works when `sharing` GPUs share a sequence (None: all of them), the best first."""
+    """Every mesh that works if `sharing` GPUs share a sequence (None: all GPUs), the best first."""
     plan, sharing = plan.settled(), machine.ranks if sharing is None else sharing
-    _check(plan, machine, sharing)
-    shapes = [
+    if not plan.shares:
+        raise PlanError(f"recipe '{plan.recipe}' cannot share a sequence among GPUs: use recipe 'sweep'")
+    shapes = mesh_shapes(spec, plan, machine, sharing)
+    if not shapes:
+        raise cannot_share(spec, plan, machine, sharing)
+    found = [weigh(spec, plan, gpu, machine, tokens, ulysses, ring) for ulysses, ring in shapes]
+    fastest = min(choice.seconds.step for choice in found)
+
+    def order(choice: Choice) -> tuple[float, int, int, float]:
+        step = choice.seconds.step
+        return (0.0 if step <= SAME * fastest else step, choice.kv_bytes, choice.sent.across, step)
+
+    return sorted(found, key=order)
+
+
+def cannot_share(spec: Spec, plan: Plan, machine: Machine, sharing: int) -> PlanError:
+    """The error for a recipe that allows no mesh of this many GPUs."""
+    most = max(count for count in range(1, spec.heads + 1) if machine.ranks % count == 0)
+    return PlanError(
+        f"recipe '{plan.recipe}' cannot share a sequence among {sharing} GPUs because the model has {spec.heads} query "
+        f"heads: share it among {most} (--share {most}), or use recipe 'sweep'"
+    )
+
+
+def mesh_shapes(spec: Spec, plan: Plan, machine: Machine, sharing: int) -> list[tuple[int, int]]:
+    """(ulysses, ring) of every mesh on which `sharing` GPUs can share a sequence."""
+    if type(sharing) is not int or sharing < 1 or machine.ranks % sharing:
+        divisors = [str(count) for count in range(1, machine.ranks + 1) if machine.ranks % count == 0]
+        raise PlanError(f"--share {sharing} does not divide {machine.ranks} GPUs: use {', '.join(divisors[-8:])}")
+    return [
         (ulysses, sharing // ulysses)
         for ulysses in range(1, min(sharing, spec.heads) + 1)
         if sharing % ulysses == 0 and plan.entry.allows(ulysses, sharing // ulysses)
     ]
-    if not shapes:
-        most = max(count for count in range(1, spec.heads + 1) if machine.ranks % count == 0)
-        raise PlanError(
-            f"recipe '{plan.recipe}' cannot share a sequence among {sharing} GPUs, as the model has {spec.heads} query "
-            f"heads: {most} can share one (share={most}), or use recipe 'sweep'"
-        )
-    found = [_weigh(spec, plan, gpu, machine, tokens, ulysses, ring) for ulysses, ring in shapes]
-    fastest = min(choice.seconds.step for choice in found)
-
-    def rank(choice: Choice) -> tuple[float, int, int, float]:
-        step = choice.seconds.step
-        return (0.0 if step <= SAME * fastest else step, choice.kv_bytes, choice.sent.across, step)
-
-    return sorted(found, key=rank)
 
 
 def best_mesh(spec: Spec, cluster: Cluster, recipe: str, tokens: int, sharing: int) -> tuple[int, int] | None:
-    """The best ulysses × ring of so many GPUs; None if the recipe cannot share among them."""
+    """(ulysses, ring) of the best mesh for this many GPUs; None if the recipe cannot share among them."""
     if sharing == 1 or not Plan(recipe=recipe).shares:
         return (1, 1) if sharing == 1 else None
-    # Nearly the same for all lengths, so powers of two are enough
+    # The best mesh hardly depends on the length, so powers of two are enough
     length = 2 ** (tokens.bit_length() - 1)
     return _best_mesh(spec, recipe, cluster.gpu, cluster.machine, length, sharing)
 
@@ -78,7 +98,7 @@ def _best_mesh(
 
 
 def impossible(spec: Spec, plan: Plan, machine: Machine, sharing: int | None = None) -> Iterator[str]:
-    """Why other divisions of the GPUs do not work, each in a few words."""
+    """Why other meshes of these GPUs do not work, each in a few words."""
     sharing = machine.ranks if sharing is None else sharing
     for ulysses in (count for count in range(1, sharing + 1) if sharing % count == 0):
         ring = sharing // ulysses
@@ -89,21 +109,15 @@ def impossible(spec: Spec, plan: Plan, machine: Machine, sharing: int | None = N
             yield f"{ulysses} × {ring}: recipe '{plan.recipe}' has no {kind} ranks"
 
 
-def _check(plan: Plan, machine: Machine, sharing: int) -> None:
-    if not plan.shares:
-        raise PlanError(f"recipe '{plan.recipe}' shares no sequence among GPUs: 'sweep' does")
-    if type(sharing) is not int or sharing < 1 or machine.ranks % sharing:
-        fitting = [str(count) for count in range(1, machine.ranks + 1) if machine.ranks % count == 0]
-        raise PlanError(f"share={sharing} does not divide {machine.ranks} GPUs: {', '.join(fitting[-8:])} do")
-
-
-def _weigh(spec: Spec, plan: Plan, gpu: Gpu, machine: Machine, tokens: int, ulysses: int, ring: int) -> Choice:
+def weigh(spec: Spec, plan: Plan, gpu: Gpu, machine: Machine, tokens: int, ulysses: int, ring: int) -> Choice:
+    """One mesh: what its links carry and how long a step takes."""
     axes = Axes(shard=machine.ranks // (ulysses * ring), ring=ring, ulysses=ulysses)
     job = Job(spec=spec, plan=plan, tokens=tokens, axes=axes)
     to_ulysses, to_ring = busiest(job, machine)
     kv = [tape for tape in job.tapes if tape.option == "kv"]
     return Choice(
         axes=axes,
+        tokens=tokens,
         split=job.split,
         sent=to_ulysses + to_ring,
         kv_bytes=sum(tape.bytes_of(job.tiles.length) for tape in kv) or 4 * job.own_keys(),

@@ -1,7 +1,8 @@
 """The fastest Plan that fits some GPUs at one length, the longest context that fits, and what limits it.
 
-For each number of GPUs that can share a sequence, on its best mesh (meshes.py), every allowed recipe is tried in the
-ways that its schedule offers (schedule/variants.py). Those that fit are compared by tokens a second (seconds.py).
+For each number of GPUs that can share a sequence, `search` takes the best mesh (meshes.py) and tries every recipe in
+the ways that its schedule offers (schedule/variants.py). It compares the Plans that fit by tokens per second
+(seconds.py). `longest` grows the context until nothing fits, and `binding` finds out which memory limits it.
 """
 
 from collections.abc import Iterator
@@ -13,42 +14,40 @@ from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Cluster
 from ithaca.planner.meshes import best_mesh
 from ithaca.planner.seconds import Seconds, predict_seconds
-from ithaca.plans.places import RECOMPUTE
 from ithaca.plans.plan import Plan
 from ithaca.plans.recipes import RECIPES
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import Memory
-from ithaca.schedule.sweep.placement import Saved, every_choice, least_choices, some_choices
-from ithaca.schedule.variants import SHORTEST, fitting_plans, recipe_plans
+from ithaca.schedule.variants import SHORTEST, Effort, fitting_plans, recipe_plans, refit
 
 SAME = 1.02  # rates within this factor count as equal: then the recipe that comes first in the table is taken
-LONGEST = 2**32  # tokens that can be planned for
+LONGEST = 2**32  # the most tokens that can be planned for
 STEP = 2**16  # tokens: the longest context is found in whole steps
-MORE = (1.1, 2.0)  # times what there is: how it is seen what helps
+MORE = (1.1, 2.0)  # `binding` tries this many times the memory
+LEAST_MEMORY = "sweep"  # the recipe with which the longest contexts fit
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A Plan that fits, on a mesh."""
+    """A Plan that fits, with its mesh, its memory and its time."""
 
     plan: Plan
-    tokens: int
+    tokens: int  # of one sequence
     axes: Axes
-    rows: int  # sequences of a pass for those that share them, on the ranks with most
-    sequences: int  # of a pass, over all GPUs
+    rows: int  # sequences in a pass for each group of GPUs that share them, in the largest group
+    sequences: int  # sequences in a pass, over all GPUs
     memory: Memory
     seconds: Seconds
 
     @property
     def rate(self) -> float:
-        """Tokens a second and GPU."""
+        """Tokens per second and GPU."""
         return self.sequences * self.tokens / self.seconds.step / self.axes.size
 
     def recomputed(self, spec: Spec) -> int:
-        """Layers whose attention runs twice."""
-        if self.plan.sweeps:
-            return self.plan.placement(spec.layers).o.count(RECOMPUTE)
-        return 0 if self.plan.checkpoint in ("none", "selective") else spec.layers
+        """Layers whose attention runs again in backward."""
+        job = Job(spec=spec, plan=self.plan, tokens=self.rows * self.tokens, axes=self.axes)
+        return round((job.costs.work(job).attention_runs - 1) * spec.layers)
 
 
 def search(
@@ -61,11 +60,11 @@ def search(
 ) -> Answer | None:
     """The fastest Plan for this length; None if nothing fits.
 
-    `mesh`: ulysses × ring that share a sequence, if that is settled. `sequences`: of a pass, over all GPUs; not given:
-    one for those that share it. There must be one for each of those.
+    `mesh`: (ulysses, ring), if that is decided already. `sequences`: the sequences in a pass over all GPUs, at least
+    one for each group of GPUs that share one; if it is not given, exactly one for each group.
     """
     if not SHORTEST <= tokens <= LONGEST:
-        raise PlanError(f"--tokens {tokens} cannot be planned for: {SHORTEST}, a tile of attention, to {LONGEST} can")
+        raise PlanError(f"--tokens {tokens} is out of range: give {SHORTEST} (a tile of attention) to {LONGEST}")
     found: list[Answer] = []
     for sharing in cluster.sharing() if mesh is None else [mesh[0] * mesh[1]]:
         shard = cluster.count // sharing
@@ -75,7 +74,7 @@ def search(
         if answer := _best_of(spec, cluster, tokens, sharing, recipe, mesh, rows):
             found.append(replace(answer, sequences=sequences or shard))
         if sharing >= cluster.machine.gpus and len(found) > 1 and found[-1].rate <= found[-2].rate:
-            break  # over still more nodes there is only more to exchange
+            break  # sharing over more nodes only adds messages
     best = _preferred(found)
     return best and _refined(spec, cluster, best)
 
@@ -86,36 +85,32 @@ def fitting(
     tokens: int,
     recipe: str,
     mesh: tuple[int, int] | None,
-    choices: list[Saved],
+    effort: Effort,
     rows: int = 1,
 ) -> Iterator[Answer]:
-    """The ways in which a recipe fits on one mesh; `rows`: sequences for those that share them."""
+    """The ways in which a recipe fits on one mesh; `rows`: sequences for each group of GPUs that share them."""
     if mesh is None:
         return
     ulysses, ring = mesh
     axes = Axes(shard=cluster.count // (ulysses * ring), ring=ring, ulysses=ulysses)
     for plan in recipe_plans(recipe, rows * tokens, axes.context):
-        for placed, memory in fitting_plans(plan, spec, axes, rows * tokens, cluster.budget, choices):
+        for placed, memory in fitting_plans(plan, spec, axes, rows * tokens, cluster.budget, effort):
             seconds = _pass_seconds(spec, cluster, placed, tokens, rows, axes)
             answer = Answer(placed, tokens, axes, rows, rows * axes.shard, memory, seconds)
             yield answer
-            if plan.sweeps and not answer.recomputed(spec):
-                return  # what holds less is no faster
+            if not answer.recomputed(spec):
+                return  # the variants that follow use less memory and are no faster
 
 
 def _pass_seconds(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, rows: int, axes: Axes) -> Seconds:
-    """The time of a pass over several sequences, none of which sees another."""
+    """The time of a pass over several sequences, which do not attend to each other."""
     job = Job(spec=spec, plan=plan, tokens=rows * tokens, sequence=tokens, axes=axes)
     return predict_seconds(job, cluster.gpu, cluster.machine)
 
 
 def _refined(spec: Spec, cluster: Cluster, answer: Answer) -> Answer:
-    """The same with every choice of what is saved."""
-    if not answer.plan.sweeps:
-        return answer
-    settled = replace(answer.plan, x=None, o=None, residual=None, disk=None)
-    tokens, every = answer.rows * answer.tokens, every_choice(spec.layers)
-    found = next(fitting_plans(settled, spec, answer.axes, tokens, cluster.budget, every), None)
+    """The same answer with every choice of saved tensors tried."""
+    found = refit(answer.plan, spec, answer.axes, answer.rows * answer.tokens, cluster.budget)
     if found is None:
         return answer
     seconds = _pass_seconds(spec, cluster, found[0], answer.tokens, answer.rows, answer.axes)
@@ -131,24 +126,25 @@ def _best_of(
     mesh: tuple[int, int] | None,
     rows: int,
 ) -> Answer | None:
-    """The fastest when so many GPUs share a sequence."""
+    """The fastest answer if this many GPUs share a sequence."""
     names = [recipe] if recipe else [name for name in RECIPES if _suits(name, sharing, mesh)]
     meshes = {name: mesh or best_mesh(spec, cluster, name, tokens, sharing) for name in names}
-    some = some_choices(spec.layers)
-    found = (answer for name in names for answer in fitting(spec, cluster, tokens, name, meshes[name], some, rows))
+    found = (
+        answer for name in names for answer in fitting(spec, cluster, tokens, name, meshes[name], Effort.FEW, rows)
+    )
     return _preferred([*found])
 
 
 def _suits(recipe: str, sharing: int, mesh: tuple[int, int] | None) -> bool:
-    """Whether a recipe is worth a try when so many share a sequence."""
+    """Whether a recipe is worth trying if this many GPUs share a sequence."""
     if sharing == 1:
-        return recipe in ("sweep", "dense")
+        return recipe in ("sweep", "dense")  # on one GPU the others run as `dense` does
     entry = RECIPES[recipe]
     return (entry.ulysses or entry.ring) and (mesh is None or entry.allows(*mesh))
 
 
 def _preferred(answers: list[Answer]) -> Answer | None:
-    """The fastest; among equally fast ones, that of the recipe that comes first in the table."""
+    """The fastest answer; among equally fast ones, that of the recipe that comes first in the table."""
     fastest = max((answer.rate for answer in answers), default=0.0)
     good = (answer for answer in answers if answer.rate * SAME >= fastest)
     order = [*RECIPES]
@@ -158,19 +154,19 @@ def _preferred(answers: list[Answer]) -> Answer | None:
 def longest(
     spec: Spec, cluster: Cluster, recipe: str | None = None, recomputing: bool = False, from_: int = STEP
 ) -> int:
-    """The most tokens, in whole `STEP`s, that fit when all GPUs that can share a sequence.
+    """The most tokens, in whole `STEP`s, that fit if as many GPUs as possible share a sequence.
 
-    If not even one step fits: the nearest half, quarter … of it, or 0. Under `sweep` attention runs once, unless
-    `recomputing` is allowed. `from_`: a length that is known to fit.
+    If one step does not fit, the largest half, quarter … of it that does; 0 if none. Recipes that can save attention
+    outputs save all of them, unless `recomputing` allows attention to run again. `from_`: a length that fits.
     """
-    plan = Plan(recipe=recipe or "sweep")
+    plan = Plan(recipe=recipe or LEAST_MEMORY)
     sizes = [*reversed(cluster.sharing())] if plan.shares else [1]
-    choices = least_choices(spec.layers, recomputing)
+    effort = Effort.LEAST if recomputing else Effort.LEAST_ONCE
 
     def fits(tokens: int) -> bool:
         meshes = (best_mesh(spec, cluster, plan.recipe, tokens, sharing) for sharing in sizes)
         mesh = next((mesh for mesh in meshes if mesh), None)
-        return next(fitting(spec, cluster, tokens, plan.recipe, mesh, choices), None) is not None
+        return next(fitting(spec, cluster, tokens, plan.recipe, mesh, effort), None) is not None
 
     low, most = max(from_ // STEP, 1), LONGEST // STEP
     if not fits(low * STEP):
@@ -186,9 +182,10 @@ def longest(
 
 
 def binding(spec: Spec, cluster: Cluster, recipe: str | None, most: int) -> str:
-    """Which of GPU, host and disk limits the context: the one of which a tenth more helps most.
+    """What limits the context to `most` tokens: 'GPU', 'host' or 'disk', whichever helps most if there is more of it.
 
-    If a tenth helps by less than a step, twice as much is tried. 'planner': no longer context can be planned for.
+    First 10 % more is tried. If that helps by less than a `STEP`, twice as much is. 'planner': `most` is the longest
+    context that can be planned for.
     """
     if most == LONGEST:
         return "planner"

@@ -1,14 +1,15 @@
-"""How long a step takes, by part: the work that a schedule states, divided by what kernels and links reach.
+"""The time of a step, by part: the work that the schedule states, divided by the rates of kernels and links.
 
-    attention    forward, 2.5 times that backward, and once more where it is recomputed; and merging outputs of tiles
-    linear       matrix products, and the bytes that norms, gates, rotary and residuals move between them
+    attention    forward, 2.5 times as much backward, forward again if it is recomputed; merging the outputs of tiles
+    linear       matrix products, and the bytes that norms, gates, rotary and residuals read and write
     exchange     messages between ranks that share a sequence, by link; the schedule says how much of it is hidden
     copies       tapes in host memory and on disk, in the busier direction; hidden behind the rest
-    weights      gathered for each pass and reduced in fp32 over all ranks; hidden behind all but the shortest blocks
-    optimizer    reads and writes 28 bytes a parameter of the shard, or moves moments over the link to the host
+    weights      gathered for each pass, gradients reduced in fp32, over all ranks; hidden behind all but short blocks
+    optimizer    reads and writes 28 bytes per parameter of the shard, or copies moments from the host and back
 
-Three factors were measured on the H200: heads of up to 64 features run slower; so does one kernel call over a whole
-sequence than a walk over tiles; and what lies between a block's products adds to them. Padding is left out.
+Three factors were measured on the H200: attention is slower with heads of up to 64 features; one kernel call over a
+whole sequence is slower than a walk over tiles; small operations between a block's products add to their time. Padding
+is left out.
 """
 
 from dataclasses import dataclass
@@ -19,15 +20,15 @@ from ithaca.planner.links import exchange_seconds
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import BF16, FP32, Job
 
-NARROW_HEADS = {"forward": 451 / 589, "backward": 419 / 516}  # head size 64 against 128, measured on an H200
-ONE_CALL = 522 / 589  # forward, a sequence of 512K at once against tiles of 64K
-BETWEEN = 1.12  # times the time of products and of the bytes beside them
-DISK = 4e9  # bytes a second that a node's disk writes, and reads: assumed
+NARROW_HEADS = {"forward": 451 / 589, "backward": 419 / 516}  # rate of head size 64 over that of 128, on an H200
+ONE_CALL = 522 / 589  # forward rate of one call over 512K over that of tiles of 64K
+BETWEEN = 1.12  # the time of a block's products with everything between them, over the products and bytes alone
+DISK = 4e9  # bytes/s that a node's disk writes, and as many that it reads: assumed
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """One step of one rank."""
+    """The seconds of one step of one rank, by part. Parts overlap, so `step` is less than their sum."""
 
     attention_forward: float
     attention_backward: float
@@ -40,6 +41,7 @@ class Seconds:
 
     @property
     def computing(self) -> float:
+        """Attention and matrix products."""
         return self.attention_forward + self.attention_backward + self.linear
 
 
@@ -64,7 +66,7 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
 
 
 def _weights(spec: Spec, plan: Plan, machine: Machine) -> float:
-    """Gathered in bf16 for both passes (under ZeRO-1 and 2 once), reduced in fp32, over the slower link."""
+    """Seconds to gather weights in bf16, for both passes or once, and to reduce gradients, over the slower link."""
     if machine.ranks == 1:
         return 0.0
     sent = spec.parameters() * (machine.ranks - 1) / machine.ranks * (BF16 * (2 if plan.zero == 3 else 1) + FP32)
@@ -72,7 +74,7 @@ def _weights(spec: Spec, plan: Plan, machine: Machine) -> float:
 
 
 def _optimizer(spec: Spec, plan: Plan, gpu: Gpu, machine: Machine) -> float:
-    """Weights, gradients and moments are read, weights and moments written; all in fp32."""
+    """Seconds to read weights, gradients and moments and to write weights and moments, all in fp32."""
     shard = spec.parameters() / machine.ranks
     if plan.optimizer == "host":
         return 8 * shard / gpu.host

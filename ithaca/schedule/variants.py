@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from enum import Enum
+from functools import lru_cache
 
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
@@ -9,15 +11,24 @@ from ithaca.plans.plan import CHUNK, Plan
 from ithaca.plans.recipes import RECIPES, TILE
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import Memory, step_memory
-from ithaca.schedule.sweep.placement import Budget, Saved, fill
+from ithaca.schedule.sweep.placement import Saved, every_choice, fill, least_choices, some_choices
 from ithaca.schedule.sweep.rebuild import fewest_kept
-from ithaca.tape.spec import device_bytes, host_bytes
+from ithaca.tape.spec import Budget, device_bytes, host_bytes
 
 SHORTEST = 128  # tokens that can be planned for: a tile of attention
 LEAST_CHUNK = CHUNK // 8  # tokens; a smaller chunk would save little
 SCRATCH = "/scratch"  # a folder on the disk, for the user to replace
 
 Fit = tuple[Plan, Memory]
+
+
+class Effort(Enum):
+    """Which choices of saved tensors are tried for a Plan that can place them."""
+
+    FEW = "few"  # evenly spread over all: enough to compare Plans
+    ALL = "all"
+    LEAST = "least"  # the choices with the fewest bytes
+    LEAST_ONCE = "least_once"  # the same, without recomputed attention
 
 
 def recipe_plans(recipe: str, tokens: int, sharing: int) -> Iterator[Plan]:
@@ -30,10 +41,9 @@ def recipe_plans(recipe: str, tokens: int, sharing: int) -> Iterator[Plan]:
         yield from (Plan(recipe=recipe, optimizer=optimizer, **options) for options in entry.tries)
 
 
-def fitting_plans(
-    plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, choices: list[Saved]
-) -> Iterator[Fit]:
-    """The Plan in every way that it fits the budget of a rank, fastest first; `choices`: what a sweep may save."""
+def fitting_plans(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort) -> Iterator[Fit]:
+    """The Plan in every way that it fits the budget of a rank, fastest first."""
+    choices = _choices(effort, spec.layers)
     variants = _sweep_places(plan) if plan.sweeps and plan.kv is None else [plan]
     for variant in variants:
         placed = _placed(variant, spec, axes, tokens, budget, choices) if plan.sweeps else variant
@@ -42,6 +52,23 @@ def fitting_plans(
         memory = step_memory(Job(spec=spec, plan=placed, tokens=tokens, axes=axes))
         if Budget(memory.total, memory.host, memory.disk).within(budget):
             yield placed, memory
+
+
+def refit(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget) -> Fit | None:
+    """A Plan that fits, placed again with all choices tried; None if it has nothing to place."""
+    if not plan.sweeps:
+        return None
+    unplaced = replace(plan, x=None, o=None, residual=None, disk=None)
+    return next(fitting_plans(unplaced, spec, axes, tokens, budget, Effort.ALL), None)
+
+
+@lru_cache(maxsize=64)  # the search asks for the same ones many times
+def _choices(effort: Effort, layers: int) -> list[Saved]:
+    if effort is Effort.FEW:
+        return some_choices(layers)
+    if effort is Effort.ALL:
+        return every_choice(layers)
+    return least_choices(layers, recomputing=effort is Effort.LEAST)
 
 
 def _chunks(tokens: int, sharing: int) -> list[int]:

@@ -44,6 +44,18 @@ class TapeSpec:
         return math.prod(self.features) * self.itemsize
 
 
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of a rank in each place, allowed or used."""
+
+    device: int
+    host: int
+    disk: int
+
+    def within(self, other: "Budget") -> bool:
+        return self.device <= other.device and self.host <= other.host and self.disk <= other.disk
+
+
 def host_bytes(tapes: Sequence[TapeSpec], tiles: Tiles, gpu: bool) -> int:
     """Host memory of a rank's tapes and of the staging of disk tapes. Without a GPU that includes device tapes."""
     hosted = sum(tape.bytes_of(tiles.length) for tape in tapes if tape.place == "host") + staging_bytes(tapes, tiles)

@@ -11,10 +11,9 @@ from ithaca.config import Config, MeshSection
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import least
 from ithaca.parallel.mesh import Mesh
-from ithaca.planner.explain import Asked, explain
 from ithaca.planner.hardware import RUNTIME, Cluster, nearest, read_gpus
+from ithaca.planner.report import Question, explain, refusal
 from ithaca.planner.search import binding, longest, search
-from ithaca.planner.show_plan import refusal
 from ithaca.plans.plan import Plan
 from ithaca.schedule.variants import SHORTEST
 from ithaca.tape.budget import host_budget
@@ -53,16 +52,16 @@ def choose_plan(config: Config, spec: Spec, grid: Mesh, tokens: int, room: Room)
     sequences = -(-given // mesh.replicate) if given else None  # not given: one for those that share it
     answer = search(spec, cluster, tokens, mesh=axes, sequences=sequences)
     most = longest(spec, cluster)
-    asked = Asked(config.model.source, spec, cluster, tokens, None, running=True)
+    asked = Question(config.model.source, spec, cluster, tokens, None, running=True)
     if answer is None:
         raise PlanError(_refusal(asked, most, axes, given))
     lines = explain(asked, answer, most, binding(spec, cluster, None, most))
     if axes is None:
-        mesh = replace(mesh, ulysses=answer.ulysses, ring=answer.ring)
+        mesh = replace(mesh, ulysses=answer.axes.ulysses, ring=answer.axes.ring)
     return answer.plan, mesh, lines
 
 
-def _refusal(asked: Asked, most: int, axes: tuple[int, int] | None, sequences: int | None) -> str:
+def _refusal(asked: Question, most: int, axes: tuple[int, int] | None, sequences: int | None) -> str:
     """Why nothing fits; where the length alone would, what else was asked for. `most`: of a sequence on all GPUs."""
     tokens, cluster = asked.tokens or most, asked.cluster
     given = [f"mesh.ulysses={axes[0]} and mesh.ring={axes[1]}"] if axes else []

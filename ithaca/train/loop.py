@@ -19,11 +19,13 @@ from ithaca.data.sample import sequences
 from ithaca.data.tokenfile import TokenFile
 from ithaca.model.spec import PEAK_FLOPS
 from ithaca.parallel.agree import from_first, together
+from ithaca.parallel.axes import Axes
 from ithaca.parallel.balance import Work, describe_work, ring_work
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.hangs import answering, lost_touch, set_timeout, step_seconds, timeout
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.planner.advice import Rank, out_of_memory
+from ithaca.planner.advice import out_of_memory
+from ithaca.schedule.job import Job
 from ithaca.train.auto import find_room
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.metrics import Sink, draw_loss, open_sinks
@@ -143,10 +145,11 @@ class Run:
         grid, (rows, tokens) = self.mesh, self._pass_size()
         sequences = math.ceil(rows / grid.data_ranks)
         spec, plan = self.model.spec, self.model.plan
-        rank = Rank(spec, plan, sequences * tokens, grid.ulysses, grid.ring, grid.parameter_ranks // grid.context_ranks)
+        axes = Axes(shard=grid.shard, ring=grid.ring, ulysses=grid.ulysses)
+        job = Job(spec=spec, plan=plan, tokens=sequences * tokens, axes=axes)
         first = next((words for words in str(error).split(". ") if "Tried" in words), str(error).split(". ")[0])
         total = torch.cuda.mem_get_info(grid.device)[1]
-        return out_of_memory(rank, first, torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total)
+        return out_of_memory(job, first, torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total)
 
     def _step_seconds(self) -> float:
         """What a step should take at most on the rank that has the most sequences."""

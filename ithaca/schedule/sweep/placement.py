@@ -11,7 +11,7 @@ K and V, and for its chunk), and of those the first layers', which backward need
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ithaca.base.errors import PlanError, suggestion
 from ithaca.base.sizes import format_bytes, parse_bytes, parse_tokens
@@ -22,25 +22,13 @@ from ithaca.plans.plan import Plan
 from ithaca.schedule.job import BF16, Job
 from ithaca.schedule.sweep.cost import passing_bytes
 from ithaca.schedule.sweep.rebuild import fewest_kept, layers_to_keep, rebuild_passes
-from ithaca.tape.spec import STAGED, device_bytes, disk_bytes, host_bytes, staged_bytes
+from ithaca.tape.spec import STAGED, Budget, device_bytes, disk_bytes, host_bytes, staged_bytes
 
 DISK_COST = 75_000  # multiplications a rank does while a byte goes to a disk or comes back: 300 T/s against 4 GB/s
 FEW = 16  # choices that are enough to compare Plans by
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}  # bytes of a number
 
 Saved = tuple[set[int], set[int]]  # layers that save x, and layers that save o
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Bytes of a rank in each place, given or used."""
-
-    device: int
-    host: int
-    disk: int
-
-    def within(self, other: "Budget") -> bool:
-        return self.device <= other.device and self.host <= other.host and self.disk <= other.disk
 
 
 def place(
