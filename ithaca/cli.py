@@ -1,5 +1,6 @@
 """The command line. Importing it loads no torch: `ithaca --help` answers at once."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ithaca import __version__
-from ithaca.base.errors import IthacaError
+from ithaca.base.errors import IthacaError, PlanError
 
 app = typer.Typer(
     help="Train transformers on contexts of millions of tokens.",
@@ -15,6 +16,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _tell_once(notice: str) -> None:
+    """Print a notice, under torchrun and srun from the first rank only."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        print(notice, file=sys.stderr)
 
 
 def _version(wanted: bool) -> None:
@@ -54,8 +61,9 @@ def train(
     """Train a model; without a configuration a small one, on the Python standard library's sources, byte by byte."""
     from ithaca.config import read_config
 
-    saved = run / "config.toml" if run and not fresh else None
-    resolved = read_config(config or (saved if saved and saved.exists() else None), set_ or [])
+    saved = run / "config.toml" if run and not fresh and not config else None
+    saved = saved if saved and saved.exists() else None
+    resolved = read_config(config or saved, set_ or [], _tell_once, saved=saved is not None)
     from ithaca.train.launch import launch
 
     launch(resolved, ranks, run, fresh, nodes, meet)
@@ -138,7 +146,14 @@ def plan(
     """Say what fits on some GPUs before they are rented: the fastest Plan, the longest context, and why."""
     from ithaca.planner.command import run
 
-    run(model, gpus, tokens, host, disk, recipe, node_gpus, hardware, measure, picture, json)
+    if measure:
+        from ithaca.rehearsal.measure import measure_here
+
+        if hardware:
+            raise PlanError(f"--measure {measure} and --hardware {hardware} both name rates: give one of them")
+        found, hardware = measure_here(measure), measure
+        gpus = f"8x{found}" if gpus is None else gpus
+    run(model, gpus, tokens, host, disk, recipe, node_gpus, hardware, picture, json)
 
 
 @app.command()

@@ -12,12 +12,14 @@ import psutil
 import torch
 
 from ithaca.assemble import Model, apply
+from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.sizes import format_bytes, format_seconds, format_tokens
 from ithaca.config import Config
 from ithaca.data.sample import sequences
 from ithaca.data.tokenfile import TokenFile
 from ithaca.model.spec import PEAK_FLOPS
+from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.balance import Work, describe_work, ring_work
 from ithaca.parallel.batch import Batch
@@ -27,10 +29,10 @@ from ithaca.planner.advice import Rank, out_of_memory
 from ithaca.train.auto import find_room
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.metrics import Sink, draw_loss, open_sinks
-from ithaca.train.optimizer import clip, learning_rate, make_optimizer
 from ithaca.train.progress import Progress
 from ithaca.train.run_folder import RunFolder, check_shared
-from ithaca.train.start import identity, join_free_memory, open_data, open_source, settle
+from ithaca.train.schedule import learning_rate
+from ithaca.train.start import identity, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
 
 
@@ -39,7 +41,7 @@ def train(config: Config, path: Path, launched: bool = False) -> None:
 
     `launched` ranks leave it to their launcher to end them at once (stop.py).
     """
-    join_free_memory()
+    use_expandable_segments()
     grid = mesh(**vars(config.mesh), device=None if config.train.device == "auto" else config.train.device)
     with answering(grid.group):
         _train(config, RunFolder(path), grid, launched)

@@ -46,7 +46,7 @@ class RunFolder:
         return any(path.name.removeprefix("step-").isdigit() for path in self.checkpoints.glob("step-*"))
 
     def saved_config(self) -> Config:
-        return read_config(self.config, [])
+        return read_config(self.config, [], saved=True)
 
     def hold(self) -> IO[str]:
         """Make the folder if it is new and keep other jobs out of it while the file that is given back stays open."""

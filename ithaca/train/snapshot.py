@@ -14,10 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ithaca.assemble import Model
+from ithaca.optimizer.host_adamw import MOMENTS
 from ithaca.parallel.mesh import host_mesh
 from ithaca.parallel.sharding import host_twin, shards
 from ithaca.tape.slab import Slab, whole_pages
-from ithaca.train.streamed import MOMENTS
 
 
 def training_state(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str, DTensor]:

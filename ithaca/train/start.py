@@ -1,14 +1,12 @@
 """What a run needs before its first step: configuration, data and model, each complete and fitting the others."""
 
 import hashlib
-import os
 import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ithaca.base.errors import DataError
 from ithaca.config import Config
@@ -20,19 +18,7 @@ from ithaca.parallel.mesh import Mesh
 from ithaca.train.auto import Chosen, Room, choose_plan
 from ithaca.train.run_folder import RunFolder
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
 CPU_TOKENS, GPU_TOKENS = 8 * 2**10, 64 * 2**10
-
-
-def join_free_memory() -> None:
-    """Let torch's allocator grow and shrink its segments, so that free pieces of the GPU's memory can be one.
-
-    A step takes tensors of many sizes, from chunks to fp32 sums of weights; in segments of fixed size, what one kind
-    leaves is of no use to another. Whoever has told torch how to allocate is left alone.
-    """
-    if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyrefly: ignore
 
 
 def settle(config: Config, run: RunFolder, grid: Mesh, room: Room) -> tuple[Config, Chosen]:

@@ -44,9 +44,12 @@ def test_a_file_then_the_folder_alone(nursery: Nursery, small_model: Path, tmp_p
     end = nursery.command("train", "run.toml", "--run", "run", "--ranks", "1", *words("train.steps=5"), folder=tmp_path)
     assert end.code == 0, end.err
     assert "4 sequences of 64 tokens a step in 2 passes" in end.out
+    saved = tmp_path / "run" / "config.toml"  # as runs had it before options were renamed
+    saved.write_text(saved.read_text().replace("micro_batch", "micro") + "patience = 900.0\n")
     end = nursery.command("train", "--run", "run", "--ranks", "1", "--set", "train.steps=9", folder=tmp_path)
     assert end.code == 0, end.err
     assert "going on from the checkpoint of step 5" in end.out
+    assert end.err == ""
     assert len(losses(tmp_path / "run")) == 9
     end = nursery.command("train", "--run", "run", "--ranks", "1", "--fresh", *words("train.steps=2"), folder=tmp_path)
     assert "the old run is now run.old1" in end.out
