@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaca.attention.kernels import choose_kernel
+from ithaca.attention.kernels.choose import choose_kernel
 from ithaca.base.errors import InputError, ModelError, PlanError
 from ithaca.base.precision import at_least_fp32
 from ithaca.base.tiles import Tiles
