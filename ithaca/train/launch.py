@@ -21,7 +21,7 @@ from ithaca.model.source import load_model
 from ithaca.train.loop import train
 from ithaca.train.nodes import ALONE, Meeting, Place, meet, read_place
 from ithaca.train.processes import Watch, leave, run_ranks
-from ithaca.train.progress import tell
+from ithaca.train.report import tell
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import Step, read_step
 

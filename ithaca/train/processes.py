@@ -29,7 +29,7 @@ import torch.distributed as dist
 from ithaca.base.errors import IthacaError, LostRankError, RunError
 from ithaca.config import Config
 from ithaca.train.loop import train
-from ithaca.train.progress import tell
+from ithaca.train.report import tell
 from ithaca.train.stop import SIGNALS, Requests, heeded
 
 POLL_SECONDS = 0.2

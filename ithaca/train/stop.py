@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ithaca.parallel.mesh import Mesh
-from ithaca.train.progress import tell
+from ithaca.train.report import tell
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SECONDS = 0.5  # a terminal signals every process, and torchrun passes on what it gets: both are one request

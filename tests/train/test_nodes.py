@@ -176,7 +176,7 @@ def check_killed(nursery: Nursery, model: Path, folder: Path, ends: list[Ended])
 def check_stopped(folder: Path, ends: list[Ended]) -> None:
     """One launcher was asked; the run has saved, and ended well on both nodes."""
     assert [end.code for end in ends] == [0, 0], ends
-    assert "stopped after step" in ends[0].out + ends[1].out
+    assert "Stopped after step" in ends[0].out + ends[1].out
     assert not any("Traceback" in end.err for end in ends)
     assert RunFolder(folder / "stopped").has_checkpoints()
 
@@ -214,7 +214,7 @@ def test_a_request_to_stop_that_comes_before_the_ranks(nursery, small_config: Co
     endless = replace(small_config, train=replace(small_config.train, steps=1000000))
     (end,) = nursery.job(ask_too_early, endless, tmp_path / "run")
     assert end.code == 0, end.err
-    assert "stopped after step 1;" in end.out
+    assert "Stopped after step 1." in end.out
 
 
 def die_early(config: Config, path: Path) -> None:
