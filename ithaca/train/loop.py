@@ -86,7 +86,7 @@ class TrainingRun:
         keep = config.run.keep
         self.checkpoints = Checkpoints(folder.checkpoints, model, self.optimizer, keep, self._warn, tape_bytes)
         self.checkpoints.clean()
-        manifest = self.checkpoints.load(self._warn, repair=True)
+        manifest = self.checkpoints.load()
         self.begun = self.done = self.saved = manifest["step"] if manifest else 0  # counts of steps
         if manifest:
             self._check_resumed(manifest)

@@ -43,7 +43,12 @@ class RunFolder:
         return self.config.exists()
 
     def has_checkpoints(self) -> bool:
-        return any(path.name.removeprefix("step-").isdigit() for path in self.checkpoints.glob("step-*"))
+        return self.last_checkpoint() > 0
+
+    def last_checkpoint(self) -> int:
+        """Return the step of the newest checkpoint; 0 if there is none."""
+        names = [path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*")]
+        return max((int(name) for name in names if name.isdigit()), default=0)
 
     def saved_config(self) -> Config:
         return read_config(self.config, [], saved=True)

@@ -59,11 +59,11 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 def edit_manifest(folder: Path, **changes: object) -> None:
     """A manifest that is sound in itself, but says something else."""
-    from ithaca.train.checkpoint import _text_sha256
+    from ithaca.train.checkpoint_files import text_sha256
 
     manifest = {**json.loads((folder / "manifest.json").read_text()), **changes}
     del manifest["sha256"]
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": _text_sha256(manifest)}))
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": text_sha256(manifest)}))
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

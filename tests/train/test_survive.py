@@ -215,10 +215,10 @@ def test_a_rank_that_dies_or_hangs_is_started_again(small_model: Path, tmp_path:
         _, said = job.communicate(timeout=400)
         assert job.returncode == 0, said
         assert "Traceback" not in said
-        assert ("starting again from the last checkpoint (1 of 3)" in said) == (job is not left)
+        assert ("Restarting from the last checkpoint (1 of 3)" in said) == (job is not left)
         assert "(2 of 3)" not in said
         if job is killed:
-            assert "rank 1 was killed by signal 9: starting again" in said
+            assert "Rank 1 was killed by signal 9. Restarting" in said
         if job is stopped:
             assert "rank 1 of 2 does not answer any more (it has ended or hangs)" in said
             assert not hung.is_running()

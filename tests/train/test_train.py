@@ -52,7 +52,7 @@ def test_a_file_then_the_folder_alone(nursery: Nursery, small_model: Path, tmp_p
     assert end.err == ""
     assert len(losses(tmp_path / "run")) == 9
     end = nursery.command("train", "--run", "run", "--ranks", "1", "--fresh", *words("train.steps=2"), folder=tmp_path)
-    assert "the old run is now run.old1" in end.out
+    assert "Moved the old run to run.old1" in end.out
     assert len(losses(tmp_path / "run.old1")) == 9
 
 
