@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ithaca.base.errors import IthacaError
-from ithaca.base.sizes import format_bytes, format_seconds, format_tokens, parse_bytes, parse_tokens
+from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens, parse_bytes, parse_tokens
 from ithaca.config import read_config
 from ithaca.plans.plan import RECIPES, Plan
 
@@ -221,6 +221,13 @@ def test_sizes() -> None:
     assert [parse_bytes(text) for text in (4096, "80GB", "1.9TB", "64GiB")] == [4096, 80 * 10**9, 19 * 10**11, 2**36]
     assert [parse_tokens(text) for text in (4096, "64K", "1.5M", "5m")] == [4096, 65536, 1572864, 5 * 2**20]
     assert [format_tokens(n) for n in (1000, 4096, 5 * 2**20, 2**20 + 1024)] == ["1000", "4K", "5M", "1025K"]
+    assert [format_count(n, "sequence") for n in (0, 1, 4, 1234)] == [
+        "0 sequences",
+        "1 sequence",
+        "4 sequences",
+        "1,234 sequences",
+    ]
+    assert [format_count(n, "pass") for n in (1, 2)] == ["1 pass", "2 passes"]
     assert [format_bytes(n) for n in (512, 1536, 15 * 2**30)] == ["512 B", "1.5 KiB", "15 GiB"]
     assert [format_bytes(n) for n in (1000, 1010 * 2**20, 2**60)] == ["1000 B", "1010 MiB", "1048576 TiB"]
     assert [format_seconds(n) for n in (0.0012, 999 * 3600, 12345 * 3600)] == ["0.0012 s", "999 h", "12345 h"]

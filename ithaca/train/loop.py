@@ -14,7 +14,7 @@ import torch
 from ithaca.assemble import Model, apply
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, RunError
-from ithaca.base.sizes import format_bytes, format_seconds, format_tokens
+from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens
 from ithaca.config import Config
 from ithaca.data.tokenfile import TokenFile
 from ithaca.optimizer.adamw import clip, make_optimizer
@@ -281,15 +281,15 @@ class TrainingRun:
     def _announce(self) -> None:
         model, options, say = self.model, self.config.train, self.progress.say
         dtype, device = str(model.dtype).removeprefix("torch."), self.mesh.device.type
-        ranks = count(self.mesh.size, "GPU" if device == "cuda" else f"{device.upper()} rank")
+        ranks = format_count(self.mesh.size, "GPU" if device == "cuda" else f"{device.upper()} rank")
         say(
             f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, in {dtype} on {ranks}; "
             f"attention kernel: {model.kernel.name}"
         )
-        passes = f" in {count(options.batch // options.micro_batch, 'pass')}" if options.micro_batch else ""  # pyrefly: ignore
+        passes = f" in {format_count(options.batch // options.micro_batch, 'pass')}" if options.micro_batch else ""  # pyrefly: ignore
         say(
-            f"Each step: {count(options.batch, 'sequence')} of {format_tokens(options.tokens)} tokens{passes}; "  # pyrefly: ignore
-            f"{count(options.steps, 'step')}; run folder {self.folder.path}"
+            f"Each step: {format_count(options.batch, 'sequence')} of {format_tokens(options.tokens)} tokens{passes}; "  # pyrefly: ignore
+            f"{format_count(options.steps, 'step')}; run folder {self.folder.path}"
         )
         for line in model.describe_ranks():
             say(line)
@@ -318,7 +318,7 @@ class TrainingRun:
             self.progress.say(f"Stopped after step {self.done}. Continue with: ithaca train --run {path}")
             return
         self.progress.say(
-            f"Done: loss {metrics[0]['loss']:.3f} -> {metrics[-1]['loss']:.3f} over {count(self.done, 'step')}\n"
+            f"Done: loss {metrics[0]['loss']:.3f} -> {metrics[-1]['loss']:.3f} over {format_count(self.done, 'step')}\n"
             f"  run folder   {path}\n"
             f"  loss curve   {self.folder.picture}\n"
             f"  next         ithaca export {path} {path}-model"
@@ -331,8 +331,3 @@ def gpu_peak_flops(device: torch.device) -> float | None:
         return None
     properties = torch.cuda.get_device_properties(device)
     return peak_flops(properties.name, properties.total_memory)
-
-
-def count(number: int, what: str) -> str:
-    """Return '1 sequence', '4 sequences' or '2 passes'."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"

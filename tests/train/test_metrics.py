@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ithaca.train.loop import TrainingRun, count, gpu_peak_flops
+from ithaca.train.loop import TrainingRun, gpu_peak_flops
 
 
 def mfu(monkeypatch: pytest.MonkeyPatch, gpu: str) -> float | None:
@@ -27,8 +27,3 @@ def test_mfu_is_measured_against_the_peak_of_the_gpu(monkeypatch: pytest.MonkeyP
     assert mfu(monkeypatch, "NVIDIA A100-SXM4-80GB") == pytest.approx(1e13 / 312e12, abs=1e-4)
     assert mfu(monkeypatch, "NVIDIA Quantum 9000") is None
     assert gpu_peak_flops(torch.device("cpu")) is None
-
-
-def test_counts() -> None:
-    found = [count(1, "sequence"), count(4, "sequence"), count(1, "pass"), count(2, "pass")]
-    assert found == ["1 sequence", "4 sequences", "1 pass", "2 passes"]
