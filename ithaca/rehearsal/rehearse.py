@@ -17,11 +17,13 @@ from torch import Tensor
 
 from ithaca.assemble import Model, Substitutes, apply
 from ithaca.attention.kernels.seam import Kernel
+from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import PlanError
 from ithaca.base.owners import ALLOCATOR, HOST, KERNELS, owned_by
 from ithaca.model.config_json import find_config
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import Spec, read_spec
+from ithaca.optimizer.adamw import make_optimizer
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.loopback import start_loopback
@@ -35,8 +37,6 @@ from ithaca.rehearsal.memory_meter import Meter, mark_gradients
 from ithaca.schedule.job import ONE_RANK, Job
 from ithaca.schedule.step_memory import absent_layers, step_memory
 from ithaca.tape.spec import disk_bytes, host_bytes
-from ithaca.train.optimizer import make_optimizer
-from ithaca.train.start import join_free_memory
 
 TILES_HELD = 2  # tiles of a host tape that stand for all of them
 VISITS = 2  # visits at either end of a walk: those between take the same memory, and their number grows as the square
@@ -72,7 +72,7 @@ class Scene:
 
 def rehearse(scene: Scene, device: str | None = None, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Run a step of the scene in this process, which can take part in no other job after it."""
-    join_free_memory()  # as training does
+    use_expandable_segments()  # as training does
     start_loopback(scene.axes.size)
     axes = scene.axes
     grid = mesh(ulysses=axes.ulysses, ring=axes.ring, shard=axes.shard, device=device)

@@ -24,7 +24,6 @@ forward (q, o, lse) and (R − 1) · L · h (4 D b + f) backward (do q o, lse, d
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE
@@ -231,7 +230,7 @@ def work(job: "Job") -> Work:
     )
 
 
-def copies(job: "Job", places: Iterable[str]) -> Copies:
+def copies(job: "Job", places: tuple[str, ...]) -> Copies:
     """Bytes that tapes in these places take to the device and from it in a step."""
     plan, spec, placement, N = job.plan, job.spec, job.plan.placement(job.spec.layers), job.chunks
     local, last = local_tokens(job), job.spec.layers - 1
@@ -270,7 +269,7 @@ def _kv_copies(job: "Job") -> Copies:
     return Copies(spec.layers * layer.into, spec.layers * layer.out)
 
 
-def _rebuild_copies(job: "Job", places: Iterable[str]) -> Copies:
+def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:
     """What rebuilding x reads and writes: x and o of the layers below, and the tapes that take the result."""
     placement, local, last = job.plan.placement(job.spec.layers), local_tokens(job), job.spec.layers - 1
     x, o = job.hidden(local), job.queries(local)
