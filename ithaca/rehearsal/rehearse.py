@@ -256,19 +256,20 @@ def _this_gpu(scene: Scene, device: torch.device) -> Gpu | None:
         return None
 
 
+def _predicted_seconds(scene: Scene, model: Model, gpu: Gpu) -> float:
+    """Messages loop back through this GPU's memory, and no other rank shares its disk."""
+    job, link = scene.job(model.spec, model.dtype), gpu.bandwidth / 2
+    return predict_seconds(job, gpu, Machine(nodes=scene.axes.size, gpus=1, inside=link, across=link)).step
+
+
 def _speed(scene: Scene, model: Model, seconds: dict[str, float]) -> dict[str, float | None]:
     """Speed of the layers that were rehearsed, with embedding, loss and optimizer."""
     step = seconds["forward"] + seconds["backward"] + seconds["optimizer"]
     rate = scene.tokens / step / scene.axes.context
-    gpu, predicted = _this_gpu(scene, model.mesh.device), None
-    if gpu:
-        # Messages loop back through this GPU's memory, and no other rank shares its disk
-        ranks, link = scene.axes.size, gpu.bandwidth / 2
-        job = scene.job(model.spec, model.dtype)
-        predicted = predict_seconds(job, gpu, Machine(nodes=ranks, gpus=1, inside=link, across=link)).step
+    gpu = _this_gpu(scene, model.mesh.device)
     return {
         "seconds": step,
-        "seconds_predicted": predicted,
+        "seconds_predicted": _predicted_seconds(scene, model, gpu) if gpu else None,
         **{f"{part}_seconds": taken for part, taken in seconds.items()},
         "tokens_per_second_per_gpu": rate,
         "mfu_causal": rate * model.spec.flops_per_token(scene.tokens) / gpu.flops if gpu else None,
