@@ -113,7 +113,7 @@ class _Sweep(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
         names, wanted = ctx.names, ctx.needs_input_grad[3:]
         given = dict(zip(names, ctx.saved_tensors, strict=True))
-        w = summed(given, [name for name, needed in zip(names, wanted, strict=True) if needed])
+        w = summed(ctx.call.spec, given, [name for name, needed in zip(names, wanted, strict=True) if needed])
         _backward(ctx.call, w)
         for total in w.sums.values():
             total *= scale
