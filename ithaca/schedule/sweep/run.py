@@ -115,7 +115,7 @@ class _Sweep(torch.autograd.Function):
         names, wanted = ctx.names, ctx.needs_input_grad[3:]
         given = dict(zip(names, ctx.saved_tensors, strict=True))
         with owned_by(BLOCKS):
-            w = summed(given, [name for name, needed in zip(names, wanted, strict=True) if needed])
+            w = summed(ctx.call.spec, given, [name for name, needed in zip(names, wanted, strict=True) if needed])
             _backward(ctx.call, w)
         for total in w.sums.values():
             total *= scale
