@@ -3,15 +3,15 @@
 from collections import Counter
 
 import pytest
+from ithaca.planner.cluster import Cluster
+from ithaca.planner.longest import longest
+from ithaca.planner.machine import Machine
+from ithaca.planner.memory import Job, predict_memory
 
 from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE, GATHERED, GRADIENTS
 from ithaca.model.config_json import find_config
 from ithaca.model.spec import Spec, read_spec
-from ithaca.planner.cluster import Cluster
 from ithaca.planner.hardware import read_gpus
-from ithaca.planner.longest import longest
-from ithaca.planner.machine import Machine
-from ithaca.planner.memory import Job, predict_memory
 from ithaca.planner.search import search
 from ithaca.planner.seconds import BETWEEN, Seconds, predict_seconds
 from ithaca.plans.plan import Plan

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from ithaca.planner.memory import Memory, predict_memory
 from torch import Tensor
 
 from ithaca.base.owners import BATCH, BLOCKS, GATHERED, GRADIENTS, KEYS, STATES, TAPES
@@ -23,7 +24,6 @@ from ithaca.model.spec import Spec, read_spec
 from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import mesh
 from ithaca.planner import memory
-from ithaca.planner.memory import Memory, predict_memory
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal import rehearse
 from ithaca.rehearsal.fake_kernels import Weightless

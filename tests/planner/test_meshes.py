@@ -133,8 +133,8 @@ def test_a_slow_network_is_waited_for() -> None:
         ),
         (
             {"recipe": "ulysses"},
-            "recipe 'ulysses' cannot share a sequence among 64 GPUs because the model has 32 query heads: share it among "
-            "32 (--share 32), or use recipe 'sweep'",
+            "recipe 'ulysses' cannot share a sequence among 64 GPUs because the model has 32 query heads: share it "
+            "among 32 (--share 32), or use recipe 'sweep'",
         ),
     ],
 )

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ithaca.planner.machine import Machine
+from ithaca.planner.memory import predict_memory
 
 from ithaca.base.owners import GRADIENTS
 from ithaca.model.config_json import find_config
 from ithaca.model.spec import read_spec
 from ithaca.planner.hardware import read_gpus
-from ithaca.planner.machine import Machine
-from ithaca.planner.memory import predict_memory
 from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.plan import Plan
 

@@ -329,7 +329,7 @@ def test_lengths_that_cannot_be_planned_for(tokens: int) -> None:
         (
             12,
             8,
-            "--gpus 12xH100-80GB does not fill nodes of 8 GPUs: use 8 or 16, or give nodes and GPUs per node, as 2x6xH100-80",
+            "--gpus 12xH100-80GB does not fill nodes of 8 GPUs: use 8 or 16, or give nodes and GPUs per node, as 2x6x",
         ),
     ],
 )

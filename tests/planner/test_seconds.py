@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from ithaca.planner.machine import Machine
 
 from ithaca.model.config_json import find_config
 from ithaca.model.spec import read_spec
 from ithaca.planner.hardware import read_gpus
-from ithaca.planner.machine import Machine
 from ithaca.planner.seconds import Seconds, predict_seconds
 from ithaca.plans.plan import Plan
 
