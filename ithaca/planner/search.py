@@ -189,9 +189,10 @@ def longest(
         def fits(tokens: int) -> bool:
             return next(fitting(spec, cluster, tokens, plan.recipe, mesh, effort), None) is not None  # noqa: B023
 
-        longer = min(most + max(most // ACCURACY, min(most, STEP)), LONGEST)
-        if (most < longer and fits(longer)) or (not most and (from_ <= STEP or fits(from_))):
-            most = max(most, _longest(fits, longer if most else from_))
+        # A mesh is looked at only if it takes a longer context than the meshes before it
+        longer = min(most + max(most // ACCURACY, min(most, STEP)), LONGEST) if most else from_
+        if longer > most and (longer == STEP or fits(longer)):
+            most = max(most, _longest(fits, from_))
     return most
 
 
