@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from ithaca.planner.cluster import Cluster
-from ithaca.planner.memory import predict_memory
 
 from ithaca.base.errors import PlanError
 from ithaca.base.sizes import format_bytes
