@@ -235,22 +235,20 @@ def work(job: "Job") -> Work:
 
 def copies(job: "Job", places: tuple[str, ...]) -> Copies:
     """Bytes that tapes in these places take to the device and from it in a step."""
-    plan, spec, placement, N = job.plan, job.spec, job.plan.placement(job.spec.layers), job.chunks
-    local, last = local_tokens(job), job.spec.layers - 1
+    plan, spec, placement = job.plan, job.spec, job.plan.placement(job.spec.layers)
+    local = local_tokens(job)
     x, o = job.hidden(local), job.queries(local)
     lse = local * job.axes.ulysses * len(job.heads.q) * job.high
     total = Copies()
     for layer in range(spec.layers):
-        recomputed = placement.o[layer] == RECOMPUTE
         if placement.x[layer] in places:
-            # Written by the layer below; read forward, by its chunk backward, and for K and V of later chunks
-            alone = 0 if layer == last else max(N - chunks_sending_keys(job.axes.ulysses, job.axes.ring, recomputed), 0)
-            total += Copies(into=(2 + alone / N) * x, out=x)
+            # Written by the layer below, and read forward
+            total += Copies(into=(1 + _backward_reads(job, layer)) * x, out=x)
         elif placement.x[layer] not in KEPT and plan.residual in places:
             total += Copies(into=x, out=x)  # it passes through the residual tape
         if placement.o[layer] in places:
             total += Copies(into=o, out=o)
-        if not recomputed and plan.lse in places:
+        if placement.o[layer] != RECOMPUTE and plan.lse in places:
             total += Copies(into=lse, out=lse)
     if plan.residual in places:
         total += Copies(into=(spec.layers + 2) * x, out=(spec.layers + 2) * x)  # every block, the loss, the embedding
@@ -259,36 +257,46 @@ def copies(job: "Job", places: tuple[str, ...]) -> Copies:
     return total + _rebuild_copies(job, places)
 
 
+def _backward_reads(job: "Job", layer: int) -> float:
+    """How often backward reads a layer's x: by its chunk, and for K and V of later chunks, which the last layer has."""
+    if layer == job.spec.layers - 1:
+        return 1
+    recomputed = job.plan.placement(job.spec.layers).o[layer] == RECOMPUTE
+    first = chunks_sending_keys(job.axes.ulysses, job.axes.ring, recomputed)
+    return 1 + max(job.chunks - first, 0) / job.chunks
+
+
 def _kv_copies(job: "Job") -> Copies:
     """K and V, and the sums of their gradients, of all layers: each chunk visits those of all chunks before it."""
-    spec = job.spec
-    visits = (job.chunks - 1) / 2  # of other tiles, by each tile
-    kv = 2 * local_tokens(job) * job.axes.ulysses * len(job.heads.kv) * spec.head_size * job.itemsize
+    layers, visits = job.spec.layers, (job.chunks - 1) / 2  # visits to other tiles, by each tile
+    kv = 2 * local_tokens(job) * job.axes.ulysses * len(job.heads.kv) * job.spec.head_size * job.itemsize
     sums = kv * job.high // job.itemsize
     forward = Copies(into=visits * kv, out=kv)
-    rebuilt = Copies(into=visits * kv, out=kv * (spec.layers - 1) / spec.layers)  # the last layer's are still there
+    # Backward computes them again, but for the last layer, which reads its own tiles instead
+    backward = Copies(into=(visits + 1 / layers) * kv, out=kv * (layers - 1) / layers)
     gradients = Copies(into=(visits + 1) * sums, out=(visits + 1) * sums)
-    layer = forward + rebuilt + gradients
-    return Copies(spec.layers * layer.into, spec.layers * layer.out)
+    layer = forward + backward + gradients
+    return Copies(layers * layer.into, layers * layer.out)
 
 
 def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:
     """What rebuilding x reads and writes: x and o of the layers below, and the tapes that take the result."""
-    placement, local, last = job.plan.placement(job.spec.layers), local_tokens(job), job.spec.layers - 1
+    placement, local = job.plan.placement(job.spec.layers), local_tokens(job)
     x, o = job.hidden(local), job.queries(local)
     at = dict(enumerate(placement.x))  # where each x is by now
     total = Copies()
     for layer, rebuild in rebuilds_of(job.plan, job.spec).items():
         homes = {above: getattr(placement, kind)[index] for above, (kind, index) in rebuild.homes.items()}
         passing = layer not in rebuild.homes
-        times = 2 if passing and layer != last else 1
+        times = _backward_reads(job, layer) if passing else 1
         for below in range(rebuild.source, layer):
             total += Copies(into=times * o * (placement.o[below] in places))
             if below == rebuild.source or not passing:
-                total += Copies(into=times * x * (at.get(below, "") in places))
-            written = homes.get(below + 1, "" if passing else homes[layer])
-            total += Copies(out=x * (written in places))
-            at[below + 1] = written
+                total += Copies(into=times * x * (at[below] in places))
+            at[below + 1] = homes.get(below + 1, "" if passing else homes[layer])
+            total += Copies(out=x * (at[below + 1] in places))
+        for above, place in homes.items():  # read by their own backward passes
+            total += Copies(into=_backward_reads(job, above) * x * (place in places))
     return total
 
 
