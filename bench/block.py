@@ -23,6 +23,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from ithaca.plans.tape_specs import layout_of, rebuilds_of, tape_specs, tiles_of
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -35,7 +36,7 @@ from ithaca.attention.walk import Walk
 from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.base.tiles import Tiles
 from ithaca.model.decoder import Unit
-from ithaca.model.rotary import rotation_at
+from ithaca.model.rotary import Rotary
 from ithaca.model.source import load_model
 from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.collectives import Group
@@ -45,7 +46,6 @@ from ithaca.parallel.layout import Layout, hops
 from ithaca.parallel.loopback import Loopback
 from ithaca.parallel.ring import Ring, ring_runs
 from ithaca.plans.plan import Plan
-from ithaca.plans.tape_specs import layout_of, rebuilds_of, tape_specs, tiles_of
 from ithaca.schedule.sweep.run import SweepCall, run_sweep
 from ithaca.schedule.tapes import Tapes
 from ithaca.schedule.whole.attention import Attention
@@ -120,6 +120,7 @@ class Swept(Blocks):
                 layer,
                 self.run,
                 self.walk,
+                Rotary(self.spec.rope, self.spec.head_size),
                 self.positions,
                 self.plan.tile or 0,
                 self.exchange,
@@ -171,7 +172,7 @@ class Whole(Blocks):
         torch.cuda.synchronize()
 
     def timed_forward(self) -> None:
-        rope = rotation_at(self.spec.rope, self.spec.head_size, self.positions, BF16)
+        rope = Rotary(self.spec.rope, self.spec.head_size).at(self.positions, BF16)
         y = self.x
         del self.x  # as a model's, it is kept by the block alone, if at all
         for layer, unit in enumerate(self.units):

@@ -22,7 +22,7 @@ from ithaca.model.save import check_vacant, write_folder
 from ithaca.model.source import DTYPES, ModelSource
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import same_batch, same_everywhere, together
-from ithaca.parallel.batch import Batch, gather_tokens, split_batch, whole_batch
+from ithaca.parallel.batch import Batch, RankBatch, gather_tokens, rank_batch, split_batch, whole_batch
 from ithaca.parallel.collectives import Group
 from ithaca.parallel.exchange import Alone, Ulysses
 from ithaca.parallel.head_split import describe_share, head_rounds, split_heads
@@ -83,6 +83,10 @@ class Model(nn.Module):
                    of its own in any case
         """
         return split_batch(tokens, labels, documents, self.mesh, self.spec.vocab, self.reservation.layout)
+
+    def rank_batch(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, rows: int) -> RankBatch:
+        """This rank's part of a batch of `rows` rows, given only its own rows (parallel/batch.py)."""
+        return rank_batch(tokens, labels, documents, rows, self.mesh, self.spec.vocab, self.reservation.layout)
 
     def allocate(self, rows: int, tokens: int, say: Callable[[str], None] = lambda _: None) -> None:
         """Allocate the tapes for passes over `rows` sequences of `tokens` tokens before training begins.

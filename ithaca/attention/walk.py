@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ithaca.attention.kernels.seam import Kernel, softmax_scale
 from ithaca.attention.visits import Segments, TileVisits, Visit, plan_visits
+from ithaca.base.owners import ATTENTION, owned_by
 from ithaca.base.precision import at_least_fp32, fusable
 from ithaca.base.tiles import Tiles
 
@@ -45,6 +46,7 @@ class Walk:
             return visits
         return visits[: self.ends] + visits[-self.ends :]
 
+    @owned_by(ATTENTION)
     def forward(self, index: int, q: Tensor, keys: KVSource) -> tuple[Tensor, Tensor]:
         """(o, lse) of a query tile; of a row that sees no key here, zeros and -inf."""
         high = at_least_fp32(q.dtype)
@@ -67,6 +69,7 @@ class Walk:
         assert o is not None
         return o.to(q.dtype), lse
 
+    @owned_by(ATTENTION)
     def backward(
         self,
         index: int,

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ithaca.base.errors import InputError, RunError
+from ithaca.base.owners import GATHERED, STATES, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.base.torch_private import discard_fsdp_gradients, fsdp_backward_unfinished
 from ithaca.model.decoder import Decoder, stored_name
@@ -41,6 +42,7 @@ def cut(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
         decoder.embedding.set_unshard_in_backward(False)  # whose gradient depends on the tokens alone
 
 
+@owned_by(STATES)
 def load(decoder: Decoder, mesh: Mesh, weights: Weights) -> None:
     """Give this rank's shards memory on its device and read them, and nothing else, from the source."""
     decoder.to_empty(device=mesh.device)
@@ -94,7 +96,8 @@ def opened(unit: nn.Module) -> Iterator[dict[str, Tensor]]:
     """The weights of a unit outside of its own call, to be read: gathered for that long, if they were not."""
     assert isinstance(unit, FSDPModule)
     gathered = not any(isinstance(weight, DTensor) for weight in unit.parameters())
-    unit.unshard()
+    with owned_by(GATHERED):
+        unit.unshard()
     try:
         yield {name: weight.detach() for name, weight in unit.named_parameters()}
     finally:

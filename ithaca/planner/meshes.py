@@ -51,9 +51,9 @@ def choose(spec: Spec, plan: Plan, gpu: Gpu, machine: Machine, tokens: int, shar
     found = [weigh(spec, plan, gpu, machine, tokens, ulysses, ring) for ulysses, ring in shapes]
     fastest = min(choice.seconds.step for choice in found)
 
-    def order(choice: Choice) -> tuple[float, int, int, float]:
+    def order(choice: Choice) -> tuple[float, int, int, int, float]:
         step = choice.seconds.step
-        return (0.0 if step <= SAME * fastest else step, choice.kv_bytes, choice.sent.across, step)
+        return (0.0 if step <= SAME * fastest else step, choice.kv_bytes, choice.sent.across, choice.sent.inside, step)
 
     return sorted(found, key=order)
 

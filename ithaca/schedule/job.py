@@ -35,6 +35,8 @@ from ithaca.tape.spec import TapeSpec
 
 BF16, FP32 = 2, 4  # bytes
 
+ONE_RANK = Axes()
+
 Bytes = Counter[str]  # by owner (base/owners.py)
 
 
@@ -45,7 +47,7 @@ class Job:
     spec: Spec
     plan: Plan
     tokens: int  # of one pass, over the ranks that share a sequence
-    axes: Axes = Axes()
+    axes: Axes = ONE_RANK
     sequence: int | None = None  # tokens of each of several sequences in the pass; None: it is one
     itemsize: int = BF16  # bytes of a number of the computation
     rank: int | None = None  # among the Ulysses ranks; None: the one with most heads

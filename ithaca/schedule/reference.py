@@ -1,6 +1,6 @@
 """The slow twin of the whole model: one sequence, all logits, full masks, plain autograd, any dtype.
 
-It takes weights by their Hugging Face names and shares nothing with the fast paths but the rope table and the Spec.
+It takes weights by their Hugging Face names and shares nothing with the fast paths but the rotary table and the Spec.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ithaca.model.rotary import rotation_at
+from ithaca.model.rotary import Rotary
 from ithaca.model.spec import Spec
 
 
@@ -19,7 +19,7 @@ def logits(spec: Spec, w: Mapping[str, Tensor], tokens_S: Tensor, documents_S: T
     same = documents_S[:, None] == documents_S[None, :]
     visible = same & (places[None, :] <= places[:, None])
     starts = torch.stack([places[documents_S == document].min() for document in documents_S])
-    rope = rotation_at(spec.rope, spec.head_size, places - starts, w["model.embed_tokens.weight"].dtype)
+    rope = Rotary(spec.rope, spec.head_size).at(places - starts, w["model.embed_tokens.weight"].dtype)
     x = w["model.embed_tokens.weight"][tokens_S]
     for layer in range(spec.layers):
         block = {
@@ -45,7 +45,7 @@ def loss(spec: Spec, w: Mapping[str, Tensor], tokens_S: Tensor, labels_S: Tensor
 
 
 def runs(documents_S: Tensor) -> Tensor:
-    """The documents numbered as they come: an id that comes back is another document."""
+    """Documents numbered in order: an id that comes back later is another document."""
     new = documents_S[1:] != documents_S[:-1]
     return torch.cat((torch.zeros(1, dtype=torch.int64), new.cumsum(0)))
 

@@ -1,8 +1,8 @@
 """The tapes of a model, allocated for a number of tokens and reused by every pass over as many.
 
 Passes that a backward pass follows have tapes of their own; a pass without gradients also uses those, if they are free.
-All calls are collective: ranks agree before one of them allocates, so that a rank that is short of memory is an error on
-all ranks and not a hang.
+All calls are collective: ranks agree before one of them allocates, so that too little memory on one rank is an error on
+all of them and not a hang.
 """
 
 from collections.abc import Callable
@@ -45,18 +45,19 @@ class Reservation:
     ):
         """`tiles_held`: tiles of each host or disk tape in memory, in a rehearsal of memory; None: all."""
         self._spec, self._plan, self._mesh, self._dtype, self._engine = spec, plan, mesh, dtype, engine
+        self._axes = mesh.axes
         self._tiles_held, self._outside_inference = tiles_held, outside_inference
         self._tapes: dict[bool, Tapes] = {}  # for passes that a backward pass follows, and for the others
 
     def job(self, tokens: int) -> Job:
         """This rank's part of a pass over so many tokens of the ranks that share a sequence."""
         rank = self._mesh.context_rank % self._mesh.ulysses
-        axes, itemsize = self._mesh.axes, self._dtype.itemsize
+        axes, itemsize = self._axes, self._dtype.itemsize
         return Job(spec=self._spec, plan=self._plan, tokens=tokens, axes=axes, itemsize=itemsize, rank=rank)
 
     def layout(self, tokens: int, shorten: bool = True) -> Layout:
         """Which tokens each rank holds. Without `shorten`, a chunk longer than the sequence is an error."""
-        return self.job(tokens).costs.layout(self._plan, self._mesh.axes, tokens, shorten)
+        return self.job(tokens).costs.layout(self._plan, self._axes, tokens, shorten)
 
     def specs(self, training: bool) -> list[TapeSpec]:
         """The tapes that a pass needs."""

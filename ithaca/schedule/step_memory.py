@@ -10,7 +10,7 @@ takes what (`peaks` of its `cost.py`). Here stand the costs of what all schedule
     embedding   the table's gradient in fp32
     optimizer   fp32 weights and two moments of this rank's shards, or the slots through which host moments pass
     allocator   memory that one stream has freed and keeps from others, most of it after the head was gathered and
-                reduced: a multiple of the head's size that was measured on an H200 (bench/results/rehearsals-tuned.json)
+                reduced: a multiple of the head's size, measured on an H200 (bench/results/rehearsals-tuned.json)
 """
 
 import math

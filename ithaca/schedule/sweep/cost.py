@@ -12,8 +12,10 @@ kv = 2 · n · max(Hkv, C) · D · b · (C − 1) / C:
 
 | | forward | backward |
 |---|---|---|
-| o kept, N > 1 chunks | 2 N: (q, kv) there, o back; 2 q + kv | 3 N − 2: (q, o, do) there, (dq, dkv) back, kv; 4 q + 2 kv |
-| o recomputed | the same | 5 N − 1: o back and do there by themselves; 4 q + 2 kv |
+| o kept, N > 1 chunks | 2 N: (q, kv) there, o back | 3 N − 2: (q, o, do) there, (dq, dkv) back, kv before |
+| o recomputed | the same | 5 N − 1: o back and do there by themselves |
+
+In bytes: 2 q + kv forward, 4 q + 2 kv backward.
 
 One chunk alone sends 2 and 2, or 4 where o is recomputed. The last layer still has K and V: it sends one kv less. K and
 V that documents keep a chunk from asking for travel with its queries: fewer messages, the same bytes. R ring ranks add,
@@ -22,7 +24,6 @@ forward (q, o, lse) and (R − 1) · L · h (4 D b + f) backward (do q o, lse, d
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE
@@ -229,7 +230,7 @@ def work(job: "Job") -> Work:
     )
 
 
-def copies(job: "Job", places: Iterable[str]) -> Copies:
+def copies(job: "Job", places: tuple[str, ...]) -> Copies:
     """Bytes that tapes in these places take to the device and from it in a step."""
     plan, spec, placement, N = job.plan, job.spec, job.plan.placement(job.spec.layers), job.chunks
     local, last = local_tokens(job), job.spec.layers - 1
@@ -268,7 +269,7 @@ def _kv_copies(job: "Job") -> Copies:
     return Copies(spec.layers * layer.into, spec.layers * layer.out)
 
 
-def _rebuild_copies(job: "Job", places: Iterable[str]) -> Copies:
+def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:
     """What rebuilding x reads and writes: x and o of the layers below, and the tapes that take the result."""
     placement, local, last = job.plan.placement(job.spec.layers), local_tokens(job), job.spec.layers - 1
     x, o = job.hidden(local), job.queries(local)

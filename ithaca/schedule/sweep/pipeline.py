@@ -1,31 +1,32 @@
-"""Chunks that follow each other in stages, so that what one has sent travels while another computes.
+"""Chunks in a pipeline: while one chunk's message is on its way, its neighbours compute.
 
-A chunk's work is a generator that yields wherever it has sent something and must wait for it. One after the other, a
-chunk is done before the next begins. Staggered, each begins one stage before its forerunner goes on:
+The work of a chunk is a generator that yields wherever it has sent something and must wait. In order, one chunk is done
+before the next begins. Staggered, each chunk begins one step before its predecessor goes on:
 
     chunk 0   project and send   attend and send   finish
     chunk 1                      (before it:) project and send   attend and send   finish
 
-so that a chunk's exchanges have the attention of its neighbours to hide behind. The order of chunks within each stage
-is the same in both, and so are all sums.
+So a chunk's exchanges hide behind the attention of its neighbours. Both ways run each step's chunks in the same order,
+so all sums are the same.
 """
 
 from collections.abc import Iterable, Iterator
 
-Stages = Iterator[None]
+ChunkSteps = Iterator[None]
 
 
-def run_chunks(chunks: Iterable[Stages], staggered: bool) -> None:
-    running: list[Stages] = []
+def run_chunks(chunks: Iterable[ChunkSteps], staggered: bool) -> None:
+    """Run all chunks to their end."""
+    running: list[ChunkSteps] = []
     for chunk in chunks:
-        running = _one_stage([chunk, *running])
+        running = _advance([chunk, *running])
         while running and not staggered:
-            running = _one_stage(running)
+            running = _advance(running)
     while running:
-        running = _one_stage(running)
+        running = _advance(running)
 
 
-def _one_stage(running: list[Stages]) -> list[Stages]:
-    """Take each one stage further; those that are still under way."""
+def _advance(running: list[ChunkSteps]) -> list[ChunkSteps]:
+    """Run each chunk to its next yield; the chunks that are not done."""
     ended = object()
     return [chunk for chunk in running if next(chunk, ended) is not ended]

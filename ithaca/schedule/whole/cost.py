@@ -15,10 +15,10 @@ kv = 2 · n · max(Hkv, C) · D · b · (C − 1) / C. Forward sends 2 q + kv:
 | none | 2: (q, kv) there, o back | 2: do there, (dq, dkv) back; 2 q + kv |
 | selective | the same | 2: (q, kv, o, do) there, (dq, dkv) back; 4 q + 2 kv |
 | full | the same | 4: those of forward again, do there, (dq, dkv) back; 4 q + 2 kv |
-| `untied`, r rounds in g groups | 2 r + g | 4 r + 3 g: forward again, (q, o, do) there, dq back; kv, dkv once a group; 6 q + 3 kv |
+| `untied`, r rounds, g groups | 2 r + g | 4 r + 3 g: forward again; (q, o, do) there, dq back; kv, dkv once a group |
 
-A group is the rounds that read the same K and V. If each has one round, kv goes with q: 2 r and 4 r messages. R ring
-ranks add, with L = C · n tokens, k key/value heads of a rank and f bytes a sum:
+`untied` sends 6 q + 3 kv backward. A group is the rounds that read the same K and V. If each has one round, kv goes
+with q: 2 r and 4 r messages. R ring ranks add, with L = C · n tokens, k key/value heads of a rank and f bytes a sum:
 
 | travel | forward | backward |
 |---|---|---|
