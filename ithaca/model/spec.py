@@ -15,7 +15,6 @@ from ithaca.model.config_json import entries, real, whole
 from ithaca.model.rope import Rope, read_rope
 
 
-
 @dataclass(frozen=True)
 class _Family:
     """What `transformers` assumes for a model type where its config.json is silent."""
