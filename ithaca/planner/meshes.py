@@ -13,8 +13,7 @@ from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.head_split import HeadSplit
 from ithaca.planner.hardware import Cluster, Gpu, Machine
-from ithaca.planner.links import Sent, busiest
-from ithaca.planner.seconds import Seconds, predict_seconds
+from ithaca.planner.seconds import Seconds, Sent, busiest, predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
 

@@ -1,9 +1,9 @@
 """Where x and o of each layer are saved, in words: one word for all layers, or a list that is repeated over them.
 
-    host                    every layer in host memory
-    host, rebuild*7         every eighth layer; those between are recomputed
-    device*4, host*28       of 32 layers, the first four on the device
-    disk*8, host            eight on disk, the ninth in host memory, and so on
+host                    every layer in host memory
+host, rebuild*7         every eighth layer; those between are recomputed
+device*4, host*28       of 32 layers, the first four on the device
+disk*8, host            eight on disk, the ninth in host memory, and so on
 """
 
 import re

@@ -43,7 +43,7 @@ class Plan:
     there are fewer. (sweep)"""
 
     tile: int | None = field(default=None, metadata={"read": parse_tokens})
-    """Tokens of a rank that go through an MLP together. Default: 8K under `alst`, `untied` and `sweep`, otherwise all."""
+    """Tokens of a rank that go through an MLP together. Default: 8K under `alst`, `untied`, `sweep`, otherwise all."""
 
     x: str | None = None
     """Where block inputs are saved: `device`, `host` or `disk`; or `rebuild`: recomputed from o (sweep). One word, or a

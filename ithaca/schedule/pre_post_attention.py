@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ithaca.base.tiles import Tiles
-from ithaca.model.block import Weights, mlp, output_projection, project
+from ithaca.model.block import Weights, final_linear, mlp, output_projection, project
 from ithaca.model.linear import Summed
 from ithaca.model.rotary import Rotation
 from ithaca.model.spec import Heads, Spec
 
 
-def summed(w: Weights, wanted: Iterable[str]) -> Summed:
+def summed(spec: Spec, w: Weights, wanted: Iterable[str]) -> Summed:
     """A block's weights for its backward pass."""
-    return Summed(w, wanted, unread=("mlp.down_proj",))
+    return Summed(w, wanted, final_linear(spec))
 
 
 def post_attention(spec: Spec, w: Weights, x: Tensor, o: Tensor, y: Tensor, tile: int) -> None:

@@ -17,11 +17,11 @@ from ithaca.model.config_json import find_config
 from ithaca.model.spec import Spec, read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Machine, read_gpus
-from ithaca.planner.links import busiest
 from ithaca.planner.meshes import Choice, choose
+from ithaca.planner.seconds import busiest
 from ithaca.plans.plan import Plan
+from ithaca.schedule.costs import Peers, traffic
 from ithaca.schedule.job import Job
-from ithaca.schedule.messages import Peers, traffic
 
 GPU = read_gpus()["H100-80GB"]
 

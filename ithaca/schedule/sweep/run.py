@@ -17,7 +17,7 @@ hidden states of its own size while its attention runs backward. cost.py has all
 
 Over Ulysses ranks a tile of x, o or the residual is this rank's part of a chunk, with all heads. K, V, their gradients
 and the log-sum-exp are of the whole chunk, with this rank's heads. The exchange lies in between, and chunks are
-staggered so that it hides behind the attention of their neighbours (pipeline.py). Ring ranks keep their K and V: a
+staggered so that it hides behind the attention of their neighbours (`run_chunks`). Ring ranks keep their K and V: a
 chunk's queries are gathered over the ring, each rank attends to its own keys, and the outputs are merged. Backward, dq
 is reduced, and dK and dV never move (parallel/ring.py).
 
@@ -26,7 +26,7 @@ are inputs of each block's autograd Function, and the carrier's gradient is the 
 (From FPDT: chunks and double buffering. From UPipe's accounting: where the memory goes.)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +47,10 @@ from ithaca.parallel.ring import Ring
 from ithaca.schedule.pre_post_attention import Projection, post_attention, post_attention_backward, summed
 from ithaca.schedule.sweep.cost import hops
 from ithaca.schedule.sweep.kv_tapes import KVGradients, KVTiles, KVWithGradients
-from ithaca.schedule.sweep.pipeline import ChunkSteps, run_chunks
 from ithaca.schedule.sweep.rebuild_x import Advance, XReader, open_xs
 from ithaca.schedule.tapes import Pass
+
+ChunkSteps = Iterator[None]  # the work of a chunk; it yields where it has sent something and must wait
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class _Sweep(torch.autograd.Function):
         names, wanted = ctx.names, ctx.needs_input_grad[3:]
         given = dict(zip(names, ctx.saved_tensors, strict=True))
         with owned_by(BLOCKS):
-            w = summed(given, [name for name, needed in zip(names, wanted, strict=True) if needed])
+            w = summed(ctx.call.spec, given, [name for name, needed in zip(names, wanted, strict=True) if needed])
             _backward(ctx.call, w)
         for total in w.sums.values():
             total *= scale
@@ -265,3 +266,28 @@ class _RebuiltKV(KVTiles):
             _, *kv = project(call.spec, self._w, x, call.rotation(index, x.dtype), Heads.keys_only(call.spec))
         self._xs.release(x)
         return call.exchange.to_heads(call.split, (), kv)
+
+
+def run_chunks(chunks: Iterable[ChunkSteps], staggered: bool) -> None:
+    """Run all chunks to their end, as a pipeline if `staggered`: while one waits for a message, its neighbours compute.
+
+    In order, a chunk is done before the next begins. Staggered, each begins one step before its predecessor goes on:
+
+        chunk 0   project and send   attend and send   finish
+        chunk 1                      (before it:) project and send   attend and send   finish
+
+    Both ways run each step's chunks in the same order, so all sums are the same.
+    """
+    running: list[ChunkSteps] = []
+    for chunk in chunks:
+        running = _advance([chunk, *running])
+        while running and not staggered:
+            running = _advance(running)
+    while running:
+        running = _advance(running)
+
+
+def _advance(running: list[ChunkSteps]) -> list[ChunkSteps]:
+    """Run each chunk to its next yield; the chunks that are not done."""
+    ended = object()
+    return [chunk for chunk in running if next(chunk, ended) is not ended]

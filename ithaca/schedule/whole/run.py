@@ -72,7 +72,7 @@ class _Checkpointed(torch.autograd.Function):
             call.tapes.waits = False
         weights, kept = ctx.saved_tensors[: len(names)], list(ctx.saved_tensors[len(names) :])
         wanted = [name for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True) if needed]
-        w = summed(dict(zip(names, weights, strict=True)), wanted)
+        w = summed(spec, dict(zip(names, weights, strict=True)), wanted)
         x = kept.pop(0) if call.tapes is None else _get(call.tapes.x(call.layer))
         attention = RecomputedAttention(call.attention, w, x, call.rotation, kept)
         dx = torch.empty_like(dy)
