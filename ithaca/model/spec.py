@@ -14,8 +14,6 @@ from ithaca.base.errors import ModelError
 from ithaca.model.config_json import entries, real, whole
 from ithaca.model.rope import Rope, read_rope
 
-PEAK_FLOPS = 989e12  # a second, Hopper's dense bf16: the base of causal MFU
-
 
 @dataclass(frozen=True)
 class _Family:

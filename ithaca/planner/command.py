@@ -47,6 +47,8 @@ def run(
     """`ithaca plan`. `hardware`: a file of GPUs, given by the user or just written by --measure."""
     if output.picture:
         check_kind(output.picture)
+    if output.picture and output.meshes:
+        raise PlanError(f"--picture {output.picture} draws no meshes: give --picture or --meshes")
     length = None if tokens == "max" else parse_tokens(tokens)
     if length is not None and not SHORTEST <= length <= LONGEST:
         raise PlanError(

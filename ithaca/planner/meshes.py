@@ -104,7 +104,7 @@ def impossible(spec: Spec, plan: Plan, machine: Machine, sharing: int | None = N
         if ulysses > spec.heads:
             yield f"{ulysses} × {ring}: more Ulysses ranks than the {spec.heads} query heads"
         elif not plan.entry.allows(ulysses, ring):
-            kind = "ring" if plan.entry.ulysses else "Ulysses"
+            kind = "Ulysses" if ulysses > 1 and not plan.entry.ulysses else "ring"
             yield f"{ulysses} × {ring}: recipe '{plan.recipe}' has no {kind} ranks"
 
 

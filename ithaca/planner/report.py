@@ -86,7 +86,7 @@ def explain(question: Question, answer: Answer, most: int, limit: str, verbose: 
     """The answer in lines. `most`, `limit`: the longest context and what limits it; `verbose`: with assumptions."""
     return [
         f"{question.model} at {format_tokens(answer.tokens)} tokens on {question.gpus}: fits with recipe "
-        f"'{answer.plan.recipe}'; {_sharing(answer.axes)}",
+        f"'{answer.plan.recipe}'{_sharing(answer.axes)}",
         "",
         *_memory_lines(question, answer),
         *saved_lines(question.spec, answer),
@@ -101,11 +101,12 @@ def explain(question: Question, answer: Answer, most: int, limit: str, verbose: 
 
 
 def _sharing(axes: Axes) -> str:
+    """'; 8 GPUs share each sequence'"""
     if axes.context == 1:
-        return "each GPU has its own sequence" if axes.data > 1 else "1 GPU"
+        return "; each GPU has its own sequence" if axes.data > 1 else ""
     mesh = f" ({axes.ulysses} Ulysses × {axes.ring} ring ranks)" if axes.ring > 1 else ""
     several = f", {axes.data} sequences at a time" if axes.data > 1 else ""
-    return f"{axes.context} GPUs share each sequence{mesh}{several}"
+    return f"; {axes.context} GPUs share each sequence{mesh}{several}"
 
 
 def _memory_lines(question: Question, answer: Answer) -> list[str]:

@@ -28,7 +28,7 @@ from ithaca.parallel.axes import Axes
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.planner.hardware import Gpu, Machine, nearest, read_gpus
+from ithaca.planner.hardware import Gpu, Machine, causal_mfu, nearest, read_gpus
 from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.fake_kernels import FakeKernel, TimedKernel
@@ -272,7 +272,7 @@ def _speed(scene: Scene, model: Model, seconds: dict[str, float]) -> dict[str, f
         "seconds_predicted": _predicted_seconds(scene, model, gpu) if gpu else None,
         **{f"{part}_seconds": taken for part, taken in seconds.items()},
         "tokens_per_second_per_gpu": rate,
-        "mfu_causal": rate * model.spec.flops_per_token(scene.tokens) / gpu.flops if gpu else None,
+        "mfu_causal": causal_mfu(model.spec, scene.tokens, rate, gpu.flops) if gpu else None,
     }
 
 

@@ -313,6 +313,7 @@ def refused(end: Ended) -> str:
             ["tiny", "--hardware", "none.toml"],
             "'none.toml' cannot be read as TOML ([Errno 2] No such file or directory",
         ),
+        (["tiny", "--meshes", "--picture", "x.png"], "--picture x.png draws no meshes: give --picture or --meshes"),
         (["tiny", "--hardware", "."], "'.' cannot be read as TOML"),
         (
             ["llama3-8b", "--tokens", "40M", "--host", "200GB"],

@@ -16,6 +16,7 @@ from ithaca.model.presets import PRESETS
 from ithaca.model.spec import Spec, read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Cluster, read_gpus
+from ithaca.planner.meshes import ranked_meshes
 from ithaca.planner.report import Question, train_line
 from ithaca.planner.search import LONGEST, STEP, Answer, binding, longest, search
 from ithaca.planner.seconds import predict_seconds
@@ -174,6 +175,27 @@ def test_the_fastest_of_all_that_can_share_a_sequence(model: str, tokens: int) -
     others = (search(spec, cluster(), tokens, mesh=mesh) for mesh in ((1, 1), (2, 1), (4, 1), (2, 2), (8, 1), (4, 2)))
     assert found is not None
     assert all(found.rate * 1.02 >= other.rate for other in others if other)
+
+
+def test_another_mesh_where_the_best_one_has_no_room() -> None:
+    """Meshes are ranked by speed; under `hybrid` K and V of other ring ranks take memory that Ulysses ranks do not."""
+    spec, there = spec_of("qwen3-32b"), cluster("16xH100-80GB")
+    tokens = 15 * M // 4
+    first = ranked_meshes(spec, there, "hybrid", tokens, 16)[0]
+    assert first == (8, 2)
+    assert search(spec, there, tokens, "hybrid", mesh=first) is None
+    answer = search(spec, there, tokens, "hybrid")
+    assert answer is not None
+    assert answer.axes == Axes(ulysses=16)
+    assert longest(spec, there, "hybrid") >= tokens
+
+
+def test_a_mesh_on_which_attention_runs_once() -> None:
+    """Eight of two nodes' GPUs fit a sequence only by attending twice, all sixteen by attending once."""
+    spec = spec_of("llama3-8b")
+    answer = search(spec, cluster("16xH100-80GB"), M, "hybrid")
+    assert answer is not None
+    assert answer.recomputed(spec) == 0
 
 
 def test_where_the_gpu_binds_no_x_is_made_in_passing() -> None:
