@@ -24,9 +24,9 @@ from bench.bounds import matmul_tflops
 from bench.record import command_line, record
 from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.config import build
+from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, RandomWeights
-from ithaca.model.spec import read_spec
 from ithaca.train.start import ALLOCATOR_VARIABLES, join_free_memory
 
 PEAK = 989e12

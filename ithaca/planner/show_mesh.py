@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ithaca.base.sizes import format_bytes, format_seconds, format_tokens
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import read_spec
+from ithaca.model.families import read_spec
 from ithaca.parallel.head_split import HeadSplit, imbalance
 from ithaca.planner.machine import Machine
 from ithaca.planner.meshes import Choice, choose, impossible

@@ -8,7 +8,7 @@ from ithaca.base.errors import PlanError
 from ithaca.base.owners import ALLOCATOR, GATHERED, GRADIENTS, KERNELS, STATES
 from ithaca.base.sizes import format_bytes, format_tokens
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import read_spec
+from ithaca.model.families import read_spec
 from ithaca.planner.cluster import Cluster
 from ithaca.planner.explain import Asked, alternatives, assumptions, explain, longest_known, mfu, options, train_line
 from ithaca.planner.fitting import Answer

@@ -20,8 +20,9 @@ from ithaca.assemble import Model, apply
 from ithaca.base.errors import PlanError
 from ithaca.base.owners import ALLOCATOR, HOST, KERNELS
 from ithaca.model.config_json import find_config
+from ithaca.model.families import read_spec
 from ithaca.model.source import ModelSource, RandomWeights
-from ithaca.model.spec import PEAK_FLOPS, Spec, read_spec
+from ithaca.model.spec import PEAK_FLOPS, Spec
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import Mesh, mesh

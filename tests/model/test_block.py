@@ -10,8 +10,9 @@ from torch import Tensor
 import ithaca
 from ithaca.model.block import Weights, final_linear, mlp, output_projection, project
 from ithaca.model.config_json import find_config
+from ithaca.model.families import read_spec
 from ithaca.model.source import ModelSource, RandomWeights
-from ithaca.model.spec import Heads, Spec, read_spec
+from ithaca.model.spec import Heads, Spec
 
 TINY = read_spec(find_config("tiny")[0]).with_layers(2)
 SPECS = {"pre-norm": TINY, "post-norm": replace(TINY, post_norm=True)}

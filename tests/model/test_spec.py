@@ -11,9 +11,10 @@ import transformers
 
 from ithaca.base.errors import ModelError
 from ithaca.model.block import output_projection, project
+from ithaca.model.families import FAMILIES, read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.model.rotary import Rotary
-from ithaca.model.spec import FAMILIES, Heads, read_spec, runs
+from ithaca.model.spec import Heads, runs
 
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 SIZES = {

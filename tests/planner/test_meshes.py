@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from ithaca.base.errors import IthacaError, PlanError
 from ithaca.cli import app
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import Spec, read_spec
+from ithaca.model.families import read_spec
+from ithaca.model.spec import Spec
 from ithaca.parallel.head_split import head_rounds, split_heads
 from ithaca.parallel.layout import Layout
 from ithaca.planner.machine import Machine

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import read_spec
+from ithaca.model.families import read_spec
 from ithaca.planner.hardware import read_gpus
 from ithaca.planner.machine import Machine
 from ithaca.planner.seconds import Seconds, predict_seconds

@@ -6,9 +6,9 @@ import pytest
 
 import ithaca
 from ithaca.base.owners import BLOCKS, GATHERED, GRADIENTS, STATES, TAPES
+from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, RandomWeights
-from ithaca.model.spec import read_spec
 from ithaca.rehearsal.ballast import absent_bytes
 
 SPEC = read_spec(PRESETS["tiny"])  # 4 layers, in fp32 on a CPU

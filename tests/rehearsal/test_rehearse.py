@@ -12,8 +12,8 @@ import torch
 
 import ithaca
 from ithaca.base.owners import ALLOCATOR, GRADIENTS, HOST, KERNELS
+from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
-from ithaca.model.spec import read_spec
 from ithaca.planner.memory import predict_memory
 from ithaca.planner.seconds import _linear_flops
 from ithaca.plans.plan import Plan
