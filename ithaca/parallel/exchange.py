@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ithaca.base.owners import EXCHANGE, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.parallel.collectives import Group, Pending
 from ithaca.parallel.head_split import HeadSplit
@@ -60,6 +61,7 @@ class Ulysses(Exchange):
     def __init__(self, group: Group, runs: int = 1):
         self._group, self.ranks, self.rank, self._runs = group, group.ranks, group.rank, runs
 
+    @owned_by(EXCHANGE)
     def to_heads(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Exchanged:
         tokens, size, example = *_tokens_and_size(queries, keys), (*queries, *keys)[0]
         widths = self._widths(split, len(queries), len(keys))
@@ -82,6 +84,7 @@ class Ulysses(Exchange):
 
         return coming.then(arrived)
 
+    @owned_by(EXCHANGE)
     def to_tokens(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Exchanged:
         rows, size = _tokens_and_size(queries, keys)
         tokens, widths = rows // self.ranks, self._widths(split, len(queries), len(keys))

@@ -98,8 +98,3 @@ def _part(span: range, index: int, parts: int) -> range:
 def gathered(tiles: Tiles, ranks: int) -> Tiles:
     """The tiles of all ranks laid together: tile i is tile i of every rank."""
     return Tiles(tiles.length * ranks, tiles.size * ranks)
-
-
-def hops(ulysses: int, ring: int) -> int:
-    """Exchanges between a chunk's projections and its attention; there are as many on the way back."""
-    return (ulysses > 1) + (ring > 1)

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ithaca.base.errors import InputError, RunError
+from ithaca.base.owners import GATHERED, STATES, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.base.torch_private import discard_fsdp_gradients, fsdp_backward_unfinished
 from ithaca.model.decoder import Decoder, stored_name
@@ -43,6 +44,7 @@ def cut(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
         decoder.embedding.set_unshard_in_backward(False)  # its gradient depends on the tokens alone
 
 
+@owned_by(STATES)
 def load(decoder: Decoder, mesh: Mesh, weights: Weights) -> None:
     """Allocate this rank's shards on its device and read only their rows from the source."""
     decoder.to_empty(device=mesh.device)
@@ -96,7 +98,8 @@ def opened(unit: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Read the weights of a unit outside of its own call: gather them meanwhile, unless they are gathered already."""
     assert isinstance(unit, FSDPModule)
     gathered = not any(isinstance(weight, DTensor) for weight in unit.parameters())
-    unit.unshard()
+    with owned_by(GATHERED):
+        unit.unshard()
     try:
         yield {name: weight.detach() for name, weight in unit.named_parameters()}
     finally:

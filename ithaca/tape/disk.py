@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ithaca.base.errors import RunError
 from ithaca.base.tiles import Tiles
-from ithaca.tape.blocks import Stretch, whole_blocks
 from ithaca.tape.engine import Engine, Mark
 from ithaca.tape.file import TapeFile
+from ithaca.tape.spec import Stretch, whole_blocks
 from ithaca.tape.tape import Slots, SlotTape
 
 

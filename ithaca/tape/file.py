@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from ithaca.base.errors import PlanError, RunError
 from ithaca.base.sizes import format_bytes
-from ithaca.tape.blocks import BLOCK
+from ithaca.tape.spec import BLOCK
 
 THREADS = 4
 PART = 8 * 2**20  # bytes that a thread moves at a time; whole blocks

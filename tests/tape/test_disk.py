@@ -25,10 +25,10 @@ from torch import Tensor
 from ithaca.base.errors import PlanError, RunError
 from ithaca.base.tiles import Tiles
 from ithaca.tape import disk as disk_module
-from ithaca.tape.blocks import BLOCK
 from ithaca.tape.disk import DiskTape, Fetching
 from ithaca.tape.engine import Engine, Mark, ThreadEngine, make_engine
 from ithaca.tape.file import TapeFile, free_space
+from ithaca.tape.spec import BLOCK
 from ithaca.tape.tape import DeviceTape, HostTape, Slots
 from tests.tape.disks import disk_tapes, make_disk, open_files, read_all
 from tests.tape.test_tape import CPU, SLOTS, TAPES, TILES, make_program, make_slots, numbers, run

@@ -59,11 +59,11 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 def edit_manifest(folder: Path, **changes: object) -> None:
     """A manifest that is sound in itself, but says something else."""
-    from ithaca.train.checkpoint import _text_sha256
+    from ithaca.train.checkpoint_files import text_sha256
 
     manifest = {**json.loads((folder / "manifest.json").read_text()), **changes}
     del manifest["sha256"]
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": _text_sha256(manifest)}))
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": text_sha256(manifest)}))
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -74,7 +74,7 @@ def test_a_damaged_checkpoint_is_passed_over(nursery, small_config, run: Path, d
     ends = nursery.job(train, longer, run, ranks=2)
     assert [end.code for end in ends] == [0, 0], ends[0].err
     assert "warning: the checkpoint of step 8 is damaged" in ends[0].out
-    assert "going on from the checkpoint of step 4" in ends[0].out
+    assert "Continuing from the checkpoint of step 4" in ends[0].out
     after = RunFolder(run).read_metrics()
     assert [line["step"] for line in after] == list(range(1, 13))
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
@@ -118,7 +118,7 @@ def test_a_full_disk(nursery, small_config, tmp_path: Path) -> None:
     assert [end.code for end in ends] == [1, 1]
     assert "warning: the checkpoint of step 4 could not be written" in ends[0].out
     assert re.search(r"it takes \d+ KiB, and [\d.]+ GiB are free on its disk", ends[0].out)
-    assert "training goes on" in ends[0].out
+    assert "training continues" in ends[0].out
     assert "error: the checkpoint of step 8 could not be written" in ends[0].err
     assert "Traceback" not in ends[0].err
     assert not list((path / "checkpoints").iterdir())
@@ -224,7 +224,7 @@ def test_export_keeps_each_dtype(nursery, small_config, tmp_path: Path) -> None:
 
 def losing_metrics(config: Config, path: Path) -> None:
     """The disk of the metrics is full from the third step on."""
-    from ithaca.train.metrics import JsonLines
+    from ithaca.train.report import JsonLines
 
     write = JsonLines.write
 

@@ -1,0 +1,130 @@
+"""Bytes and seconds counted by hand, tensor by tensor, where a prediction as a whole would hide a mistake in one."""
+
+from collections import Counter
+
+import pytest
+
+from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE, GATHERED, GRADIENTS
+from ithaca.model.config_json import find_config
+from ithaca.model.families import read_spec
+from ithaca.model.spec import Spec
+from ithaca.parallel.axes import Axes
+from ithaca.planner.hardware import Cluster, Machine, read_gpus
+from ithaca.planner.search import longest, search
+from ithaca.planner.seconds import BETWEEN, Seconds, predict_seconds
+from ithaca.plans.plan import Plan
+from ithaca.schedule.job import Job
+from ithaca.schedule.step_memory import phases, step_memory
+
+K, M = 2**10, 2**20
+BF16, FP32 = 2, 4
+GPU = read_gpus()["H100-80GB"]
+LLAMA, QWEN = (read_spec(find_config(name)[0]) for name in ("llama3-8b", "qwen3-8b"))
+# Both have layers of 4096 features with 32 query and 8 key/value heads of 128; MLPs of 14336 and 12288
+E = Q = 4096
+KV = 1024
+LLAMA_BLOCK = E * (Q + 2 * KV) + Q * E + 3 * E * 14336 + 2 * E  # parameters
+QWEN_BLOCK = E * (Q + 2 * KV) + Q * E + 3 * E * 12288 + 2 * E + 2 * 128  # norms of q and k among them
+
+
+def phases_of(plan: Plan, tokens: int, ulysses: int, ring: int = 1, spec: Spec = QWEN) -> dict[str, Counter[str]]:
+    return dict(phases(Job(spec=spec, plan=plan, tokens=tokens, axes=Axes(ring=ring, ulysses=ulysses))))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_sweep_over_both_axes(again: bool) -> None:
+    """Chunks of 64K over 2 × 2 ranks, four of them under way beside one that is at work."""
+    found = phases_of(Plan(recipe="sweep", chunk=64 * K, o="recompute" if again else "host"), M, 2, 2)
+    T = 16 * K
+    q, k = T * 2 * 16 * 128 * BF16, T * 2 * 4 * 128 * BF16  # of half of the heads, and the tokens of two ranks
+    local, gathered = T * Q * BF16, 2 * q
+    exchange = 3 * local + 3 * q + 2 * (q + 2 * k) + 3 * q + 3 * gathered + 2 * gathered
+    projection = T * (E + Q + KV) * BF16  # the normed x; q and k before their own norms
+    block = FP32 * QWEN_BLOCK
+    mlp = found["the MLP of the first block"]
+    assert mlp[BLOCKS] == 5 * 8 * K * 12288 * BF16 + 3 * 8 * K * E * BF16 + local + 4 * projection + block
+    assert mlp[EXCHANGE] == exchange
+    assert mlp[ATTENTION] == (2 * q + local if again else 0)
+    attention = found["attention of the first block"]
+    assert attention[BLOCKS] == 5 * projection + block
+    assert attention[EXCHANGE] == exchange + 2 * 3 * gathered
+    assert attention[ATTENTION] == gathered * (1 + 3.5 + 3) + 4 * k  # dq and workspace; sums in fp32 of two visits
+
+
+@pytest.mark.parametrize(("travel", "copies"), [("gather", 2 * 3), ("around", 2 + 2 * 2)])
+def test_k_and_v_that_travel(travel: str, copies: int) -> None:
+    found = phases_of(Plan(recipe="hybrid", travel=travel), 128 * K, 2, 2)["attention of the first block"]
+    T = 32 * K
+    q, k = T * 2 * 16 * 128 * BF16, T * 2 * 4 * 128 * BF16
+    assert found[EXCHANGE] == 3 * q + 2 * k + copies * 2 * k
+
+
+def test_everything_that_a_block_makes() -> None:
+    found = phases_of(Plan(recipe="dense", checkpoint="none"), 8 * K, 1, spec=LLAMA)["attention of the last block"]
+    T = 8 * K
+    kept = T * BF16 * (4 * E + 3 * Q + 2 * KV + 3 * 14336)
+    assert found[BLOCKS] == 32 * kept + 2 * T * E * BF16 + FP32 * LLAMA_BLOCK
+
+
+def test_what_is_not_cut_over_ranks() -> None:
+    """ZeRO-2 has all weights on every rank, ZeRO-1 all gradients of blocks as well."""
+    found = {
+        zero: step_memory(Job(spec=LLAMA, plan=Plan(recipe="ulysses", zero=zero), tokens=M, axes=Axes(ulysses=8))).parts
+        for zero in (1, 2, 3)
+    }
+    assert found[2][GATHERED] == found[1][GATHERED] == BF16 * 8_030_261_248
+    assert found[3][GATHERED] < BF16 * 8_030_261_248 / 8
+    assert found[1][GRADIENTS] - found[2][GRADIENTS] == FP32 * 32 * LLAMA_BLOCK
+
+
+# Seconds
+def seconds(plan: Plan, tokens: int = M, ulysses: int = 8, machine: Machine | None = None) -> Seconds:
+    job = Job(spec=LLAMA, plan=plan, tokens=tokens, axes=Axes(ulysses=ulysses))
+    return predict_seconds(job, GPU, machine or Machine(nodes=1, gpus=8))
+
+
+def test_a_disk_is_shared_by_the_gpus_of_a_node() -> None:
+    found = seconds(Plan(recipe="sweep", o="disk", disk="/scratch"))
+    assert found.copies == pytest.approx(32 * M * Q * BF16 / 4e9)
+
+
+def test_the_rank_with_most_heads_is_waited_for() -> None:
+    """Of 8 key/value heads over 3 ranks it has three, with 12 queries."""
+    found = seconds(Plan(recipe="ulysses"), 3 * K, 3, Machine(nodes=1, gpus=3))
+    assert found.attention_backward == pytest.approx(2.5 * 2 * 32 * 12 * 128 * (3 * K) ** 2 / GPU.attention_backward)
+
+
+@pytest.mark.parametrize(("nodes", "ranks", "link"), [(1, 8, 450e9), (2, 16, 50e9)])
+def test_weights_are_gathered_twice_and_reduced(nodes: int, ranks: int, link: float) -> None:
+    found = seconds(Plan(recipe="sweep"), machine=Machine(nodes=nodes, gpus=8))
+    assert found.weights == pytest.approx(8_030_261_248 * (ranks - 1) / ranks * (2 * BF16 + FP32) / link)
+
+
+def test_weights_are_waited_for_where_there_is_little_else() -> None:
+    found = seconds(Plan(recipe="dense"), 1 * K, 1, Machine(nodes=1, gpus=8, inside=1e9))
+    assert found.step == pytest.approx(found.weights + found.optimizer)
+
+
+def test_products_that_run_again() -> None:
+    project, mix_and_feed = E * (Q + 2 * KV), Q * E + 3 * E * 14336
+    kept, few = (seconds(Plan(recipe="sweep", x=x)).linear for x in ("host", "host, rebuild"))
+    assert few - kept == pytest.approx(BETWEEN * M / 8 * 2 * 16 * mix_and_feed / GPU.matmul)
+    once, in_rounds = (seconds(Plan(recipe=recipe)).linear for recipe in ("ulysses", "untied"))
+    assert in_rounds - once == pytest.approx(BETWEEN * M / 8 * 2 * 32 * project / GPU.matmul)
+
+
+# Nodes
+def test_more_or_fewer_gpus_with_what_their_nodes_have() -> None:
+    there = Cluster(8, GPU, 2e12, 8e12)
+    half, twice = (there.resized(count) for count in (4, 16))
+    assert (half.host, half.disk) == (1e12, 4e12)
+    assert (twice.host, twice.disk) == (2e12, 8e12)
+
+
+def test_tapes_have_what_moments_leave_of_the_host() -> None:
+    """On one GPU the moments of 8B parameters must be there, 60 GiB; the rest is filled, and no more than that."""
+    there = Cluster(1, GPU, 256e9)
+    answer = search(LLAMA, there, longest(LLAMA, there))
+    assert answer is not None
+    assert answer.plan.optimizer == "host"
+    assert 0.9 < answer.memory.host / (0.95 * 256e9) <= 1

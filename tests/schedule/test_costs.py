@@ -1,0 +1,156 @@
+"""What a schedule's cost says that a block sends over the Ulysses ranks, against what leaves a rank."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ithaca
+from ithaca.schedule.costs import Peers, Traffic, traffic
+from tests.schedule.contexts import LAYERS, head_counts, open_model, sampled, save_models
+
+LOCAL = 6  # tokens of each rank: no padding
+BYTES = 8  # of a number
+
+PLANS = {
+    "ulysses-none": {"recipe": "ulysses", "checkpoint": "none"},
+    "ulysses-selective": {"recipe": "ulysses", "checkpoint": "selective"},
+    "ulysses-full": {"recipe": "ulysses", "checkpoint": "full"},
+    "alst": {"recipe": "alst", "tile": 4},
+    "untied": {"recipe": "untied"},
+}
+CHUNKS = {1: 6, 2: 3, 3: 2, 5: 1}  # how many -> a rank's tokens in each; 5 of 5 tokens
+SWEEPS = {
+    f"sweep-{kept}-{count}": {"recipe": "sweep", "o": kept, "chunks": count}
+    for kept, count in itertools.product(("host", "recompute"), CHUNKS)
+}
+MIXED = {"sweep-mixed-3": {"recipe": "sweep", "o": "recompute, host, recompute", "chunks": 3}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+def sequence(options: dict, world: int) -> tuple[ithaca.Plan, int, int]:
+    """The Plan, the tokens of a rank, and the chunks."""
+    options = dict(options)
+    count = options.pop("chunks", 1)
+    local = 5 if count == 5 else LOCAL
+    if options["recipe"] == "sweep":
+        options |= {"chunk": CHUNKS[count] * world, "tile": 1}
+    return ithaca.Plan(**options), local, count
+
+
+def sent(
+    folder: Path, plan: ithaca.Plan, tokens: int, document: int | None = None
+) -> tuple[list[Traffic], list[Traffic]]:
+    """Forward and backward: all-to-alls and the bytes of their parts for other ranks; and what is said of one document.
+
+    `document`: tokens of each document; None: all.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model, found = open_model(folder, plan, {"ulysses": ranks}), [Traffic(0, 0), Traffic(0, 0)]
+    begin, backward = dist.all_to_all_single, False
+
+    def counting(target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int], *args, **kwargs):
+        assert source.numel() == sum(source_sizes)
+        leaving = (sum(source_sizes) - source_sizes[rank]) * source.element_size()
+        found[backward] += Traffic(1, leaving)
+        return begin(target, source, target_sizes, source_sizes, *args, **kwargs)
+
+    row = torch.arange(tokens) % 97
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counting)
+        batch = model.shard(row, row, torch.arange(tokens) // (document or tokens))
+        loss = model(batch)
+        backward = True
+        loss.backward()
+    assert batch.layout.padded == tokens
+    return found, stated(model, tokens)
+
+
+def stated(model: ithaca.Model, tokens: int) -> list[Traffic]:
+    """What the schedule's cost says that a rank sends in all layers: forward, and backward."""
+    job, rank = model.reservation.job(tokens), model.exchange.rank
+    peers = Peers.all(model.mesh.ulysses, model.mesh.ring, rank)
+    blocks = [job.costs.messages(job, layer) for layer in range(LAYERS)]
+    return [traffic([message for block in blocks for message in block[way]], job, peers) for way in (0, 1)]
+
+
+FEW = ("ulysses-selective", "alst", "untied", "sweep-host-2", "sweep-recompute-3", "sweep-mixed-3")
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "world"),
+    sampled(
+        itertools.product(PLANS | SWEEPS | MIXED, ("8/8", "8/2", "8/1", "14/2", "6/3"), (2, 3, 4)),
+        lambda name, heads, world: name in FEW and (heads, world) in (("14/2", 2), ("6/3", 3)),
+    ),
+)
+def test_what_is_said_is_sent(ranks, folders, name: str, heads: str, world: int) -> None:
+    plan, local, _ = sequence((PLANS | SWEEPS | MIXED)[name], world)
+    for found, said in ranks(world).run(sent, folders[heads], plan, local * world):
+        assert found == said
+
+
+def closed_form(name: str, options: dict, heads: str, ranks: int, head_size: int) -> tuple[Traffic, Traffic]:
+    """The table of the module, over all layers."""
+    plan, n, chunks = sequence(options, ranks)
+    queries, keys = head_counts(heads)
+    q = n * queries * head_size * BYTES * (ranks - 1) // ranks
+    kv = 2 * n * max(keys, ranks) * head_size * BYTES * (ranks - 1) // ranks
+    forward = Traffic(2, 2 * q + kv)
+    if plan.sweeps:
+        recomputed = plan.o == "recompute"
+        forward = Traffic(2 * chunks, 2 * q + kv)
+        messages = 5 * chunks - 1 if recomputed else 3 * chunks - 2
+        if chunks == 1 and not recomputed:
+            messages = 2  # one chunk sends its K and V with its queries
+        last = Traffic((4 if recomputed else 2) * chunks, 4 * q + kv)
+        each = Traffic(messages, 4 * q + 2 * kv)
+        return times(forward, LAYERS), times(each, LAYERS - 1) + last
+    rounds = queries // ranks if name == "untied" else 1
+    groups = max(keys, ranks) // ranks if name == "untied" else 0
+    groups = 0 if rounds == groups else groups  # K and V go with the queries where one round alone reads them
+    backward = {
+        "ulysses-none": Traffic(2, 2 * q + kv),
+        "ulysses-selective": Traffic(2, 4 * q + 2 * kv),
+        "ulysses-full": Traffic(4, 4 * q + 2 * kv),
+        "alst": Traffic(4, 4 * q + 2 * kv),
+        "untied": Traffic(4 * rounds + 3 * groups, 6 * q + 3 * kv),
+    }[name]
+    return times(Traffic(2 * rounds + groups, forward.bytes), LAYERS), times(backward, LAYERS)
+
+
+def times(traffic: Traffic, count: int) -> Traffic:
+    return Traffic(traffic.messages * count, traffic.bytes * count)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "world"),
+    sampled(
+        itertools.product(PLANS | SWEEPS, ("8/8", "8/2", "8/1"), (2, 4)),
+        lambda name, *others: others == ("8/2", 2) or (name, *others) == ("untied", "8/8", 2),
+    ),
+)
+def test_the_table(ranks, folders, name: str, heads: str, world: int) -> None:
+    options = (PLANS | SWEEPS)[name]
+    plan, local, _ = sequence(options, world)
+    size = ithaca.load_model(folders[heads], "float64").spec.head_size
+    wanted = list(closed_form(name, options, heads, world, size))
+    for found, said in ranks(world).run(sent, folders[heads], plan, local * world):
+        assert found == said == wanted
+
+
+def test_documents_send_the_same_bytes_in_fewer_messages(ranks, folders) -> None:
+    """K and V that no later chunk asks for travel with the queries of their own."""
+    plan, local, _ = sequence(SWEEPS["sweep-host-3"], 2)
+    whole = ranks(2).run(sent, folders["8/2"], plan, 2 * local)[0][0]
+    parts = ranks(2).run(sent, folders["8/2"], plan, 2 * local, 4)[0][0]
+    assert parts[0] == whole[0]
+    assert parts[1].bytes == whole[1].bytes
+    assert parts[1].messages < whole[1].messages
