@@ -25,9 +25,9 @@ from bench.record import command_line, record
 from ithaca.base.allocator import ALLOCATOR_VARIABLES, use_expandable_segments
 from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.config import build
+from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, RandomWeights
-from ithaca.model.spec import read_spec
 
 PEAK = 989e12
 

@@ -1,6 +1,6 @@
-"""Which tokens see which: a packed sequence is cut into documents, and no token sees past its own.
+"""Which tokens see which: tokens of a packed sequence see earlier tokens of their own document only.
 
-Everything here is arithmetic on offsets; no mask of tokens × tokens is ever built outside the naive twin.
+Everything here is arithmetic on offsets. Only the naive kernel builds a mask of tokens × tokens.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from torch import Tensor
 class Pieces:
     """Rectangles of attention: rows q_bounds[i]:q_bounds[i+1] see keys k_bounds[i]:k_bounds[i+1].
 
-    `causal` turns each rectangle into the lower triangle of a square (then both bounds agree). `ragged` says that the
-    shapes come from the documents at hand: they will hardly come again, so a kernel that builds something for each
-    shape should leave them to one that does not.
+    With `causal`, each rectangle is the lower triangle of a square (both bounds are the same then). `ragged` means that
+    the shapes come from this batch's documents and will hardly repeat. A kernel that builds something for each shape
+    should leave them to another kernel.
     """
 
     q_bounds: tuple[int, ...]
@@ -40,19 +40,20 @@ class Pieces:
         return Pieces((0, rows), (0, keys), causal=False, ragged=ragged)
 
     def equal(self, rows: int, keys: int) -> int:
-        """How many pieces there are, if they have one shape and together cover all rows and keys; else 0."""
+        """The number of pieces, if all have the same shape and together cover all rows and keys; else 0."""
         count = len(self.q_bounds) - 1
         covers = (self.q_bounds[0], self.q_bounds[-1], self.k_bounds[0], self.k_bounds[-1]) == (0, rows, 0, keys)
         shapes = {(rows.stop - rows.start, keys.stop - keys.start) for rows, keys in self.spans()}
         return count if covers and len(shapes) == 1 else 0
 
     def spans(self) -> list[tuple[slice, slice]]:
+        """(rows, keys) of each piece."""
         q, k = pairwise(self.q_bounds), pairwise(self.k_bounds)
         return [(slice(*a), slice(*b)) for a, b in zip(q, k, strict=True)]
 
 
 def document_bounds(documents_BS: Tensor) -> tuple[int, ...]:
-    """Offsets of the documents in the rows laid end to end; a new row or a new id begins a document."""
+    """Offsets of the documents in the rows laid end to end, both ends included. A new row or id begins a document."""
     flat = documents_BS.flatten()
     new = torch.ones_like(flat, dtype=torch.bool)
     new[1:] = flat[1:] != flat[:-1]
@@ -61,7 +62,7 @@ def document_bounds(documents_BS: Tensor) -> tuple[int, ...]:
 
 
 def positions(bounds: tuple[int, ...]) -> Tensor:
-    """[tokens] int64: each token's place within its document."""
+    """[tokens] int64: the position of each token within its document."""
     edges = torch.tensor(bounds)
     return torch.arange(bounds[-1]) - edges[:-1].repeat_interleave(edges.diff())
 
@@ -72,5 +73,5 @@ def squared_lengths(bounds: tuple[int, ...]) -> int:
 
 
 def attended_length(bounds: tuple[int, ...]) -> float:
-    """Σ length² / tokens: the S of the FLOP count when documents keep apart."""
+    """Σ length² / tokens: the sequence length S in the FLOP count of a packed sequence."""
     return squared_lengths(bounds) / bounds[-1]

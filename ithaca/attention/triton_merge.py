@@ -1,10 +1,10 @@
-"""Merging attention over different keys in one pass over memory, in Triton, for GPUs; walk.py has the plain twin."""
+"""Merge of attention over different keys in one pass over memory, a Triton kernel; walk.py has the plain twin."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 32  # tokens a program takes, of one head
+ROWS = 32  # tokens of one head per program
 
 
 @triton.jit

@@ -1,17 +1,17 @@
-"""Which parts of which tiles see each other: a query tile's visits to key/value tiles, as arithmetic on offsets.
+"""Which parts of which key/value tiles a query tile attends to (its visits), as arithmetic on offsets.
 
-Tokens see earlier tokens of their own document, so a query tile sees
+Tokens see earlier tokens of their own document. So a query tile sees
     its own tile         causally, one triangle for each document in it
-    an earlier tile      through the one document that reaches across the border, if it began early enough: a full
-                         rectangle of the document's rows in the query tile and of its keys in the other
-What no document reaches is not visited and costs nothing.
+    an earlier tile      only through the document that reaches across the border between the two: a full rectangle of
+                         that document's rows in the query tile and its keys in the earlier tile
+Tiles that no common document reaches are not visited and cost nothing.
 
-A whole tile, or documents of equal lengths, make one visit of a shape that comes again. Other triangles and rectangles
-have any shape, and the fastest kernels build something for each new shape. So they are cut into squares and rectangles
-whose sides are `grain` · 2^i, the largest first, of which there are few, and what is left, thinner than a grain:
+A whole tile, or documents of equal lengths, make one visit whose shape repeats. Other triangles and rectangles can have
+any shape, and the fastest kernels build something for each new shape. So these are cut into triangles and rectangles
+with sides of `bucket` · 2^i, the largest first. There are few such shapes. A rest thinner than a bucket remains:
 
-    a triangle of 7 grains   ◣ 4 grains, ■ 2 × 4 and ◣ 2 below it, ■ 1 × 4, ■ 1 × 2 and ◣ 1 below those
-    its last rows            a rectangle that sees all of the above, and a small triangle, both `ragged`
+    a triangle of 7 buckets  ◣ 4 buckets, ■ 2 × 4 and ◣ 2 below it, ■ 1 × 4, ■ 1 × 2 and ◣ 1 below those
+    its last rows            a rectangle with all keys above, and a small triangle, both `ragged`
 """
 
 from bisect import bisect_right
@@ -25,7 +25,7 @@ from ithaca.base.tiles import Tiles
 
 @dataclass(frozen=True)
 class Visit:
-    """Some rows of a query tile see some keys of a key tile, as the pieces say; offsets are within the tiles."""
+    """Rows of a query tile that attend to keys of a key tile, as the pieces say. Offsets are within the tiles."""
 
     rows: slice
     keys: slice
@@ -42,21 +42,21 @@ class TileVisits:
 
 @dataclass(frozen=True)
 class Segment:
-    """Keys of a tile that follow each other: where they begin in the tile, and where they lie in the sequence."""
+    """A run of consecutive keys in a tile: its offset in the tile, and its positions in the sequence."""
 
     at: int
     span: range
 
 
-Segments = Callable[[int], list[Segment]]  # those of a tile
+Segments = Callable[[int], list[Segment]]  # the segments of a tile
 
 
 def plan_visits(
     tiles: Tiles, bounds: tuple[int, ...], index: int, bucket: int | None, runs: Segments | None = None
 ) -> list[TileVisits]:
-    """What query tile `index` visits: its own tile, then earlier ones, the nearest first.
+    """The visits of query tile `index`: to its own tile, then to earlier ones, the nearest first.
 
-    `runs` says which keys a key tile holds; None: those of the query tile with the same number.
+    `runs` gives the keys that a key tile holds; None: those of the query tile with the same number.
     """
     rows = tiles.rows(index)
     visits = []
@@ -69,7 +69,7 @@ def plan_visits(
 
 
 def visit_runs(queries: list[Segment], keys: list[Segment], bounds: tuple[int, ...], bucket: int | None) -> list[Visit]:
-    """What runs of queries see of runs of keys, each of which is one of them or lies apart from them."""
+    """The visits of segments of queries to segments of keys. Two segments are the same or do not overlap."""
     return [
         _moved(visit, rows.at, 0)
         for rows in queries
@@ -80,9 +80,9 @@ def visit_runs(queries: list[Segment], keys: list[Segment], bounds: tuple[int, .
 
 
 def _visit_run(rows: slice, run: Segment, bounds: tuple[int, ...], bucket: int | None) -> list[Visit]:
-    """What rows of a query tile see of keys that lie within it, or before it."""
+    """The visits of rows of a query tile to one segment of keys, which lies within the tile or before it."""
     start, stop = run.span.start, run.span.stop
-    visits, behind = [], rows.start  # `behind`: the first row that comes after all of the keys
+    visits, behind = [], rows.start  # `behind`: the first row after all of the keys
     if start >= rows.start:
         first, last = bisect_right(bounds, start) - 1, bisect_right(bounds, stop - 1) - 1
         inner = tuple(bound - start for bound in bounds[first + 1 : last + 1])
@@ -91,7 +91,7 @@ def _visit_run(rows: slice, run: Segment, bounds: tuple[int, ...], bucket: int |
         behind = stop
     if behind == rows.stop:
         return visits
-    document = bisect_right(bounds, behind) - 1  # which alone can reach across
+    document = bisect_right(bounds, behind) - 1  # the only one that can reach across
     begin, end = bounds[document], min(bounds[document + 1], rows.stop)
     if begin < stop:
         keys = slice(max(begin - start, 0), stop - start)
@@ -115,7 +115,7 @@ def _triangles(bounds: tuple[int, ...], bucket: int | None) -> list[Visit]:
         everything = slice(0, bounds[-1])
         return [Visit(everything, everything, pieces)]
     visits: list[Visit] = []
-    thin: list[tuple[int, int]] = []  # triangles thinner than a grain
+    thin: list[tuple[int, int]] = []  # triangles thinner than a bucket
     for start, stop in pairwise(bounds):
         edges = _edges(start, stop, bucket)
         for top, bottom in pairwise(edges):
@@ -132,10 +132,10 @@ def _triangles(bounds: tuple[int, ...], bucket: int | None) -> list[Visit]:
 
 
 def _rectangles(rows: slice, keys: slice, whole_rows: bool, whole_keys: bool, bucket: int | None) -> list[Visit]:
-    """Every row sees every key."""
+    """Rows that all see all keys."""
     if (whole_rows and whole_keys) or bucket is None:
         return [_rectangle(rows, keys, ragged=not (whole_rows and whole_keys))]
-    # Rows begin at the border between the tiles and keys end there: what is left over is far from it
+    # Rows begin at the border between the tiles and keys end there, so the rest is at the far end
     row_edges = [0, rows.stop] if whole_rows else _edges(0, rows.stop, bucket)
     key_edges = (
         [0, keys.stop] if whole_keys else [keys.stop - edge for edge in _edges(0, keys.stop - keys.start, bucket)]
@@ -151,14 +151,14 @@ def _rectangles(rows: slice, keys: slice, whole_rows: bool, whole_keys: bool, bu
 
 
 def _edges(start: int, stop: int, bucket: int) -> list[int]:
-    """start, then the ends of the largest blocks of grain · 2^i that follow each other before stop."""
-    grains = (stop - start) // bucket
-    sizes = [bucket << power for power in reversed(range(grains.bit_length())) if grains >> power & 1]
+    """start, then the ends of consecutive blocks of bucket · 2^i up to stop, the largest first."""
+    buckets = (stop - start) // bucket
+    sizes = [bucket << power for power in reversed(range(buckets.bit_length())) if buckets >> power & 1]
     return list(accumulate(sizes, initial=start))
 
 
 def _runs(triangles: list[tuple[int, int]]) -> list[Visit]:
-    """Triangles that touch go in one visit."""
+    """Visits to small triangles, adjacent ones in one visit."""
     runs: list[list[int]] = []
     for start, stop in triangles:
         if runs and runs[-1][-1] == start:

@@ -1,9 +1,9 @@
-"""Attention as a walk over tiles: a query tile visits the key/value tiles that its tokens may see (visits.py).
+"""Attention as a walk over tiles: a query tile visits the key/value tiles that its tokens see (visits.py).
 
     forward    each visit gives (o, lse) of some query rows on some keys; they are merged in at least fp32
-    backward   the same visits; dq is summed over them, dk and dv are added to sums that belong to the key tiles
+    backward   the same visits; dq is summed over them, dk and dv are added to the sums of the key tiles
 
-Memory: o and dq of one query tile in fp32, and whatever the kernel takes for one visit.
+Memory: o or dq of one query tile in fp32, and the memory of the kernel for one visit.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ from ithaca.base.tiles import Tiles
 
 
 class KVSource(Protocol):
-    """Where the walk finds keys and values."""
+    """Where the walk reads K and V."""
 
     def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:
-        """k and v of a tile; `following` is read next."""
+        """k and v of a tile; `following` is the tile that is read next."""
         ...
 
     def release(self, index: int) -> None: ...
@@ -33,10 +33,12 @@ class KVSource(Protocol):
 
 @dataclass(frozen=True)
 class Walk:
+    """Attention of query tiles to key/value tiles, by one kernel."""
+
     kernel: Kernel
     tiles: Tiles
-    bounds: tuple[int, ...]  # of the documents
-    runs: Segments | None = None  # which keys a key tile holds; None: those of the query tile with the same number
+    bounds: tuple[int, ...]  # offsets of the documents
+    runs: Segments | None = None  # the keys that a key tile holds; None: those of the query tile with the same number
 
     ends: int | None = None  # a rehearsal of memory makes so many visits at either end of a walk; None: all are made
 
@@ -48,7 +50,7 @@ class Walk:
 
     @owned_by(ATTENTION)
     def forward(self, index: int, q: Tensor, keys: KVSource) -> tuple[Tensor, Tensor]:
-        """(o, lse) of a query tile; of a row that sees no key here, zeros and -inf."""
+        """(o, lse) of a query tile; a row that sees no key has zeros and -inf."""
         high = at_least_fp32(q.dtype)
         o: Tensor | None = None
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=high)
@@ -62,7 +64,7 @@ class Walk:
                     continue
                 if o is None:
                     o = torch.zeros_like(q, dtype=high)
-                # Only now, and once: most tiles of packed documents are done after one visit
+                # Converted only now: most tiles of packed documents need one visit and no merge
                 o, lse = o.to(high), lse.contiguous()
                 merge(o[visit.rows], lse[:, visit.rows], *part)
             keys.release(here.tile)
@@ -80,7 +82,7 @@ class Walk:
         keys: KVSource,
         add: Callable[[int, slice, Tensor, Tensor], None],
     ) -> Tensor:
-        """dq of a query tile; `add(tile, keys, dk, dv)` gets what it gives to the gradients of keys and values."""
+        """dq of a query tile; `add(tile, keys, dk, dv)` receives its share of the gradients of keys and values."""
         high = at_least_fp32(q.dtype)
         dq: Tensor | None = None
         for here, following in _with_following(self.visits(index)):
@@ -102,9 +104,9 @@ class Walk:
 
 
 def merge(o_sum: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
-    """Join attention over some keys, o [T, H, D] and lse [H, T], with that over others, in place.
+    """Merge attention over more keys into (o_sum, lse) in place; o [T, H, D], lse [H, T].
 
-    Rows that have seen nothing yet have lse = -inf.
+    A row that has seen no key yet has lse = -inf.
     """
     if fusable(o_sum):
         from ithaca.attention import triton_merge as fused

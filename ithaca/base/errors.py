@@ -1,7 +1,7 @@
-"""What a user did wrong, as one sentence: both numbers, the option's name, a value that works.
+"""Errors that a user can fix. Each message is one sentence with both numbers, the option and a value that works.
 
-The command line prints the sentence and ends with its code; a library user catches `IthacaError`. A mistake
-inside Ithaca is an assertion, never one of these.
+The command line prints the sentence and exits with the error's code. A library user catches `IthacaError`. A bug inside
+Ithaca is an assertion, never one of these.
 """
 
 import difflib
@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 
 class IthacaError(Exception):
-    """Something the caller can mend; the message says what and how."""
+    """Something that the caller can fix; the message says what and how."""
 
-    code = 2  # what the command line ends with
+    code = 2  # the exit code of the command line
 
 
 class ModelError(IthacaError):
@@ -19,7 +19,7 @@ class ModelError(IthacaError):
 
 
 class PlanError(IthacaError):
-    """A Plan or mesh that does not go with the model, the ranks or the device."""
+    """A Plan or mesh that does not fit the model, the ranks or the device."""
 
 
 class InputError(IthacaError):
@@ -35,13 +35,13 @@ class ConfigError(IthacaError):
 
 
 class RunError(IthacaError):
-    """A run that cannot go on, though it was begun rightly."""
+    """A run that cannot continue, though it was started correctly."""
 
     code = 1
 
 
 class LostRankError(RunError):
-    """Other ranks that have ended or hang, so that this one cannot go on; `ranks` are those that are known."""
+    """Other ranks have ended or hang, so this one cannot continue; `ranks` are those that are known."""
 
     def __init__(self, text: str, ranks: list[int]):
         super().__init__(text)
@@ -49,7 +49,7 @@ class LostRankError(RunError):
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """'; did you mean 'chunk'?' where a known word is near, else the known words."""
+    """'did you mean 'chunk'?' if a known word is similar, else the list of known words."""
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1)
     return f"did you mean '{near[0]}'?" if near else "known are " + ", ".join(known)

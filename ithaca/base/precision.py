@@ -1,4 +1,4 @@
-"""At least fp32: norms, merges, losses and reductions use it; float64 stays float64."""
+"""The precision of norms, merges, losses and reductions: at least fp32, and float64 where the model is float64."""
 
 import torch
 from torch import Tensor
@@ -9,5 +9,5 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 def fusable(x: Tensor) -> bool:
-    """Whether a kernel that computes in fp32 on a GPU may stand in for plain torch."""
+    """Whether a Triton kernel, which computes in fp32 on a GPU, may replace plain torch."""
     return x.is_cuda and x.dtype != torch.float64

@@ -5,7 +5,7 @@ import re
 
 from ithaca.base.errors import ConfigError
 
-MOST_SECONDS = 30 * 86400  # that a wait can be told to last: torch counts it in nanoseconds
+MOST_SECONDS = 30 * 86400  # the longest timeout; torch counts nanoseconds, which would overflow later
 
 _TOKEN_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _BYTE_UNITS = {"": 1} | {
@@ -34,7 +34,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_tokens(tokens: int) -> str:
-    """65536 -> '64K'; a number that no unit divides stays as it is."""
+    """65536 -> '64K'; a number that no unit divides is written out."""
     for unit, size in (("M", 2**20), ("K", 2**10)):
         if tokens >= size and tokens % size == 0:
             return f"{tokens // size}{unit}"
@@ -42,7 +42,7 @@ def format_tokens(tokens: int) -> str:
 
 
 def format_number(number: float) -> str:
-    """Three figures, or as many as the whole part has: `.3g` alone would write 1010 as 1.01e+03."""
+    """Three digits, or all digits of the whole part: `.3g` alone would write 1010 as 1.01e+03."""
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
 
 
@@ -56,7 +56,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A span of time in the unit that suits it: '90 s', '12.5 min', '3 h'."""
+    """Seconds in a suitable unit: '90 s', '12.5 min', '3 h'."""
     for unit, length in (("s", 60), ("min", 60)):
         if seconds < 2 * length:
             return f"{format_number(seconds)} {unit}"

@@ -1,4 +1,4 @@
-"""A length cut into tiles of one size, the last one shorter where it does not divide. Arithmetic, no tensors."""
+"""A length cut into tiles of one size; the last one is shorter if the size does not divide. No torch here."""
 
 from dataclasses import dataclass
 
@@ -17,17 +17,17 @@ class Tiles:
         return -(-self.length // self.size)
 
     def rows(self, index: int) -> slice:
-        """Where tile `index` lies."""
+        """The rows of tile `index`."""
         assert 0 <= index < self.count
         return slice(index * self.size, min((index + 1) * self.size, self.length))
 
     def rows_in(self, index: int) -> int:
-        """How many rows tile `index` has."""
+        """The number of rows of tile `index`."""
         rows = self.rows(index)
         return rows.stop - rows.start
 
     def holding(self, row: int) -> int:
-        """The tile that a row lies in."""
+        """The tile that holds a row."""
         assert 0 <= row < self.length
         return row // self.size
 

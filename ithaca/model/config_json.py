@@ -1,4 +1,4 @@
-"""Numbers and lists out of a `config.json`, which anyone may have edited: each read refuses what is not one."""
+"""Typed reads from a `config.json`, which anyone may have edited: a value of another type is a ModelError."""
 
 import json
 import math
@@ -9,11 +9,11 @@ from typing import Any
 from ithaca.base.errors import ModelError, suggestion
 from ithaca.model.presets import PRESETS
 
-LARGEST = 2**31 - 1  # of sizes: what is far beyond any model overflows later
+LARGEST = 2**31 - 1  # a size far beyond any model would overflow later
 
 
 def whole(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A whole number of 1 or more, as sizes are; `default` where the key is missing or null."""
+    """A whole number from 1 on; `default` if the key is missing or null."""
     value = default if config.get(name) is None else config[name]
     if type(value) is not int or not 1 <= value <= LARGEST:
         raise ModelError(f"config.json gives {name} as {value!r}: a whole number from 1 to {LARGEST} is needed")
@@ -21,7 +21,7 @@ def whole(config: Mapping[str, Any], name: str, default: int | None = None) -> i
 
 
 def real(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A number above 0; `default` where the key is missing or null."""
+    """A number above 0; `default` if the key is missing or null."""
     value = default if config.get(name) is None else config[name]
     if type(value) not in (int, float) or not 0 < value < math.inf:  # pyrefly: ignore
         raise ModelError(f"config.json gives {name} as {value!r}: a number above 0 is needed")
@@ -29,7 +29,7 @@ def real(config: Mapping[str, Any], name: str, default: float | None = None) -> 
 
 
 def table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An object; empty where the key is missing or null."""
+    """A JSON object; empty if the key is missing or null."""
     value = config.get(name)
     if value is not None and not isinstance(value, dict):
         raise ModelError(f"config.json gives {name} as {value!r}: an object is needed")
@@ -37,7 +37,7 @@ def table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def entries(config: Mapping[str, Any], name: str) -> list[Any] | None:
-    """A list; None where the key is missing or null."""
+    """A list; None if the key is missing or null."""
     value = config.get(name)
     if value is not None and not isinstance(value, list):
         raise ModelError(f"config.json gives {name} as {value!r}: a list is needed")
@@ -45,7 +45,7 @@ def entries(config: Mapping[str, Any], name: str) -> list[Any] | None:
 
 
 def find_config(model: str | Path) -> tuple[Mapping[str, Any], Path | None]:
-    """config.json of a model, and its folder; None for a preset."""
+    """The config.json of a model, and its folder (None for a preset)."""
     if str(model) in PRESETS:
         return PRESETS[str(model)], None
     folder = Path(model)

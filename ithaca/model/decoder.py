@@ -1,8 +1,9 @@
-"""The weights of a model as modules: what is gathered, freed and reduced together is one module.
+"""The weights of a model as modules: weights that are gathered, freed and reduced together are one module.
 
-The modules hold weights and compute nothing. Calling one opens it to a function: `block(run, x)` is
-`run(weights of the block, x)`, and whatever wraps the call (FSDP2 gathers the weights before it and frees them after)
-needs to know nothing of schedules. An untied head stands with the final norm; a tied one is the embedding table.
+The modules hold weights and compute nothing. Calling one passes its weights to a function: `block(run, x)` is
+`run(weights of the block, x)`. So FSDP2, which wraps the call to gather the weights before it and free them after it,
+needs to know nothing of schedules. An untied head is one module with the final norm. A tied head is the embedding
+table.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from ithaca.model.spec import Spec
 
 
 class Unit(nn.Module):
-    """Weights by dotted names, opened together."""
+    """Weights by dotted names, which are gathered and freed together."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device | str):
         super().__init__()
@@ -31,11 +32,11 @@ class Unit(nn.Module):
             owner.register_parameter(leaf, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
 
     def forward(self, run: Callable[..., Any], *args: Any) -> Any:
-        return run({name: _summing(weight) for name, weight in self.named_parameters()}, *args)
+        return run({name: _with_grad_dtype(weight) for name, weight in self.named_parameters()}, *args)
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and head, without values: memory on the meta device until they are loaded."""
+    """Embedding, blocks and head of a model. On the meta device, the default, they have no memory yet."""
 
     def __init__(self, spec: Spec, dtype: torch.dtype, device: torch.device | str = "meta"):
         super().__init__()
@@ -51,24 +52,24 @@ class Decoder(nn.Module):
         return run(self, *args)
 
     def embed(self, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """Give the embedding table to a function. A tied one is not a unit of its own, but open with the decoder."""
+        """Call a function with the embedding table. A tied table belongs to the decoder's own unit."""
         if self.spec.tied:
             return run(self.table())
         return self.embedding(lambda w: run(w["weight"]))
 
     def table(self) -> Tensor:
-        """A tied table, which is the head as well."""
-        return _summing(self.embedding.get_parameter("weight"))
+        """The tied table, which is embedding and head."""
+        return _with_grad_dtype(self.embedding.get_parameter("weight"))
 
 
-def _summing(weight: Tensor) -> Tensor:
-    """The weight, told that its gradient comes in at least fp32 and is not to be rounded to its own dtype."""
+def _with_grad_dtype(weight: Tensor) -> Tensor:
+    """The weight, with its gradient's dtype set to at least fp32, so that autograd does not round it."""
     weight.grad_dtype = at_least_fp32(weight.dtype)
     return weight
 
 
 def stored_name(name: str) -> str:
-    """The Hugging Face name of one of the Decoder's parameters."""
+    """The Hugging Face name of a parameter of the Decoder."""
     if name.startswith("blocks."):
         return "model.layers." + name.removeprefix("blocks.")
     return {

@@ -1,10 +1,10 @@
 """Linear layers, and weights whose gradients are summed over tiles in at least fp32.
 
-A tile's backward pass is the tile run again under autograd. Left to autograd, each tile would give its weight gradients
-in the dtype of the computation, and summing those in bf16 over 160 tiles has five times the error of one GEMM. So the
+The backward pass of a tile runs the tile again under autograd. Autograd would return the weight gradients of each tile
+in the dtype of the computation, and their sum over 160 tiles in bf16 has five times the error of one GEMM. So the
 weights of a backward pass are `Summed`: a linear layer adds its weight gradient to an fp32 sum within the GEMM that
-computes it (7 to 11 % dearer than the GEMM alone, where a separate addition takes 13 to 34 %), and what autograd still
-gives, the gradients of the norms' weights, is added after it.
+computes it. That costs 7 to 11 % of the GEMM, where a separate addition costs 13 to 34 %. The gradients of the norms'
+weights still come from autograd and are added afterwards.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ class Summed(dict[str, Tensor]):
     def differentiate(
         self, outputs: Tensor | Sequence[GradientEdge], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Gradients of the inputs; those of the weights that the outputs depend on are added to the sums."""
+        """The gradients of the inputs. Also adds the gradients of weights that the outputs depend on to the sums."""
         leaves = [self[name] for name in self._leaves]
         found = torch.autograd.grad(outputs, [*inputs, *leaves], upstream, allow_unused=True)
         for name, grad in zip(self._leaves, found[len(inputs) :], strict=True):
@@ -106,7 +106,7 @@ def _put_rows(x: Tensor, rows: Rows, values: Tensor) -> None:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with the product never rounded below the dtype of the total."""
+    """total += a @ b, where the product is not rounded to a lower precision than the total's."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cuda":

@@ -1,6 +1,6 @@
-"""Models by name, sizes only: what `config.json` of the public model says, with random weights.
+"""Presets: the config.json of public models, to be trained from random weights.
 
-`tiny` is ours: 2.9 million parameters over bytes, small enough to learn something on two CPU cores.
+`tiny` is our own: 2.9 million parameters and a vocabulary of bytes, small enough to learn on two CPU cores.
 """
 
 from typing import Any

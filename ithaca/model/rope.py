@@ -1,6 +1,4 @@
-"""Rotary positions as a model's `config.json` describes them: one inverse frequency per pair of features, scaled as the
-model was trained. What they are as numbers: turn.py.
-"""
+"""The rotary embedding as `config.json` describes it. rotary.py computes its numbers. No torch here."""
 
 import math
 from collections.abc import Mapping
@@ -21,22 +19,22 @@ ROPE_TYPES = tuple(_NEEDED)
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """How positions turn into angles. Only the numbers that its kind uses are set."""
+    """How positions become angles. Only the numbers that the kind uses are set."""
 
     kind: str  # one of ROPE_TYPES
     theta: float
     factor: float = 1.0
-    trained_positions: int = 0  # the context before it was stretched (llama3, yarn)
+    trained_positions: int = 0  # the context length before it was extended (llama3, yarn)
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    attention_factor: float = 1.0  # what cosines and sines are multiplied by (yarn)
+    attention_factor: float = 1.0  # cosines and sines are multiplied by it (yarn)
 
 
 def read_rope(config: Mapping[str, Any], default_theta: float, default_positions: int) -> Rope:
-    """The rope of a `config.json`, in the old spelling (rope_theta, rope_scaling) or the new (rope_parameters)."""
+    """The rope of a `config.json`, with the old keys (rope_theta, rope_scaling) or the new one (rope_parameters)."""
     given = table(config, "rope_scaling") or table(config, "rope_parameters")
     if any(isinstance(value, dict) for value in given.values()):
         raise ModelError("rope_parameters differ by layer type, which is not supported: one set for all layers is")

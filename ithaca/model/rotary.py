@@ -1,8 +1,8 @@
-"""Rotary positions as numbers: queries and keys are turned by angles that grow with their position.
+"""The rotary embedding: queries and keys are rotated by angles that grow with their position.
 
-The inverse frequencies are the fp32 numbers that `transformers` has, bit for bit. The angle is their product with
-the position in float64: at position 5M an fp32 angle is off by a quarter radian. Cosines and sines are made for the
-tokens at hand (two tables of tokens × head_size / 2), never for the whole context.
+The inverse frequencies are the fp32 numbers of `transformers`, bit for bit. The angle is their product with the
+position in float64, because at position 5M an fp32 angle is off by a quarter radian. Cosines and sines are computed for
+the tokens of a tile (two tables of tokens × head_size / 2), never for the whole context.
 """
 
 import math
@@ -18,7 +18,7 @@ from ithaca.model.rope import Rope
 
 
 def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
-    """[head_size / 2] fp32, on the CPU: how many radians a feature pair turns from one token to the next."""
+    """[head_size / 2] fp32, on the CPU: the radians by which a feature pair rotates from one token to the next."""
     steps = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
     wavelengths = rope.theta**steps
     if rope.kind == "yarn":
@@ -30,24 +30,27 @@ def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
 
 
 def _llama3(rope: Rope, inverse: Tensor) -> Tensor:
-    """Long waves are slowed by the factor, short ones kept, those between are blended."""
-    turns = 2 * math.pi / inverse
+    """Low frequencies are divided by the factor, high ones are kept, those between are blended."""
+    wavelengths = 2 * math.pi / inverse
     longest, shortest = (
         rope.trained_positions / rope.low_freq_factor,
         rope.trained_positions / rope.high_freq_factor,
     )
-    blend = (rope.trained_positions / turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    blend = (rope.trained_positions / wavelengths - low) / (high - low)
     between = (1 - blend) * inverse / rope.factor + blend * inverse
-    return torch.where(turns > longest, inverse / rope.factor, torch.where(turns < shortest, inverse, between))
+    return torch.where(
+        wavelengths > longest, inverse / rope.factor, torch.where(wavelengths < shortest, inverse, between)
+    )
 
 
 def _yarn(rope: Rope, wavelengths: Tensor, head_size: int) -> Tensor:
-    """A linear ramp over the feature pairs, from kept (fast turning) to slowed by the factor (slow turning)."""
+    """A linear ramp over the feature pairs, from high frequencies (kept) to low ones (divided by the factor)."""
 
-    def pair_that_turns(times: float) -> float:
+    def pair_that_rotates(times: float) -> float:
         return (head_size * math.log(rope.trained_positions / (times * 2 * math.pi))) / (2 * math.log(rope.theta))
 
-    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    low, high = pair_that_rotates(rope.beta_fast), pair_that_rotates(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)
@@ -86,12 +89,12 @@ class Rotary:
 
 
 def rotate(x_THD: Tensor, rotation: Rotation) -> Tensor:
-    """Turn the pairs (feature i, feature i + head_size / 2), the order of Hugging Face weights."""
+    """x with the pairs (feature i, feature i + head_size / 2) rotated, the order of Hugging Face weights."""
     return _Rotate.apply(x_THD, rotation.cos, rotation.sin)
 
 
 class _Rotate(torch.autograd.Function):
-    """By hand because it is cheap: nothing of x is kept, and the gradient is the rotation the other way."""
+    """Written by hand because autograd would keep x; the gradient is the rotation by the opposite angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

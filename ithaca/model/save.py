@@ -1,7 +1,7 @@
-"""A Hugging Face folder out: config.json, safetensors files with their index, and the tokenizer that came in.
+"""Write a Hugging Face folder: config.json, safetensors files with their index, and the tokenizer of the source.
 
-Weights arrive one by one and leave in files of at most 2 GB, so the host holds one file at a time. The folder appears
-under its name only when it is whole: a save that is killed leaves nothing that looks like a model.
+Weights come one by one and are written in files of at most 2 GB, so host memory holds one file at a time. The folder
+gets its name only when it is complete: a save that is killed leaves nothing that looks like a model.
 """
 
 import json
@@ -20,7 +20,7 @@ from ithaca.model.source import DTYPES_FILE, ModelSource
 
 FILE_BYTES = 2 * 10**9
 
-# What stands beside the weights in a Hugging Face folder and goes with them
+# Files beside the weights of a Hugging Face folder that are copied with them
 _COMPANIONS = (
     "*token*.json",
     "tokenizer.model*",
@@ -64,7 +64,7 @@ def write_folder(
 
 
 def write_description(source: ModelSource, dtype: torch.dtype, folder: Path, rename_dtype: bool = False) -> None:
-    """All of a Hugging Face folder but its weights: config.json and what stands beside it."""
+    """Write everything of a Hugging Face folder but its weights: config.json and the files beside it."""
     config = dict(source.config)
     keys = [key for key in ("dtype", "torch_dtype") if config.get(key)]
     for key in (keys or ["dtype"]) if rename_dtype or not keys else ():
@@ -79,7 +79,7 @@ def write_description(source: ModelSource, dtype: torch.dtype, folder: Path, ren
 
 
 def write_dtypes(source: ModelSource, dtype: torch.dtype, folder: Path) -> None:
-    """In which dtype each weight is to leave, for a description whose weights come from a checkpoint."""
+    """Write the dtype that each weight is exported in, for a description whose weights are in a checkpoint."""
     names = {name: source.weights.stored_dtype(name) or dtype for name, _ in source.spec.shapes()}
     _write_json(folder / DTYPES_FILE, {name: str(kind).removeprefix("torch.") for name, kind in names.items()})
 

@@ -1,9 +1,9 @@
 """Where weights come from: a Hugging Face folder's safetensors files, or random numbers for a preset's sizes.
 
-Naming a model reads only its `config.json` and the headers of its files (and a tied table that is stored twice), so
-every mismatch is found before memory is taken. Values are read later by row ranges, so that a rank reads its shards and
-nothing else: each range goes straight from a mapping of its own, dropped at once, to where it belongs, and host memory
-peaks at the shards plus one range. Nothing is unpickled.
+`load_model` reads only `config.json` and the headers of the files (and a tied table that is stored twice), so that
+every mismatch is found before memory is allocated. Values are read later by row ranges, so that a rank reads only its
+own shards. Each range is copied straight from a memory map, which is closed at once: host memory peaks at the shards
+plus one range. Nothing is unpickled.
 """
 
 import zlib
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ithaca.base.errors import ModelError, suggestion
 from ithaca.model.config_json import find_config, read_json
-from ithaca.model.spec import Spec, read_spec
+from ithaca.model.families import read_spec
+from ithaca.model.spec import Spec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -31,24 +32,24 @@ class Weights(Protocol):
     """Values by Hugging Face name and row range."""
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """The dtype in the file, None where there is no file."""
+        """The dtype in the file; None if there is no file."""
         ...
 
     def identity(self) -> object:
-        """What ranks compare, so that they do not mix two models into one; cheap."""
+        """A value that ranks compare, so that they do not mix two models. Cheap."""
         ...
 
     def read(self, name: str, rows: range, into: Tensor) -> None:
-        """Put these rows of a weight into a tensor of their shape, whatever its dtype and device."""
+        """Copy these rows of a weight into a tensor of their shape, of any dtype and device."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that is named and checked but not read: what `ithaca.apply` turns into a trainable one."""
+    """A model that is checked but not read yet. `ithaca.apply` makes a trainable one of it."""
 
     spec: Spec
-    config: Mapping[str, Any]  # config.json as it was found; it goes out with the weights again
+    config: Mapping[str, Any]  # config.json as it was found; it is saved with the weights
     weights: Weights
     dtype: str  # of the computation: bfloat16, float32, float64, or auto (bfloat16 on a GPU, float32 on a CPU)
     folder: Path | None  # None for a preset
@@ -60,9 +61,9 @@ class ModelSource:
 
 
 def load_model(model: str | Path, dtype: str = "auto", seed: int = 0) -> ModelSource:
-    """Name a model: a Hugging Face folder, or a preset (its sizes with random weights drawn from `seed`).
+    """Open a model: a Hugging Face folder, or a preset (its sizes, with random weights drawn from `seed`).
 
-    `dtype` is the dtype of the computation; the trained shards are held in at least float32.
+    `dtype` is the dtype of the computation. The trained shards are in at least float32.
     """
     if dtype not in ("auto", *DTYPES):
         raise ModelError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), ['auto', *DTYPES])}")
@@ -77,13 +78,13 @@ def load_model(model: str | Path, dtype: str = "auto", seed: int = 0) -> ModelSo
 
 
 def describe_model(folder: Path, dtype: str = "auto") -> ModelSource:
-    """A model whose weights come from elsewhere, a checkpoint, so that `folder` only describes it and their dtypes."""
+    """A model whose weights a checkpoint will fill; `folder` holds its description and the dtypes of its weights."""
     config, dtypes = read_json(folder / "config.json"), read_json(folder / DTYPES_FILE)
     return ModelSource(read_spec(config), config, UnreadWeights(dtypes), dtype, folder)
 
 
 class UnreadWeights:
-    """Weights that are left as they are: a checkpoint will fill them."""
+    """Weights that are not read: a checkpoint will fill them."""
 
     def __init__(self, dtypes: Mapping[str, str]):
         self._dtypes = dtypes
@@ -98,7 +99,7 @@ class UnreadWeights:
 
 
 class RandomWeights:
-    """Normal matrices, unit norms, zero biases; the same numbers on any number of ranks of one kind of device."""
+    """Random normal matrices, unit norms, zero biases; the same for any number of ranks on one kind of device."""
 
     def __init__(self, spec: Spec, seed: int, deviation: float = 0.02):
         self._shapes, self._seed, self._deviation = dict(spec.shapes()), seed, deviation
@@ -115,13 +116,13 @@ class RandomWeights:
             into.fill_(0.0 if name.endswith("bias") else 1.0)
             return
         generator = torch.Generator(into.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        # The whole weight is drawn on every rank: its rows must not depend on who holds them
+        # Every rank draws the whole weight, so that the values do not depend on how it is sharded
         whole = torch.randn(shape, generator=generator, device=into.device)
         into.copy_(whole[rows.start : rows.stop].mul_(self._deviation))
 
 
 class FolderWeights:
-    """The safetensors files of a folder, checked against the Spec when it is made."""
+    """The safetensors files of a folder, checked against the Spec."""
 
     def __init__(self, folder: Path, spec: Spec):
         self._files: dict[str, Path] = {}
@@ -148,7 +149,7 @@ class FolderWeights:
         return self._dtypes[name]
 
     def identity(self) -> object:
-        """Names, shapes, dtypes, and the values of one small weight, which no two trainings share."""
+        """Names, shapes, dtypes, and the values of one small weight, which differ between any two trained models."""
         sample = torch.empty(self._shapes["model.norm.weight"], dtype=torch.float64)
         self.read("model.norm.weight", range(len(sample)), sample)
         return sorted(self._shapes.items()), sorted(map(str, self._dtypes.items())), sample.tolist()
@@ -162,7 +163,7 @@ class FolderWeights:
                 raise ModelError(f"'{file}' has changed since it was opened ({problem})") from None
 
     def _tied_twice(self) -> bool:
-        """Whether a tied table that is stored twice is twice the same: otherwise one would be lost silently."""
+        """Whether the two stored copies of a tied table are equal. If not, one of them would be lost silently."""
         names = ("model.embed_tokens.weight", "lm_head.weight")
         if len({(self._shapes[name], self._dtypes[name]) for name in names}) > 1:
             return False
@@ -207,7 +208,7 @@ def _check_shapes(folder: Path, spec: Spec, found: dict[str, tuple[int, ...]]) -
             raise ModelError(
                 f"{name} in '{folder}' has shape {list(found[name])}, but config.json makes it {list(shape)}"
             )
-    # Old Llama files carry tables of rope, which are computed; a tied head may be stored twice
+    # Old Llama files hold rotary tables, which are computed here; a tied head may be stored twice
     more = [name for name in found if name not in needed and not name.endswith("rotary_emb.inv_freq")]
     more = [name for name in more if not (spec.tied and name == "lm_head.weight")]
     if more:

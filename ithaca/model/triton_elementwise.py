@@ -1,8 +1,8 @@
-"""Element-wise work of a block in one pass over memory, in Triton, for GPUs.
+"""Rotary embedding and gated activation in one pass over memory each, as Triton kernels for GPUs.
 
-Eager torch reads and writes these tensors two to five times over; they are wide, and beside GEMMs at 90 % of the GPU's
-rate that is a fifth of a block's linear work. Each has its plain twin where it is used (rope.py, gate.py), which
-float64 is left to. They compute in fp32 and round once.
+Eager torch reads and writes these wide tensors two to five times, which takes a fifth as long as a block's GEMMs. Each
+kernel has a plain twin where it is used (rotary.py, block.py), which also serves float64. The kernels compute in fp32
+and round once.
 """
 
 import torch
@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # elements a program of the flat kernels takes
+BLOCK = 4096  # elements per program of the flat kernels
 
 
 @triton.jit
 def _rotate(x, y, cos, sin, x_token, x_head, heads, half, WAY: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
-    """One token: all its heads turn by the same angles."""
+    """One token per program: all its heads rotate by the same angles."""
     token = tl.program_id(0).to(tl.int64)
     feature = tl.arange(0, HALF)
     c = tl.load(cos + token * half + feature, mask=feature < half).to(tl.float32)[None, :]

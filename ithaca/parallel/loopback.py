@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from ithaca.base.torch_private import Work, group_name
 
-NAME = "looped"
+NAME = "loopback"
 
 
 def start_loopback(ranks: int) -> None:

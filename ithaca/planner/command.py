@@ -9,7 +9,8 @@ from pathlib import Path
 from ithaca.base.errors import PlanError
 from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import Spec, read_spec
+from ithaca.model.families import read_spec
+from ithaca.model.spec import Spec
 from ithaca.planner.hardware import MOST_ON_A_NODE, Cluster, Gpu, Machine, parse_gpus, read_gpus
 from ithaca.planner.mesh_table import compare_meshes, mesh_lines, mesh_object
 from ithaca.planner.meshes import impossible

@@ -9,7 +9,7 @@ from ithaca.base.errors import ConfigError, PlanError, RunError
 from ithaca.base.sizes import format_bytes, format_seconds, format_tokens
 from ithaca.config import read_config
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import read_spec
+from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Machine, parse_gpus, read_gpus
 from ithaca.planner.meshes import choose

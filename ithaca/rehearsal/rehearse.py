@@ -21,8 +21,9 @@ from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import PlanError
 from ithaca.base.owners import ALLOCATOR, HOST, KERNELS, owned_by
 from ithaca.model.config_json import find_config
+from ithaca.model.families import read_spec
 from ithaca.model.source import ModelSource, RandomWeights
-from ithaca.model.spec import Spec, read_spec
+from ithaca.model.spec import Spec
 from ithaca.optimizer.adamw import make_optimizer
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.batch import Batch

@@ -10,9 +10,13 @@ from torch import Tensor
 import ithaca
 from ithaca.model.block import Weights, final_linear, mlp, output_projection, project
 from ithaca.model.config_json import find_config
+from ithaca.model.families import read_spec
+from ithaca.model.presets import PRESETS
+from ithaca.model.rotary import Rotary
 from ithaca.model.source import ModelSource, RandomWeights
-from ithaca.model.spec import Heads, Spec, read_spec
+from ithaca.model.spec import Heads, Spec
 
+SMALL = {"hidden_size": 128, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 4}
 TINY = read_spec(find_config("tiny")[0]).with_layers(2)
 SPECS = {"pre-norm": TINY, "post-norm": replace(TINY, post_norm=True)}
 
@@ -32,6 +36,25 @@ def block_weights(spec: Spec) -> Weights:
         name: torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
         for name, shape in spec.block_shapes().items()
     }
+
+
+def test_slices_of_heads_make_up_the_whole() -> None:
+    """The mathematics of a block over slices of its heads, which the schedules lean on."""
+    spec = read_spec({**PRESETS["qwen3-8b"], **SMALL, "attention_bias": True})
+    torch.manual_seed(0)
+    w = {name: torch.randn(shape, dtype=torch.float64) for name, shape in spec.block_shapes().items()}
+    x = torch.randn(7, spec.hidden, dtype=torch.float64)
+    rope = Rotary(spec.rope, spec.head_size).at(torch.arange(7), torch.float64)
+    whole = project(spec, w, x, rope, Heads.all(spec))
+    o = torch.randn(7, spec.heads, spec.head_size, dtype=torch.float64)
+    summed = x
+    for kv in (range(3), range(3, 8)):
+        q = range(kv.start * spec.group, kv.stop * spec.group)
+        part = project(spec, w, x, rope, Heads(q, kv))
+        for found, wanted, heads in zip(part, whole, (q, kv, kv), strict=True):
+            assert torch.allclose(found, wanted[:, heads.start : heads.stop], rtol=1e-12)
+        summed = output_projection(spec, w, summed, o[:, q.start : q.stop], Heads(q, kv))
+    assert torch.allclose(summed, output_projection(spec, w, x, o, Heads.all(spec)), rtol=1e-12)
 
 
 def test_where_the_norms_stand() -> None:

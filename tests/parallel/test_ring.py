@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.walk import merge
+from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
-from ithaca.model.spec import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.collectives import Group
 from ithaca.parallel.layout import Layout

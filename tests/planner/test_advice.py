@@ -6,7 +6,7 @@ import pytest
 
 from ithaca.base.sizes import format_bytes
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import read_spec
+from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.advice import out_of_memory
 from ithaca.plans.plan import Plan

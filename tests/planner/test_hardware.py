@@ -6,7 +6,7 @@ import pytest
 
 from ithaca.base.errors import PlanError
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import read_spec
+from ithaca.model.families import read_spec
 from ithaca.planner.hardware import NUMBERS, RATES, causal_mfu, nearest, parse_gpus, peak_flops, read_gpus
 
 WANTED = ("A100-40GB", "A100-80GB", "H100-80GB", "H200-141GB", "B200-180GB", "GH200-96GB", "RTX4090-24GB", "L40S-48GB")

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from ithaca.base.errors import IthacaError, PlanError
 from ithaca.cli import app
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import Spec, read_spec
+from ithaca.model.families import read_spec
+from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Machine, read_gpus
 from ithaca.planner.meshes import Choice, choose

@@ -8,7 +8,7 @@ import pytest
 
 from ithaca.base.owners import GRADIENTS
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import read_spec
+from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Machine, read_gpus
 from ithaca.planner.seconds import predict_seconds

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from ithaca.base.errors import PlanError
 from ithaca.config import read_config
 from ithaca.model.config_json import find_config
+from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
-from ithaca.model.spec import Spec, read_spec
+from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Cluster, read_gpus
 from ithaca.planner.meshes import ranked_meshes

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import read_spec
+from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Machine, read_gpus
 from ithaca.planner.seconds import Seconds, predict_seconds

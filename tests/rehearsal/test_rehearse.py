@@ -12,8 +12,8 @@ import torch
 
 import ithaca
 from ithaca.base.owners import ALLOCATOR, GRADIENTS, HOST, KERNELS
+from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
-from ithaca.model.spec import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal import kernel_bound as bare

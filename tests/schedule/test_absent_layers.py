@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from ithaca.base.owners import BLOCKS, GATHERED, GRADIENTS, STATES, TAPES
+from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
-from ithaca.model.spec import read_spec
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import absent_layers

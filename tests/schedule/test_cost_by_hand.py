@@ -6,7 +6,8 @@ import pytest
 
 from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE, GATHERED, GRADIENTS
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import Spec, read_spec
+from ithaca.model.families import read_spec
+from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Cluster, Machine, read_gpus
 from ithaca.planner.search import longest, search

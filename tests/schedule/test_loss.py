@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ithaca.base.precision import at_least_fp32
+from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
-from ithaca.model.spec import read_spec
 from ithaca.parallel.batch import IGNORED
 from ithaca.schedule.loss import cross_entropy, naive_loss, plain_cross_entropy, tiled_loss
 from tests.models import relative

@@ -18,8 +18,9 @@ from torch import Tensor
 from ithaca.attention.kernels.seam import Kernel
 from ithaca.base.owners import BATCH, BLOCKS, GATHERED, GRADIENTS, KEYS, STATES, TAPES
 from ithaca.model.config_json import find_config
+from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
-from ithaca.model.spec import Spec, read_spec
+from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import mesh

@@ -12,7 +12,7 @@ from ithaca.base.errors import PlanError
 from ithaca.base.sizes import format_bytes
 from ithaca.config import Config, MeshSection, read_config
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import read_spec
+from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Cluster, read_gpus
 from ithaca.planner.search import search

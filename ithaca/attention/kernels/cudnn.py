@@ -1,8 +1,8 @@
-"""cuDNN's attention, the fastest on Hopper: causal squares or full rectangles of one shape, GQA without copies.
+"""cuDNN's attention, the fastest on Hopper, for causal squares or full rectangles of one shape.
 
-It builds a plan for each new shape (0.1–0.3 s), so it is for large pieces whose shapes come again; equal pieces, such
-as the rows of a batch, go in one call. Backward takes a workspace (facts.py) and is not deterministic.
-It refuses one token that sees one token, so `naive` computes such pieces.
+It builds a plan for each new shape (0.1–0.3 s), so it is for large pieces whose shapes repeat. Equal pieces, such as
+the rows of a batch, go in one call. Grouped queries need no copies. Backward needs a workspace (facts.py) and is not
+deterministic. cuDNN refuses pieces of one row or one key, so `naive` computes those.
 """
 
 import torch
@@ -61,7 +61,7 @@ class Cudnn(PieceByPiece):
 
 
 def _batch(pieces: Pieces, q: Tensor, k: Tensor) -> int:
-    """How many equal pieces can go in one call; 0 when they have to go one by one."""
+    """The number of pieces, if they can go in one call; 0 if they must go one by one."""
     count = pieces.equal(len(q), len(k))
     return count if count and min(len(q), len(k)) > count else 0
 
@@ -84,7 +84,7 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The random state is that of dropout, of which there is none
+    # The random state is for dropout, which is off
     state = torch.zeros((), dtype=torch.long, device=q.device)
     grads = aten._scaled_dot_product_cudnn_attention_backward(
         *(_bhtd(x, count) for x in (do, q, k, v, o)),

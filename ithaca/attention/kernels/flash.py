@@ -1,6 +1,6 @@
-"""Torch's flash attention for CUDA in its variable-length form: all pieces of any lengths in one launch, GQA included.
+"""Torch's variable-length flash attention for CUDA: pieces of any lengths in one launch, with grouped queries.
 
-About half the speed of cuDNN on Hopper, but it builds nothing per shape: the kernel for packed documents.
+It has about half the speed of cuDNN on Hopper, but builds nothing for a new shape. So it is for packed documents.
 """
 
 from itertools import pairwise
@@ -37,7 +37,7 @@ class Flash(FactsKernel):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_bounds, k_bounds, q_longest, k_longest = _lengths(pieces, q)
-        # The random state is that of dropout, of which there is none
+        # The random state is for dropout, which is off
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
         return aten._flash_attention_backward(

@@ -1,6 +1,6 @@
-"""The slow twin: scores, softmax and every gradient written out, in at least fp32, anywhere.
+"""The slow reference kernel: scores, softmax and every gradient written out, in at least fp32, on any device.
 
-Costs Hq × T × U numbers for a piece, a few times over. Every other kernel is compared with it.
+It allocates several tensors of Hq × T × U numbers for a piece. Tests compare every other kernel with it.
 """
 
 import torch

@@ -1,9 +1,8 @@
-"""The seam between attention and what computes it: one signature, forward and backward, for every kernel.
+"""The interface of attention kernels: one signature for forward and backward.
 
-Layouts: q and o [T, Hq, D], k and v [U, Hkv, D] with query head h reading key/value head h // (Hq / Hkv), lse [Hq, T]
-in at least fp32, natural logarithm; it may be given back with other strides. `Pieces` says which rows see which keys. A
-kernel allocates its outputs and keeps nothing between calls. Rows that belong to no piece come back as zeros with
-lse = -inf.
+Layouts: q and o [T, Hq, D]; k and v [U, Hkv, D], where query head h reads key/value head h // (Hq / Hkv); lse [Hq, T],
+natural logarithm, in at least fp32 and with any strides. `Pieces` says which rows see which keys. A kernel allocates
+its outputs and keeps nothing between calls. Rows of no piece get zeros and lse = -inf.
 """
 
 from abc import ABC, abstractmethod
@@ -22,10 +21,10 @@ from ithaca.base.precision import at_least_fp32
 class Kernel(Protocol):
     name: str
     bucket: int | None
-    """What a walk cuts shapes into that documents make (visits.py), where new shapes are dear; None: nothing."""
+    """Lengths that documents make are cut into multiples of it, because new shapes cost time (visits.py); None: not."""
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-        """Why this kernel cannot run there, or None when it can."""
+        """Why this kernel cannot run on this device, or None if it can."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
@@ -64,7 +63,7 @@ class PieceByPiece(FactsKernel, ABC):
 
     @abstractmethod
     def one_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """(o, lse) of one rectangle or, causal, one triangle."""
+        """(o, lse) of one rectangle or, if causal, of one triangle."""
 
     @abstractmethod
     def one_backward(
@@ -78,7 +77,7 @@ class PieceByPiece(FactsKernel, ABC):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of the same."""
+        """(dq, dk, dv) of one rectangle or triangle."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
         if _covers(pieces, q, k):

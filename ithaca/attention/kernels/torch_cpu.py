@@ -1,6 +1,6 @@
-"""Torch's flash attention for the CPU: linear memory, float64 to bfloat16.
+"""Torch's flash attention for the CPU: memory linear in the tokens, float64 to bfloat16.
 
-Its backward wants as many key/value heads as query heads, so they are repeated for it.
+Its backward needs as many key/value heads as query heads, so they are repeated for it.
 """
 
 import torch

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
-from ithaca.model.spec import read_spec
 from ithaca.plans.places import REBUILD, RECOMPUTE, Placement
 from ithaca.schedule.sweep.rebuild import LONGEST_PASSING, layers_to_keep, passing_layers, plan_rebuilds, rebuild_passes
 from tests.schedule.sweep.placements import placements
