@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from ithaca.planner.cluster import Cluster
+from ithaca.planner.explain import Asked, train_line
 from ithaca.planner.fitting import LONGEST, SHORTEST, Answer
 from ithaca.planner.longest import STEP, binding, longest
 from ithaca.planner.memory import predict_memory
@@ -18,7 +19,6 @@ from ithaca.config import read_config
 from ithaca.model.config_json import find_config
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import Spec, read_spec
-from ithaca.planner.explain import Asked, train_line
 from ithaca.planner.hardware import read_gpus
 from ithaca.planner.search import search
 from ithaca.planner.seconds import predict_seconds
