@@ -1,9 +1,9 @@
-"""What an asynchronous checkpoint costs the training while it is written.
+"""How much an asynchronous checkpoint slows training down while it is written.
 
     python -m bench.checkpoint --model llama3.2-1b --tokens 32K
 
-Steps are timed without a checkpoint, then from the moment that one is begun until it is on disk, several times over in
-one run. The cost is the time those steps took beyond as many plain ones, over the time of the plain ones.
+Each round times steps without a checkpoint, then steps from the start of a checkpoint until it is on disk. The cost is
+the extra time of a step while the checkpoint is written, as a share of a plain step's time.
 """
 
 import shutil
@@ -18,14 +18,16 @@ import torch
 import ithaca
 from bench.record import command_line, record
 from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
-from ithaca.optimizer.adamw import clip, make_optimizer
+from ithaca.optimizer.adamw import clip
+from ithaca.rehearsal.kernel_bound import synchronize
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.snapshot import local_bytes, training_state
 
 
 def measure(model_name: str, tokens: int, rounds: int, plain_steps: int, folder: Path) -> dict[str, Any]:
+    """Time `rounds` checkpoints, each after `plain_steps` steps without one."""
     model = ithaca.apply(ithaca.load_model(model_name, "bfloat16"), ithaca.Plan(checkpoint="full"))
-    optimizer = make_optimizer(model, learning_rate=1e-5)
+    optimizer = ithaca.make_optimizer(model, learning_rate=1e-5)
     checkpoints = Checkpoints(folder, model, optimizer, keep=1)
     ids = torch.randint(0, model.spec.vocab, (1, tokens))
     batch = model.shard(ids, ids)
@@ -37,7 +39,7 @@ def measure(model_name: str, tokens: int, rounds: int, plain_steps: int, folder:
         checkpoints.before_update()
         optimizer.step()
         optimizer.zero_grad()
-        torch.cuda.synchronize()
+        synchronize(model.mesh.device)
         return time.perf_counter() - began
 
     for _ in range(3):
@@ -84,10 +86,12 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     file = record(f"checkpoint-{args.model}-{format_tokens(args.tokens)}", [row], args.out, args.commit)
-    print(f"{args.model}, {format_tokens(args.tokens)} tokens, state {format_bytes(row['state_bytes'])} -> {file}")
-    print(f"  plain step {row['plain_step_seconds']:.3f} s, spread {row['plain_spread']}")
+    print(f"{args.model}, {format_tokens(args.tokens)} tokens, state {format_bytes(row['state_bytes'])}")
+    least, most = row["plain_spread"]
+    print(f"  plain step {row['plain_step_seconds']:.3f} s ({least:.3f} to {most:.3f})")
     for seconds, wrote, cost in zip(row["step_seconds_while_writing"], row["write_seconds"], row["cost"], strict=True):
-        print(f"  while writing {seconds:.3f} s a step, {100 * cost:+.1f} %; on disk after {wrote:.1f} s")
+        print(f"  step while writing {seconds:.3f} s, {100 * cost:+.1f} %; on disk after {wrote:.1f} s")
+    print(f"Results in {file}")
 
 
 if __name__ == "__main__":

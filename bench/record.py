@@ -1,4 +1,4 @@
-"""What every published figure carries: its command, commit and machine, in one JSON file under bench/results/."""
+"""What all benchmarks share: their options, and the JSON file in which each result has its command and machine."""
 
 import argparse
 import json
@@ -11,16 +11,26 @@ from typing import Any
 
 import torch
 
+from ithaca.config import build
+from ithaca.plans.plan import Plan
+
 
 def command_line(doc: str | None) -> argparse.ArgumentParser:
-    """Of a benchmark: its own text, and where the results go."""
+    """Return a parser that prints `doc` as its help and has the options of all benchmarks."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="bench/results", type=Path, metavar="FOLDER", help="for the results")
-    parser.add_argument("--commit", help="of a tree that was copied without its history")
+    parser.add_argument("--out", default="bench/results", type=Path, metavar="FOLDER", help="folder for the results")
+    parser.add_argument("--commit", help="the commit to record, if this tree is a copy without its history")
     return parser
 
 
+def read_plan(text: str) -> Plan:
+    """'recipe=sweep; chunk=16K' -> the Plan with these options."""
+    pairs = (item.partition("=") for item in text.split(";") if item.strip())
+    return build(Plan, {key.strip(): value.strip() for key, _, value in pairs}, "plan.")
+
+
 def machine() -> dict[str, Any]:
+    """The device and the versions that a result depends on."""
     gpu = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine(),
@@ -31,7 +41,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of this tree, marked when the tree has changes; 'unknown' outside a checkout."""
+    """The commit of this tree, marked if the tree has changes; 'unknown' outside a checkout."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
@@ -43,7 +53,7 @@ def commit() -> str:
 
 
 def _command() -> str:
-    """As it can be typed anywhere: without where the results went and what commit it was."""
+    """The command that was typed, without --out and --commit, which differ from place to place."""
     words, kept = iter(sys.argv[1:]), []
     for word in words:
         if word in ("--out", "--commit"):
@@ -54,7 +64,7 @@ def _command() -> str:
 
 
 def record(name: str, results: list[dict[str, Any]], folder: Path, at: str | None) -> Path:
-    """Write the results; `at` names the commit where the tree was copied without its history."""
+    """Write the results with their command, commit and machine. `at` is the commit if this tree has no history."""
     file = folder / f"{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
     head = {"command": _command(), "commit": at or commit(), "machine": machine()}

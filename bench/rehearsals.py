@@ -1,14 +1,14 @@
 """Predictions against rehearsals: peak memory and seconds of a step, one rank of several on one GPU.
 
-    ithaca plan llama3-8b --measure rates.toml                          an earlier run, whose rates predictions use
-    python -m bench.rehearsals --rates rates.toml --points tuned,fresh  the table
-    python -m bench.rehearsals --rates rates.toml --points long         5M tokens for real, beside its bare kernels
-    python -m bench.rehearsals --points race                            sweep against untied at 2M, in one run
-    python -m bench.rehearsals --points memory                          memory alone: 5M, 8M, 24M
+    ithaca plan llama3-8b --measure rates.toml                          measure the rates that predictions use
+    python -m bench.rehearsals --rates rates.toml --points tuned,fresh  the table of predictions and measurements
+    python -m bench.rehearsals --rates rates.toml --points long         5M tokens, against their lower bound
+    python -m bench.rehearsals --points race                            sweep against untied at 2M
+    python -m bench.rehearsals --points memory                          memory alone at 5M, 8M and 24M
 
-The formulas were made with the points `tuned` in view; `fresh` ones were never used for that. Each point is an
-`ithaca rehearse` of its own. Messages are looped back; a step is that of the layers that are run, with embedding, loss
-and optimizer.
+The planner's formulas were fitted to the points `tuned`. The points `fresh` were never used for that. Each point is one
+`ithaca rehearse` in a process of its own: a step of the layers that run, with embedding, loss and optimizer. Messages
+come back to the rank that sends them.
 """
 
 import json
@@ -86,10 +86,11 @@ POINTS: dict[str, dict[str, list[str]]] = {
 }  # fmt: skip
 
 
-def rehearse(words: list[str], rates: Path | None) -> dict[str, Any]:
-    more = ["--hardware", str(rates)] if rates else []
+def rehearse(options: list[str], rates: Path | None) -> dict[str, Any]:
+    """The JSON of one `ithaca rehearse`, or its error."""
+    hardware = ["--hardware", str(rates)] if rates else []
     done = subprocess.run(
-        [sys.executable, "-m", "ithaca", "rehearse", *words, "--json", *more],
+        [sys.executable, "-m", "ithaca", "rehearse", *options, "--json", *hardware],
         capture_output=True,
         text=True,
         check=False,
@@ -102,34 +103,38 @@ def rehearse(words: list[str], rates: Path | None) -> dict[str, Any]:
 def _line(name: str, row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{name:38} {row['error']}"
-    text = f"{name:38} {row['peak_bytes'] / 2**30:6.2f} GiB, predicted {row['peak_bytes_predicted'] / 2**30:6.2f}"
-    text += f" ({row['peak_bytes_predicted'] / row['peak_bytes'] - 1:+.1%})"
+    text = f"{name:38} {row['peak_bytes'] / 2**30:6.2f} GiB" + _predicted(row, "peak_bytes", 2**30)
     if "seconds" in row:
-        text += f"   {row['seconds']:8.3f} s, predicted {row['seconds_predicted']:8.3f}"
-        text += f" ({row['seconds_predicted'] / row['seconds'] - 1:+.1%})"
+        text += f"   {row['seconds']:8.3f} s" + _predicted(row, "seconds", 1)
     if "over_bare" in row:
-        text += f"   {row['over_bare']:.3f} x bare"
+        text += f"   {row['over_bare']:.3f} × bare"
     return text
 
 
+def _predicted(row: dict[str, Any], name: str, unit: int) -> str:
+    """The prediction and its error; nothing on a CPU, for which there is none."""
+    predicted = row[f"{name}_predicted"]
+    return "" if predicted is None else f", predicted {predicted / unit:.2f} ({predicted / row[name] - 1:+.1%})"
+
+
 def _race(rows: dict[str, dict[str, Any]]) -> str:
-    """How much faster, and how much faster attention that runs once can be."""
+    """The speedup of sweep over untied, and the most that one attention forward pass in place of two can give."""
     sweep, untied = rows.values()
     forward, backward = (sweep[f"bare_attention_{way}_seconds"] for way in ("forward", "backward"))
-    bound, gained = (2 * forward + backward) / (forward + backward), untied["seconds"] / sweep["seconds"]
-    sweep |= {"faster": gained, "faster_bound": bound}
-    return f"sweep is {gained:.3f} x as fast; (2F + B) / (F + B) = {bound:.3f}: {gained / bound:.3f} of it"
+    bound, faster = (2 * forward + backward) / (forward + backward), untied["seconds"] / sweep["seconds"]
+    sweep |= {"faster": faster, "faster_bound": bound}
+    return f"sweep is {faster:.3f} × as fast; attention allows (2F + B) / (F + B) = {bound:.3f} ×"
 
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--points", default="tuned,fresh", help="of " + ", ".join(POINTS))
-    parser.add_argument("--rates", type=Path, help="what ithaca plan --measure has written")
+    parser.add_argument("--points", default="tuned,fresh", help="some of " + ", ".join(POINTS))
+    parser.add_argument("--rates", type=Path, help="a file that ithaca plan --measure wrote")
     args = parser.parse_args()
     for kind in args.points.split(","):
         rows = {}
-        for name, words in POINTS[kind].items():
-            rows[name] = rehearse(words, args.rates)
+        for name, options in POINTS[kind].items():
+            rows[name] = rehearse(options, args.rates)
             print(_line(name, rows[name]), flush=True)
             if kind == "race" and len(rows) == 2 and not any("error" in row for row in rows.values()):
                 print(_race(rows))

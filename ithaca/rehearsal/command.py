@@ -1,4 +1,4 @@
-"""What `ithaca rehearse` does: a scene from its options, and what was seen as lines or as JSON."""
+"""The command `ithaca rehearse`: a scene from its options, and the report as lines or as JSON."""
 
 import json
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaca.base.errors import ConfigError, PlanError, RunError
-from ithaca.base.sizes import format_bytes, format_seconds, format_tokens
+from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens
 from ithaca.config import read_config
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
@@ -15,7 +15,7 @@ from ithaca.planner.hardware import Machine, parse_gpus, read_gpus
 from ithaca.planner.meshes import choose
 from ithaca.plans.plan import Plan
 
-NODE_GPUS, USUAL = 8, "H100-80GB"  # the nodes that a mesh is chosen for
+NODE_GPUS, NODE_GPU = 8, "H100-80GB"  # the nodes that the mesh is chosen for
 
 
 def run(
@@ -31,18 +31,19 @@ def run(
     hardware: Path | None,
     as_json: bool,
 ) -> None:
-    """`ithaca rehearse MODEL --ranks P --tokens S`."""
+    """Run `ithaca rehearse MODEL --ranks P --tokens S` and print its report."""
     config = read_config(None, [f"plan.recipe={recipe}", *sets])
-    wrong = [word for word in sets if not word.startswith(("plan.", "mesh."))]
-    if wrong:
-        raise ConfigError(f"--set {wrong[0]} has no part in a rehearsal: options of plan and mesh have")
+    foreign = [item for item in sets if not item.startswith(("plan.", "mesh."))]
+    if foreign:
+        raise ConfigError(f"--set {foreign[0]} has no effect in a rehearsal: set options of plan or mesh")
     if config.plan is None:
-        raise ConfigError("--recipe auto cannot be rehearsed: ithaca plan chooses a recipe, which can")
-    axes = _axes(model, ranks, tokens, config.plan, dict(vars(config.mesh)), any(w.startswith("mesh.") for w in sets))
+        raise ConfigError("--recipe auto cannot be rehearsed: give the recipe that ithaca plan chooses, as sweep")
+    mesh_given = any(item.startswith("mesh.") for item in sets)
+    axes = _axes(model, ranks, tokens, config.plan, dict(vars(config.mesh)), mesh_given)
     if bare and memory_only:
-        raise ConfigError("--bare times kernels, which --memory-only leaves out: give one of them")
-    read_gpus(hardware)  # whose mistakes are better told before a step than after it
-    from ithaca.rehearsal.rehearse import Scene, rehearse  # only now: torch takes its time
+        raise ConfigError("--bare times the kernels that --memory-only leaves out: give one of the two")
+    read_gpus(hardware)  # report a mistake in this file before the step, not after it
+    from ithaca.rehearsal.rehearse import Scene, rehearse  # imports torch, which takes seconds
 
     scene = Scene(
         model=model,
@@ -55,70 +56,73 @@ def run(
         hardware=hardware,
         axes=axes,
     )
-    found = rehearse(scene)
-    if not found["fits"]:
+    report = rehearse(scene)
+    if not report["fits"]:
         if as_json:
-            print(json.dumps(found, indent=2))
+            print(json.dumps(report, indent=2))
         raise RunError(
-            f"{format_tokens(tokens)} tokens do not fit ({found['why']}): predicted were "
-            f"{format_bytes(found['peak_bytes_predicted'])}"
+            f"{format_tokens(tokens)} tokens do not fit ({report['why']}): the predicted peak is "
+            f"{format_bytes(report['peak_bytes_predicted'])}"
         )
-    print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+    print(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report)))
 
 
-def _axes(model: str, ranks: int, tokens: int, plan: Plan, given: dict[str, Any], chosen: bool) -> Axes:
-    """The axes of so many ranks: as given, or all ranks on one sequence, on the best mesh."""
+def _axes(model: str, ranks: int, tokens: int, plan: Plan, mesh: dict[str, Any], mesh_given: bool) -> Axes:
+    """The axes of all ranks: those given, or the best ones with which all ranks share one sequence."""
     if ranks < 1:
-        raise PlanError(f"--ranks {ranks} cannot be rehearsed: 1 or more can")
-    for name, size in given.items():
+        raise PlanError(f"--ranks {ranks} cannot be rehearsed: give 1 or more")
+    for name, size in mesh.items():
         if size is not None and size < 1:
-            raise PlanError(f"mesh.{name}={size} is not a number of ranks: 1 or more is")
-    if not chosen and not plan.shares:
+            raise PlanError(f"mesh.{name}={size} is not a number of ranks: give 1 or more")
+    if not mesh_given and not plan.shares:
         return Axes(shard=ranks)
-    if not chosen:
+    if not mesh_given:
         spec = read_spec(find_config(model)[0])
-        gpus = next(count for count in range(min(ranks, NODE_GPUS), 0, -1) if ranks % count == 0)
-        gpu = parse_gpus(USUAL, read_gpus())[1]
-        return choose(spec, plan, gpu, Machine(nodes=ranks // gpus, gpus=gpus), tokens)[0].axes
-    sharing = given["ring"] * given["ulysses"]
-    shard = given["shard"] or max(ranks // sharing, 1)
-    if given["replicate"] != 1 or shard * sharing != ranks:
+        node = next(count for count in range(min(ranks, NODE_GPUS), 0, -1) if ranks % count == 0)
+        gpu = parse_gpus(NODE_GPU, read_gpus())[1]
+        return choose(spec, plan, gpu, Machine(nodes=ranks // node, gpus=node), tokens)[0].axes
+    replicate, ring, ulysses = mesh["replicate"], mesh["ring"], mesh["ulysses"]
+    shard = mesh["shard"] or max(ranks // (ring * ulysses), 1)
+    if replicate != 1 or shard * ring * ulysses != ranks:
         raise PlanError(
-            f"replicate {given['replicate']} × shard {shard} × ring {given['ring']} × ulysses {given['ulysses']} is "
-            f"{given['replicate'] * shard * sharing}, but --ranks is {ranks}: shard, ring and ulysses must make it"
+            f"replicate {replicate} × shard {shard} × ring {ring} × ulysses {ulysses} is "
+            f"{replicate * shard * ring * ulysses}, but --ranks is {ranks}: leave replicate out and let the product of "
+            f"the others be {ranks}"
         )
-    return Axes(shard=shard, ring=given["ring"], ulysses=given["ulysses"])
+    return Axes(shard=shard, ring=ring, ulysses=ulysses)
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    mesh = " × ".join(f"{name} {size}" for name, size in found["mesh"].items() if size > 1) or "alone"
+def _lines(report: dict[str, Any]) -> list[str]:
+    mesh = ", ".join(f"{name} {size}" for name, size in report["mesh"].items() if size > 1)
+    device = "GPU" if report["device"] == "cuda" else "CPU"
     lines = [
-        f"{found['model']}, {format_tokens(found['tokens'])} tokens, recipe '{found['recipe']}', rank 0 of "
-        f"{found['ranks']} ({mesh}), {found['layers']} of {found['model_layers']} layers, on this {found['device']}",
-        f"memory at its peak: {format_bytes(found['peak_bytes'])}"
-        + _against(found["peak_bytes_predicted"], format_bytes),
+        f"{report['model']}: {format_tokens(report['tokens'])} tokens, recipe '{report['recipe']}', rank 0 of "
+        f"{report['ranks']}{mesh and f' ({mesh})'}, {report['layers']} of "
+        f"{format_count(report['model_layers'], 'layer')}, on this {device}",
+        f"Memory at its peak: {format_bytes(report['peak_bytes'])}"
+        + _predicted(report["peak_bytes_predicted"], format_bytes),
     ]
-    width = max(map(len, found["memory"]))
-    lines += [f"  {owner:{width}}  {format_bytes(size)}" for owner, size in found["memory"].items()]
-    lines.append(f"on the host: {format_bytes(found['host_bytes'])} of tapes for this rank, all layers")
-    if found["disk_bytes"]:
-        lines.append(f"on the disk: {format_bytes(found['disk_bytes'])}, all layers")
-    if "seconds" in found:
+    width = max(map(len, report["memory"]))
+    lines += [f"  {owner:{width}}  {format_bytes(size)}" for owner, size in report["memory"].items()]
+    lines.append(f"Host memory: {format_bytes(report['host_bytes'])} of tapes for this rank, all layers")
+    if report["disk_bytes"]:
+        lines.append(f"Disk: {format_bytes(report['disk_bytes'])} of tapes for this rank, all layers")
+    if "seconds" in report:
         parts = ", ".join(
-            f"{part} {format_seconds(found[f'{part}_seconds'])}" for part in ("forward", "backward", "optimizer")
+            f"{part} {format_seconds(report[f'{part}_seconds'])}" for part in ("forward", "backward", "optimizer")
         )
         lines.append(
-            f"a step of these layers: {format_seconds(found['seconds'])} ({parts}; attention "
-            f"{format_seconds(found['attention_seconds'])}), messages looped back"
-            + _against(found["seconds_predicted"], format_seconds)
+            f"Step of {format_count(report['layers'], 'layer')}, without links between GPUs: "
+            f"{format_seconds(report['seconds'])}" + _predicted(report["seconds_predicted"], format_seconds)
         )
-    if "over_bare" in found:
+        lines.append(f"  {parts}; attention kernels {format_seconds(report['attention_seconds'])}")
+    if "over_bare" in report:
         lines.append(
-            f"its kernels and products alone: {format_seconds(found['bare_seconds'])}; forward and backward take "
-            f"{found['over_bare']:.3f} times that"
+            f"Kernels and matrix products alone: {format_seconds(report['bare_seconds'])}; forward and backward take "
+            f"{report['over_bare']:.3f} × that"
         )
     return lines
 
 
-def _against(predicted: float | None, spell: Callable[[float], str]) -> str:
-    return "" if predicted is None else f" (predicted {spell(predicted)})"
+def _predicted(value: float | None, format_value: Callable[[float], str]) -> str:
+    return "" if value is None else f" (predicted {format_value(value)})"

@@ -1,7 +1,8 @@
-"""The bare work of a step: its attention kernels and matrix products alone, on random data of the same shapes.
+"""A lower bound for a step: its attention kernels and matrix products alone, on random data of the same shapes.
 
-What a step asks for is written down while it runs, by shape; then each shape is run by itself, often enough to be
-measured under load, and counted as often as the step had it. No schedule can be faster.
+A watched step counts its attention calls (`TimedKernel`) and matrix products (`Products`) by shape. Each shape then
+runs alone, long enough for the GPU's clock to settle, and its time is multiplied by its count. No schedule with the
+same kernels is faster. Reports call this bound `bare`.
 """
 
 import statistics
@@ -18,86 +19,102 @@ from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
 from ithaca.base.torch_private import TorchDispatchMode
 
-SAMPLED = 0.3  # seconds of each product
-ATTENDED = 1.0  # seconds of each attention call; it comes after a step, so the clock has settled
+PRODUCT_SECONDS = 0.3  # how long each product runs
+ATTENTION_SECONDS = 1.0  # how long each attention call runs
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.addmm_.default, aten.addmm.dtype_out)
 
-Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, stride
+Operand = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, stride, dtype
+Product = tuple[Operand, Operand, torch.dtype | None]  # both operands; the dtype of a sum that the product is added to
+Call = tuple[bool, tuple[int, ...], tuple[int, ...], Hashable]  # whether backward, shapes of q and k, pieces
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products by the shapes and strides of what they read, and whether they add in fp32."""
+    """Counts the matrix products that run while it is active, by their operands and the dtype of their sum."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[tuple[Shape, Shape, torch.dtype | None]] = Counter()
+        self.seen: Counter[Product] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in PRODUCTS:
             total, a, b = (None, *args[:2]) if func is aten.mm.default else args[:3]
-            self.seen[_shape(a), _shape(b), None if total is None else total.dtype] += 1
+            self.seen[_operand(a), _operand(b), None if total is None else total.dtype] += 1
         return func(*args, **(kwargs or {}))
 
 
-def _shape(tensor: Tensor) -> Shape:
+def _operand(tensor: Tensor) -> Operand:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def product_seconds(seen: Counter[tuple[Shape, Shape, torch.dtype | None]], device: torch.device) -> float:
-    """Of all that were counted."""
-    return sum(count * _product(*shapes, device) for shapes, count in seen.items())
+def product_seconds(seen: Counter[Product], device: torch.device) -> float:
+    """Seconds of all counted products, each shape timed alone."""
+    return sum(count * _time_product(*product, device) for product, count in seen.items())
 
 
-def _product(a: Shape, b: Shape, summed: torch.dtype | None, device: torch.device) -> float:
-    left, right = (_random(*shape, device) for shape in (a, b))
-    if summed is None or summed == left.dtype:
-        return _seconds(lambda: left @ right, SAMPLED, device)
-    total = torch.zeros(a[0][0], b[0][1], dtype=summed, device=device)
+def _time_product(a: Operand, b: Operand, sum_dtype: torch.dtype | None, device: torch.device) -> float:
+    left, right = (_random(*operand, device) for operand in (a, b))
+    if sum_dtype is None or sum_dtype == left.dtype:
+        return median_seconds(lambda: left @ right, PRODUCT_SECONDS, device)
+    total = torch.zeros(a[0][0], b[0][1], dtype=sum_dtype, device=device)
     if device.type != "cuda":
-        return _seconds(lambda: total.addmm_(left.to(summed), right.to(summed)), SAMPLED, device)
-    return _seconds(lambda: aten.addmm.dtype_out(total, left, right, summed, out=total), SAMPLED, device)
+        return median_seconds(lambda: total.addmm_(left.to(sum_dtype), right.to(sum_dtype)), PRODUCT_SECONDS, device)
+    return median_seconds(
+        lambda: aten.addmm.dtype_out(total, left, right, sum_dtype, out=total), PRODUCT_SECONDS, device
+    )
 
 
 def _random(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rows or columns that lie as they did, without what lay between them."""
+    """Random numbers in rows or columns, whichever is contiguous in the operand. Gaps between them are left out."""
     if len(size) == 2 and stride[0] < stride[1]:
         return torch.randn(size[1], size[0], device=device, dtype=dtype).T
     return torch.randn(size, device=device, dtype=dtype)
 
 
-Call = tuple[bool, tuple[int, ...], tuple[int, ...], Hashable]  # backward?, shapes of q and k, pieces
-
-
 def attention_seconds(
     seen: Counter[Call], kernel: Kernel, dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
-    """Of all calls that were counted, forward and backward."""
+    """Seconds of all counted attention calls, `forward` and `backward`, each shape timed alone."""
     found = {"forward": 0.0, "backward": 0.0}
     for (backward, q_shape, k_shape, pieces), count in seen.items():
         assert isinstance(pieces, Pieces)
         q, do = (torch.randn(q_shape, device=device, dtype=dtype) for _ in range(2))
         k, v = (torch.randn(k_shape, device=device, dtype=dtype) for _ in range(2))
-        forward = partial(kernel.forward, q, k, v, pieces, q_shape[-1] ** -0.5)
-        work = partial(kernel.backward, do, q, k, v, *forward(), pieces, q_shape[-1] ** -0.5) if backward else forward
-        found["backward" if backward else "forward"] += count * _seconds(work, ATTENDED, device)
+        scale = q_shape[-1] ** -0.5
+        call = partial(kernel.forward, q, k, v, pieces, scale)
+        if backward:
+            o, lse = call()
+            call = partial(kernel.backward, do, q, k, v, o, lse, pieces, scale)
+        found["backward" if backward else "forward"] += count * median_seconds(call, ATTENTION_SECONDS, device)
     return found
 
 
-def _seconds(work: Callable[[], object], enough: float, device: torch.device) -> float:
-    """The median of one call once it has run for a while."""
+def median_seconds(work: Callable[[], object], seconds: float, device: torch.device) -> float:
+    """Median time of one call. Calls repeat for `seconds`; a first call and the earlier half do not count."""
     work()
     times: list[float] = []
-    until = time.perf_counter() + enough
+    until = time.perf_counter() + seconds
     while time.perf_counter() < until or len(times) < 3:
-        synchronize(device)
-        began = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(time.perf_counter() - began)
+        times.append(seconds_of(work, device))
     return statistics.median(times[len(times) // 2 :])
 
 
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Time of one call: by events on a GPU, by the clock on a CPU."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    synchronize(device)
+    start.record()  # pyrefly: ignore
+    work()
+    stop.record()  # pyrefly: ignore
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3
+
+
 def synchronize(device: torch.device) -> None:
+    """Wait for all work on a GPU. On a CPU work is done when its call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

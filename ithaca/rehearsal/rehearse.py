@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ithaca.assemble import Model, Substitutes, apply
+from ithaca.attention.documents import attended_length
 from ithaca.attention.kernels.seam import Kernel
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import PlanError
@@ -51,7 +52,9 @@ class Scene:
     plan: Plan
     tokens: int
     axes: Axes = ONE_RANK
+    documents: tuple[int, ...] | None = None  # bounds of the documents in a sequence; None: one document
     layers: int | None = None  # the first ones of the model; None: all
+    hold_absent: bool = True  # hold the memory of layers that do not run
     cap: int | None = None  # bytes of the device that may be used
     memory_only: bool = False  # leave out the arithmetic of attention, and hold two tiles of each host tape
     hardware: Path | None = None  # a file of GPUs: rates for the prediction
@@ -73,14 +76,11 @@ class Scene:
 
 def rehearse(scene: Scene, device: str | None = None, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Run a step of the scene in this process, which can take part in no other job after it."""
-    use_expandable_segments()  # as training does
-    start_loopback(scene.axes.size)
-    axes = scene.axes
-    grid = mesh(ulysses=axes.ulysses, ring=axes.ring, shard=axes.shard, device=device)
+    grid = loopback_mesh(scene.axes, device)
     try:
         return play(scene, grid, say)
     except torch.OutOfMemoryError as problem:
-        spec = read_spec(find_config(scene.model)[0])
+        spec = _held_spec(scene)
         predicted = step_memory(scene.job(spec, torch.bfloat16))
         return {
             "model": scene.model,
@@ -92,6 +92,13 @@ def rehearse(scene: Scene, device: str | None = None, say: Callable[[str], None]
         }
 
 
+def loopback_mesh(axes: Axes, device: str | None = None) -> Mesh:
+    """Make this process rank 0 of a job of which it is the only process, once, with the allocator of training."""
+    use_expandable_segments()
+    start_loopback(axes.size)
+    return mesh(ulysses=axes.ulysses, ring=axes.ring, shard=axes.shard, device=device)
+
+
 def play(
     scene: Scene,
     grid: Mesh,
@@ -99,7 +106,7 @@ def play(
     watch: Callable[[Kernel, Meter], Kernel] = lambda kernel, _: kernel,
 ) -> dict[str, Any]:
     """The same on ranks of any job, whether they are there or looped back; `watch` may wrap the kernel once more."""
-    spec = read_spec(find_config(scene.model)[0])
+    spec = _held_spec(scene)
     if scene.cap is not None:
         _cap(grid.device, scene.cap)
     source = _source(scene, spec)
@@ -170,6 +177,12 @@ def _bare(model: Model, clock: TimedKernel, products: Products, seconds: dict[st
     }
 
 
+def _held_spec(scene: Scene) -> Spec:
+    """The model whose memory is held: with all its layers, or with those that run."""
+    spec = read_spec(find_config(scene.model)[0])
+    return spec if scene.hold_absent or scene.layers is None else spec.with_layers(min(scene.layers, spec.layers))
+
+
 def _source(scene: Scene, spec: Spec) -> ModelSource:
     layers = spec.layers if scene.layers is None else scene.layers
     if not 1 <= layers <= spec.layers:
@@ -186,10 +199,14 @@ def _source(scene: Scene, spec: Spec) -> ModelSource:
     return ModelSource(some, {}, RandomWeights(some, 0), scene.dtype, None)
 
 
-def _tokens(scene: Scene, spec: Spec) -> tuple[Tensor, Tensor]:
+def _tokens(scene: Scene, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Random tokens, labels and the ids of their documents, as `Model.shard` takes them."""
     rows = scene.axes.shard, scene.tokens
     tokens = torch.randint(0, spec.vocab, rows, generator=torch.Generator().manual_seed(0))
-    return tokens, tokens
+    if scene.documents is None:
+        return tokens, tokens, None
+    lengths = torch.tensor(scene.documents).diff()
+    return tokens, tokens, torch.arange(len(lengths)).repeat_interleave(lengths).expand(rows)
 
 
 def _step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[str, float]:
@@ -268,12 +285,14 @@ def _speed(scene: Scene, model: Model, seconds: dict[str, float]) -> dict[str, f
     step = seconds["forward"] + seconds["backward"] + seconds["optimizer"]
     rate = scene.tokens / step / scene.axes.context
     gpu = _this_gpu(scene, model.mesh.device)
+    attended = attended_length(scene.documents) if scene.documents else scene.tokens
+    one_document = scene.documents is None or len(scene.documents) == 2  # all that predictions know
     return {
         "seconds": step,
-        "seconds_predicted": _predicted_seconds(scene, model, gpu) if gpu else None,
+        "seconds_predicted": _predicted_seconds(scene, model, gpu) if gpu and one_document else None,
         **{f"{part}_seconds": taken for part, taken in seconds.items()},
         "tokens_per_second_per_gpu": rate,
-        "mfu_causal": causal_mfu(model.spec, scene.tokens, rate, gpu.flops) if gpu else None,
+        "mfu_causal": causal_mfu(model.spec, attended, rate, gpu.flops) if gpu else None,
     }
 
 

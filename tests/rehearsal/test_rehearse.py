@@ -1,8 +1,10 @@
 """A rehearsed rank takes the memory that a real one does, and says who holds it."""
 
 import json
+import math
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,7 @@ from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.parallel.axes import Axes
 from ithaca.plans.plan import Plan
-from ithaca.rehearsal import kernel_bound as bare
-from ithaca.rehearsal import rehearse
+from ithaca.rehearsal import kernel_bound, rehearse
 from ithaca.rehearsal.rehearse import Scene, play
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import step_memory
@@ -85,6 +86,48 @@ def test_layers_that_are_left_out_are_held(nursery: Nursery, tmp_path: Path) -> 
     assert three == four
 
 
+def play_some_layers(file: Path) -> None:
+    """In a process of its own: scenes one after the other, with and without the memory of layers that do not run."""
+    grid = rehearse.loopback_mesh(Axes(ulysses=2))
+    scene = Scene(model="tiny", plan=Plan(recipe="sweep", chunk=512), tokens=2048, axes=grid.axes, layers=1)
+    some, other = replace(scene, hold_absent=False), replace(scene, layers=2, hold_absent=False)
+    file.write_text(json.dumps([play(each, grid) for each in (some, scene, other, some)]))
+
+
+def test_layers_that_are_left_out_need_not_be_held(nursery: Nursery, tmp_path: Path) -> None:
+    end = nursery.job(play_some_layers, tmp_path / "found.json")[0]
+    assert end.code == 0, end.err
+    one, held, two, again = json.loads((tmp_path / "found.json").read_text())
+    assert (one["layers"], one["model_layers"], held["model_layers"]) == (1, 1, 4)
+    shards = sum(map(math.prod, read_spec(PRESETS["tiny"]).block_shapes().values())) // 2
+    assert held["memory"]["states"] - one["memory"]["states"] == 3 * shards * 12  # fp32: the weights and two moments
+    assert two["memory"]["states"] > one["memory"]["states"]
+    assert two["host_bytes"] > one["host_bytes"]
+    assert again["memory"] == one["memory"]  # a scene leaves nothing behind in the process
+
+
+def play_documents(file: Path) -> None:
+    """In a process of its own: the batch of a scene with documents."""
+    seen: dict[str, Any] = {}
+
+    def step(_model: object, _optimizer: object, batch: Any) -> dict[str, float]:
+        seen.update(bounds=batch.bounds, attended=batch.attended)
+        return dict.fromkeys(("forward", "backward", "optimizer"), 1.0)
+
+    rehearse._step = step
+    plan = Plan(recipe="sweep", chunk=64)
+    scene = Scene(model="tiny", plan=plan, tokens=128, axes=Axes(shard=2, ulysses=2), documents=(0, 32, 128))
+    found = rehearse.rehearse(scene)
+    file.write_text(json.dumps(seen | {"predicted": found["seconds_predicted"]}))
+
+
+def test_documents_of_a_scene_are_those_of_its_batch(nursery: Nursery, tmp_path: Path) -> None:
+    end = nursery.job(play_documents, tmp_path / "found.json")[0]
+    assert end.code == 0, end.err
+    seen = json.loads((tmp_path / "found.json").read_text())
+    assert seen == {"bounds": [0, 32, 128], "attended": (32**2 + 96**2) / 128, "predicted": None}
+
+
 def two_steps(file: Path) -> None:
     """In a process of its own: a rehearsal whose steps only say whether somebody watches them."""
     watched: list[int] = []
@@ -135,7 +178,7 @@ def test_what_goes_to_a_disk_is_said(nursery: Nursery, tmp_path: Path) -> None:
     words += ["--set", "plan.o=disk", "--set", "plan.disk=/nowhere", "--set", "plan.chunk=512"]
     found, lines = (nursery.command("rehearse", *words, *more, folder=tmp_path) for more in (["--json"], []))
     assert json.loads(found.out)["disk_bytes"] == 4 * (2048 // 2) * 256 * 4
-    assert "on the disk: 4 MiB, all layers" in lines.out
+    assert "Disk: 4 MiB of tapes for this rank, all layers" in lines.out
 
 
 def test_a_gpu_that_is_in_no_table_is_rehearsed_on_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +197,9 @@ def test_a_gpu_that_is_in_no_table_is_rehearsed_on_all_the_same(monkeypatch: pyt
     assert unknown["seconds_predicted"] is unknown["mfu_causal"] is None
     assert a100["seconds_predicted"] > 0
     assert a100["mfu_causal"] == pytest.approx(2048 / 3 / 2 * spec.flops_per_token(2048) / 312e12)
+    documents = rehearse._speed(replace(scene, documents=(0, 1024, 2048)), model, seconds)
+    assert documents["mfu_causal"] == pytest.approx(2048 / 3 / 2 * spec.flops_per_token(1024) / 312e12)
+    assert documents["seconds_predicted"] is None  # predictions are for one document
 
 
 def predicted(monkeypatch: pytest.MonkeyPatch, **options: Any) -> float | None:
@@ -184,7 +230,7 @@ Sizes = tuple[tuple[int, int], tuple[int, int], bool]
 
 def count_bare(words: dict[str, Any], axes: dict[str, int], layers: int, file: Path) -> None:
     """In a process of its own: what a step asks for, by shape, with every call timed as briefly as can be."""
-    bare.SAMPLED = bare.ATTENDED = 0.0
+    kernel_bound.PRODUCT_SECONDS = kernel_bound.ATTENTION_SECONDS = 0.0
     seen: dict[str, list[Any]] = {}
     counted_products, counted_calls = rehearse.product_seconds, rehearse.attention_seconds
 
@@ -281,7 +327,7 @@ def test_what_does_not_fit(nursery: Nursery) -> None:
     end = nursery.job(command_without_memory, words)[0]
     assert end.code == 1
     assert_one_sentence(end)
-    assert "2K tokens do not fit (CUDA out of memory): predicted were" in end.err
+    assert "2K tokens do not fit (CUDA out of memory): the predicted peak is" in end.err
     found = json.loads(end.out)
     assert found["fits"] is False
     spec = read_spec(PRESETS["tiny"])
@@ -298,15 +344,18 @@ def assert_one_sentence(end: Ended) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--recipe", "auto"], "--recipe auto cannot be rehearsed: ithaca plan chooses a recipe, which can"),
-        (["--bare", "--memory-only"], "--bare times kernels, which --memory-only leaves out: give one of them"),
+        (["--recipe", "auto"], "--recipe auto cannot be rehearsed: give the recipe that ithaca plan chooses, as sweep"),
+        (["--bare", "--memory-only"], "--bare times the kernels that --memory-only leaves out: give one of the two"),
         (["--layers", "0"], "--layers 0 cannot be rehearsed: the model has 4, so 1 to 4 can"),
         (["--layers", "5"], "--layers 5 cannot be rehearsed: the model has 4, so 1 to 4 can"),
-        (["--ranks", "0"], "--ranks 0 cannot be rehearsed: 1 or more can"),
+        (["--ranks", "0"], "--ranks 0 cannot be rehearsed: give 1 or more"),
         (["--cap", "80GB"], "--cap 80GB is for a GPU, and there is none here: leave it out"),
-        (["--set", "train.steps=3"], "--set train.steps=3 has no part in a rehearsal: options of plan and mesh have"),
-        (["--set", "mesh.ulysses=3", "--ranks", "4"], "is 3, but --ranks is 4: shard, ring and ulysses must make it"),
-        (["--set", "mesh.ulysses=0"], "mesh.ulysses=0 is not a number of ranks: 1 or more is"),
+        (["--set", "train.steps=3"], "--set train.steps=3 has no effect in a rehearsal: set options of plan or mesh"),
+        (
+            ["--set", "mesh.ulysses=3", "--ranks", "4"],
+            "is 3, but --ranks is 4: leave replicate out and let the product of the others be 4",
+        ),
+        (["--set", "mesh.ulysses=0"], "mesh.ulysses=0 is not a number of ranks: give 1 or more"),
         (["--recipe", "dense", "--ranks", "2", "--set", "mesh.ulysses=2"], "recipe 'dense' has no context parallelism"),
         (["--recipe", "dense", "--ranks", "4", "--set", "mesh.shard=2"], "is 2, but --ranks is 4"),
         (["--hardware", "missing.toml"], "missing.toml"),
