@@ -10,9 +10,9 @@ from ithaca.base.sizes import format_bytes, format_number, format_seconds, forma
 from ithaca.model.spec import Spec
 from ithaca.parallel.head_split import HeadSplit, imbalance
 from ithaca.planner.hardware import Cluster
-from ithaca.planner.meshes import Choice, best_mesh, cannot_share, mesh_shapes, weigh
+from ithaca.planner.meshes import Choice, cannot_share, mesh_shapes, weigh
 from ithaca.planner.report import Question, train_lines
-from ithaca.planner.search import Answer, search
+from ithaca.planner.search import Answer, best_of, search
 from ithaca.plans.plan import Plan
 
 ROWS = 12  # meshes in the printed table
@@ -31,11 +31,7 @@ def compare_meshes(spec: Spec, cluster: Cluster, tokens: int, recipe: str, shari
     shapes = [shape for size in sizes for shape in mesh_shapes(spec, default, cluster.machine, size)]
     if not shapes and sharing:
         raise cannot_share(spec, default, cluster.machine, sharing)
-    if sharing is None:
-        answer = search(spec, cluster, tokens, recipe)
-        best = answer and (answer.axes.ulysses, answer.axes.ring)
-    else:
-        best = best_mesh(spec, cluster, recipe, tokens, sharing)
+    best = best_of(spec, cluster, tokens, sharing, recipe) if sharing else search(spec, cluster, tokens, recipe)
     found: Compared = []
     for shape in shapes:
         answer = search(spec, cluster, tokens, recipe, mesh=shape)
@@ -44,7 +40,7 @@ def compare_meshes(spec: Spec, cluster: Cluster, tokens: int, recipe: str, shari
 
     def order(item: tuple[Choice, Answer | None]) -> tuple[bool, bool, float]:
         choice, answer = item
-        return answer is None, (choice.axes.ulysses, choice.axes.ring) != best, -choice.rate
+        return answer is None, best is None or choice.axes != best.axes, -choice.rate
 
     return sorted(found, key=order)
 

@@ -13,12 +13,13 @@ from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.head_split import HeadSplit
 from ithaca.planner.hardware import Cluster, Gpu, Machine
-from ithaca.planner.links import Sent, busiest
-from ithaca.planner.seconds import Seconds, predict_seconds
+from ithaca.planner.seconds import Seconds, Sent, busiest, predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
 
 SAME = 1.01  # times within this factor count as equal
+
+Shapes = tuple[tuple[int, int], ...]  # (ulysses, ring) of several meshes
 
 
 @dataclass(frozen=True)
@@ -77,24 +78,22 @@ def mesh_shapes(spec: Spec, plan: Plan, machine: Machine, sharing: int) -> list[
     ]
 
 
-def best_mesh(spec: Spec, cluster: Cluster, recipe: str, tokens: int, sharing: int) -> tuple[int, int] | None:
-    """(ulysses, ring) of the best mesh for this many GPUs; None if the recipe cannot share among them."""
-    if sharing == 1 or not Plan(recipe=recipe).shares:
-        return (1, 1) if sharing == 1 else None
-    # The best mesh hardly depends on the length, so powers of two are enough
+def ranked_meshes(spec: Spec, cluster: Cluster, recipe: str, tokens: int, sharing: int) -> Shapes:
+    """(ulysses, ring) of every mesh on which this many GPUs can share a sequence, the best first."""
+    if sharing == 1:
+        return ((1, 1),)
+    # The order hardly depends on the length, so powers of two are enough
     length = 2 ** (tokens.bit_length() - 1)
-    return _best_mesh(spec, recipe, cluster.gpu, cluster.machine, length, sharing)
+    return _ranked(spec, recipe, cluster.gpu, cluster.machine, length, sharing)
 
 
 @lru_cache(maxsize=1024)  # the search asks for the same ones many times
-def _best_mesh(
-    spec: Spec, recipe: str, gpu: Gpu, machine: Machine, tokens: int, sharing: int
-) -> tuple[int, int] | None:
+def _ranked(spec: Spec, recipe: str, gpu: Gpu, machine: Machine, tokens: int, sharing: int) -> Shapes:
     try:
-        axes = choose(spec, Plan(recipe=recipe), gpu, machine, tokens, sharing)[0].axes
+        choices = choose(spec, Plan(recipe=recipe), gpu, machine, tokens, sharing)
     except PlanError:
-        return None
-    return axes.ulysses, axes.ring
+        return ()  # the recipe cannot share a sequence among so many
+    return tuple((choice.axes.ulysses, choice.axes.ring) for choice in choices)
 
 
 def impossible(spec: Spec, plan: Plan, machine: Machine, sharing: int | None = None) -> Iterator[str]:

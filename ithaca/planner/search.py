@@ -1,28 +1,30 @@
 """The fastest Plan that fits some GPUs at one length, the longest context that fits, and what limits it.
 
-For each number of GPUs that can share a sequence, `search` takes the best mesh (meshes.py) and tries every recipe in
+For each number of GPUs that can share a sequence, `search` tries every recipe on its meshes, best first (meshes.py), in
 the ways that its schedule offers (schedule/variants.py). It compares the Plans that fit by tokens per second
 (seconds.py). `longest` grows the context until nothing fits, and `binding` finds out which memory limits it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ithaca.base.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Cluster
-from ithaca.planner.meshes import best_mesh
+from ithaca.planner.meshes import SAME as SAME_MESH
+from ithaca.planner.meshes import Shapes, ranked_meshes
 from ithaca.planner.seconds import Seconds, predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.plans.recipes import RECIPES
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import Memory
-from ithaca.schedule.variants import SHORTEST, Effort, fitting_plans, recipe_plans, refit
+from ithaca.schedule.variants import SHORTEST, Effort, recipe_fits, refit
 
 SAME = 1.02  # rates within this factor count as equal: then the recipe that comes first in the table is taken
 LONGEST = 2**32  # the most tokens that can be planned for
 STEP = 2**16  # tokens: the longest context is found in whole steps
+ACCURACY = 256  # the longest context is right to one part in so many
 MORE = (1.1, 2.0)  # `binding` tries this many times the memory
 LEAST_MEMORY = "sweep"  # the recipe with which the longest contexts fit
 
@@ -71,9 +73,10 @@ def search(
         if mesh is None and sequences is not None and shard > sequences:
             continue
         rows = -(-(sequences or 1) // shard)
-        if answer := _best_of(spec, cluster, tokens, sharing, recipe, mesh, rows):
+        if answer := best_of(spec, cluster, tokens, sharing, recipe, mesh, rows):
             found.append(replace(answer, sequences=sequences or shard))
-        if sharing >= cluster.machine.gpus and len(found) > 1 and found[-1].rate <= found[-2].rate:
+        slower = len(found) > 1 and found[-1].rate <= found[-2].rate and not found[-1].recomputed(spec)
+        if slower and sharing >= cluster.machine.gpus:
             break  # sharing over more nodes only adds messages
     best = _preferred(found)
     return best and _refined(spec, cluster, best)
@@ -84,22 +87,19 @@ def fitting(
     cluster: Cluster,
     tokens: int,
     recipe: str,
-    mesh: tuple[int, int] | None,
+    mesh: tuple[int, int],
     effort: Effort,
     rows: int = 1,
 ) -> Iterator[Answer]:
     """The ways in which a recipe fits on one mesh; `rows`: sequences for each group of GPUs that share them."""
-    if mesh is None:
-        return
     ulysses, ring = mesh
     axes = Axes(shard=cluster.count // (ulysses * ring), ring=ring, ulysses=ulysses)
-    for plan in recipe_plans(recipe, rows * tokens, axes.context):
-        for placed, memory in fitting_plans(plan, spec, axes, rows * tokens, cluster.budget, effort):
-            seconds = _pass_seconds(spec, cluster, placed, tokens, rows, axes)
-            answer = Answer(placed, tokens, axes, rows, rows * axes.shard, memory, seconds)
-            yield answer
-            if not answer.recomputed(spec):
-                return  # the variants that follow use less memory and are no faster
+    for plan, memory in recipe_fits(recipe, spec, axes, rows * tokens, cluster.budget, effort):
+        seconds = _pass_seconds(spec, cluster, plan, tokens, rows, axes)
+        answer = Answer(plan, tokens, axes, rows, rows * axes.shard, memory, seconds)
+        yield answer
+        if not answer.recomputed(spec):
+            return  # the variants that follow use less memory and are no faster
 
 
 def _pass_seconds(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, rows: int, axes: Axes) -> Seconds:
@@ -117,22 +117,43 @@ def _refined(spec: Spec, cluster: Cluster, answer: Answer) -> Answer:
     return replace(answer, plan=found[0], memory=found[1], seconds=seconds)
 
 
-def _best_of(
+def best_of(
     spec: Spec,
     cluster: Cluster,
     tokens: int,
     sharing: int,
     recipe: str | None,
-    mesh: tuple[int, int] | None,
-    rows: int,
+    mesh: tuple[int, int] | None = None,
+    rows: int = 1,
 ) -> Answer | None:
     """The fastest answer if this many GPUs share a sequence."""
-    names = [recipe] if recipe else [name for name in RECIPES if _suits(name, sharing, mesh)]
-    meshes = {name: mesh or best_mesh(spec, cluster, name, tokens, sharing) for name in names}
-    found = (
-        answer for name in names for answer in fitting(spec, cluster, tokens, name, meshes[name], Effort.FEW, rows)
-    )
-    return _preferred([*found])
+    found = []
+    for name in [recipe] if recipe else [name for name in RECIPES if _suits(name, sharing, mesh)]:
+        meshes = (mesh,) if mesh else ranked_meshes(spec, cluster, name, tokens, sharing)
+        if answer := _best_on(spec, cluster, tokens, name, meshes, rows):
+            found.append(answer)
+    return _preferred(found)
+
+
+def _best_on(spec: Spec, cluster: Cluster, tokens: int, recipe: str, meshes: Shapes, rows: int) -> Answer | None:
+    """The fastest answer of a recipe on the first of these meshes that fits, or on the first that attends only once."""
+    found: Answer | None = None
+    for mesh in meshes:
+        once = fitting(spec, cluster, tokens, recipe, mesh, Effort.LEAST_ONCE, rows)
+        if found and not _runs_once(spec, next(once, None)):
+            continue
+        answers = fitting(spec, cluster, tokens, recipe, mesh, Effort.FEW, rows)
+        best = max(answers, key=lambda answer: answer.rate, default=None)
+        if best and (found is None or best.rate > SAME_MESH * found.rate):
+            found = best
+        if _runs_once(spec, found):
+            break
+    return found
+
+
+def _runs_once(spec: Spec, answer: Answer | None) -> bool:
+    """Whether there is an answer that does not recompute attention."""
+    return answer is not None and not answer.recomputed(spec)
 
 
 def _suits(recipe: str, sharing: int, mesh: tuple[int, int] | None) -> bool:
@@ -159,15 +180,24 @@ def longest(
     If one step does not fit, the largest half, quarter … of it that does; 0 if none. Recipes that can save attention
     outputs save all of them, unless `recomputing` allows attention to run again. `from_`: a length that fits.
     """
-    plan = Plan(recipe=recipe or LEAST_MEMORY)
+    plan, effort = Plan(recipe=recipe or LEAST_MEMORY), Effort.LEAST if recomputing else Effort.LEAST_ONCE
     sizes = [*reversed(cluster.sharing())] if plan.shares else [1]
-    effort = Effort.LEAST if recomputing else Effort.LEAST_ONCE
+    every = (ranked_meshes(spec, cluster, plan.recipe, from_, sharing) for sharing in sizes)
+    most = 0
+    for mesh in next((meshes for meshes in every if meshes), ()):
 
-    def fits(tokens: int) -> bool:
-        meshes = (best_mesh(spec, cluster, plan.recipe, tokens, sharing) for sharing in sizes)
-        mesh = next((mesh for mesh in meshes if mesh), None)
-        return next(fitting(spec, cluster, tokens, plan.recipe, mesh, effort), None) is not None
+        def fits(tokens: int) -> bool:
+            return next(fitting(spec, cluster, tokens, plan.recipe, mesh, effort), None) is not None  # noqa: B023
 
+        # A mesh is looked at only if it takes a longer context than the meshes before it
+        longer = min(most + max(most // ACCURACY, min(most, STEP)), LONGEST) if most else from_
+        if longer > most and (longer == STEP or fits(longer)):
+            most = max(most, _longest(fits, from_))
+    return most
+
+
+def _longest(fits: Callable[[int], bool], from_: int) -> int:
+    """The longest context on one mesh."""
     low, most = max(from_ // STEP, 1), LONGEST // STEP
     if not fits(low * STEP):
         halves = [STEP >> halved for halved in range(1, STEP.bit_length()) if STEP >> halved >= SHORTEST]
@@ -175,7 +205,7 @@ def longest(
     high, growth = low, 2 if low == 1 else 1.2
     while high < most and fits((high := min(int(high * growth) + 1, most)) * STEP):
         low = high
-    while high - low > max(low // 256, 1):
+    while high - low > max(low // ACCURACY, 1):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * STEP) else (low, middle)
     return low * STEP

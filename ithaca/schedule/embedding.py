@@ -1,4 +1,4 @@
-"""The embedding onto a tape: rows of the table to the first block's x, the gradient tape back to rows of the table."""
+"""The embedding on tapes: rows of the table to the first block's x; backward, the residual's gradient to the table."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from ithaca.schedule.tapes import Pass
 
 
 def embed(table: Tensor, tokens: Tensor, tapes: Pass, tile: int) -> Tensor:
-    """Write the tokens' rows to the first block's tape; the token that carries the graph to that block."""
+    """Write the tokens' rows to the first block's x tape; returns the carrier."""
     return _Embed.apply(table, tokens, tapes, tile)
 
 

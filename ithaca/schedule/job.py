@@ -27,10 +27,9 @@ from ithaca.parallel.axes import Axes
 from ithaca.parallel.head_split import HeadSplit, Rounds, head_rounds, split_heads
 from ithaca.parallel.layout import Layout
 from ithaca.plans.plan import Plan
-from ithaca.schedule.messages import Message
+from ithaca.schedule.costs import Message, Work
 from ithaca.schedule.sweep import cost as sweep_cost
 from ithaca.schedule.whole import cost as whole_cost
-from ithaca.schedule.work import Work
 from ithaca.tape.spec import TapeSpec
 
 BF16, FP32 = 2, 4  # bytes

@@ -49,7 +49,7 @@ class Tapes:
         staging = STAGED * [staging_bytes(specs, tiles) // STAGED] if file else []
         with owned_by(HOST):
             slab = Slab(sizes + staging, engine.device, say)
-        self._let_go = slab.belong_to(self, engine)
+        self._close_slab = slab.belong_to(self, engine)
         self._disk = Disk(file, slab.parts[len(sizes) :], engine) if file else None
         self._parts, self._disk_start = iter(slab.parts), 0
         self._slots: dict[str, Slots] = {}
@@ -136,7 +136,7 @@ class Tapes:
     def close(self) -> None:
         if self._disk:
             self._disk.close()
-        self._let_go()
+        self._close_slab()
         self._tapes.clear()
         self._homes.clear()
         self._slots.clear()

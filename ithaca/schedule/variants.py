@@ -31,14 +31,21 @@ class Effort(Enum):
     LEAST_ONCE = "least_once"  # the same, without recomputed attention
 
 
-def recipe_plans(recipe: str, tokens: int, sharing: int) -> Iterator[Plan]:
-    """The Plans of a recipe before anything is placed; `sharing` ranks share a sequence."""
+def recipe_fits(recipe: str, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort) -> Iterator[Fit]:
+    """Every way in which a recipe fits the budget of a rank, fastest first."""
     entry = RECIPES[recipe]
     if entry.schedule == "sweep":
-        yield from (Plan(recipe=recipe, chunk=chunk, tile=min(TILE, chunk)) for chunk in _chunks(tokens, sharing))
-        return
-    for optimizer in ("device", "host"):
-        yield from (Plan(recipe=recipe, optimizer=optimizer, **options) for options in entry.tries)
+        plans = [Plan(recipe=recipe, chunk=size, tile=min(TILE, size)) for size in _chunks(tokens, axes.context)]
+        # The smallest chunk takes the least memory: if it does not fit, none does
+        if effort in (Effort.LEAST, Effort.LEAST_ONCE):
+            plans = plans[-1:]
+        elif next(fitting_plans(plans[-1], spec, axes, tokens, budget, Effort.LEAST), None) is None:
+            return
+    else:
+        places = ("device", "host")
+        plans = [Plan(recipe=recipe, optimizer=place, **options) for place in places for options in entry.tries]
+    for plan in plans:
+        yield from fitting_plans(plan, spec, axes, tokens, budget, effort)
 
 
 def fitting_plans(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort) -> Iterator[Fit]:

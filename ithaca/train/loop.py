@@ -20,7 +20,7 @@ from ithaca.data.tokenfile import TokenFile
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.axes import Axes
-from ithaca.parallel.balance import Work, describe_work, ring_work
+from ithaca.parallel.balance import RingWork, describe_work, ring_work
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.hangs import answering, lost_touch, set_timeout, step_seconds, timeout
 from ithaca.parallel.mesh import Mesh, mesh
@@ -225,11 +225,11 @@ class TrainingRun:
             losses.append(loss.detach())
         return torch.stack(losses).sum().item()
 
-    def _ring_work(self, batches: list[Batch]) -> Work | None:
+    def _ring_work(self, batches: list[Batch]) -> RingWork | None:
         """Return how the attention work of this rank's sequences spreads over its ring; None without a ring."""
         if self.mesh.ring == 1:
             return None
-        return sum((ring_work(batch.layout, batch.bounds, self.model.plan.sweeps) for batch in batches), Work([]))
+        return sum((ring_work(batch.layout, batch.bounds, self.model.plan.sweeps) for batch in batches), RingWork([]))
 
     def _metrics(self, batches: list[Batch], loss: float, norm: float, rate: float, seconds: float) -> dict[str, Any]:
         ranks, tokens = self.mesh.size, sum(batch.total_tokens for batch in batches)

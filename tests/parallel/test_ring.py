@@ -19,8 +19,8 @@ from ithaca.parallel.layout import Layout
 from ithaca.parallel.loopback import Loopback
 from ithaca.parallel.ring import Ring
 from ithaca.plans.plan import Plan
+from ithaca.schedule.costs import Peers, traffic
 from ithaca.schedule.job import Job
-from ithaca.schedule.messages import Peers, traffic
 from ithaca.schedule.whole.ring_kernel import RingKernel
 
 BF16 = torch.bfloat16

@@ -268,7 +268,7 @@ REFUSED = [
     ({"x": "host, disk"}, "x='host, disk' needs a folder on a disk"),
     ({"disk": "/tmp"}, "disk='/tmp' does nothing without x='disk' or o='disk': use one, or leave it out"),
     ({"o": "disk", "disk": ""}, "disk='' is no folder: '/scratch' would be one"),
-    ({"o": "disk", "disk": "/nowhere"}, "plan.disk='/nowhere' is no folder in which a file can be made .No such file"),
+    ({"o": "disk", "disk": "/nowhere"}, "plan.disk='/nowhere' is not a folder that a file can be made in .No such"),
     ({"lse": "disk", "disk": "/tmp"}, "lse=disk does not exist: known are device, host"),
     ({"optimizer": "disk", "disk": "/tmp"}, "optimizer=disk does not exist: known are device, host"),
     (

@@ -12,11 +12,11 @@ import ithaca
 from ithaca.attention.walk import merge
 from ithaca.parallel.collectives import Group, Pending
 from ithaca.schedule import reference as naive
-from ithaca.schedule.messages import Traffic
+from ithaca.schedule.costs import Traffic
 from tests.models import make_model, relative, save
 from tests.schedule.contexts import LAYERS, MODELS, Options, context_step, open_model, packed, save_models, sized
 from tests.schedule.steps import EXACT, Rows, assert_same, naive_step, random_batch
-from tests.schedule.test_messages import stated
+from tests.schedule.test_costs import stated
 
 SHAPES = ((1, 2), (1, 4), (2, 2), (2, 3), (4, 2))  # Ulysses × ring ranks
 RECIPES: dict[str, Options] = {

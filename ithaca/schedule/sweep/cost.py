@@ -32,10 +32,12 @@ from ithaca.parallel.axes import Axes
 from ithaca.parallel.layout import Layout
 from ithaca.plans.places import KEPT, RECOMPUTE
 from ithaca.plans.plan import Plan
-from ithaca.schedule.messages import TO_EACH, TO_HEADS, TO_TOKENS, Message
-from ithaca.schedule.sweep.rebuild import passing_layers, rebuild_passes, rebuilds_of
-from ithaca.schedule.work import (
+from ithaca.schedule.costs import (
+    TO_EACH,
+    TO_HEADS,
+    TO_TOKENS,
     Copies,
+    Message,
     Work,
     attention_flops,
     block_products,
@@ -43,6 +45,7 @@ from ithaca.schedule.work import (
     local_tokens,
     moved_bytes,
 )
+from ithaca.schedule.sweep.rebuild import passing_layers, rebuild_passes, rebuilds_of
 from ithaca.tape.spec import TapeSpec
 
 if TYPE_CHECKING:

@@ -37,9 +37,13 @@ from ithaca.parallel.head_split import HeadSplit
 from ithaca.parallel.layout import Layout
 from ithaca.plans.places import KEPT
 from ithaca.plans.plan import Plan
-from ithaca.schedule.messages import TO_EACH, TO_HEADS, TO_NEXT, TO_TOKENS, Message
-from ithaca.schedule.work import (
+from ithaca.schedule.costs import (
+    TO_EACH,
+    TO_HEADS,
+    TO_NEXT,
+    TO_TOKENS,
     Copies,
+    Message,
     Work,
     attention_flops,
     block_products,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ithaca
-from ithaca.schedule.messages import Peers, Traffic, traffic
+from ithaca.schedule.costs import Peers, Traffic, traffic
 from tests.schedule.contexts import LAYERS, head_counts, open_model, sampled, save_models
 
 LOCAL = 6  # tokens of each rank: no padding
