@@ -1,9 +1,17 @@
-"""The README's program runs as it stands, and its commands exist."""
+"""The README's program and its quickstart run as they are printed, and its commands exist."""
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from tests.models import make_model, save
+from tests.nursery import Nursery
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -15,14 +23,30 @@ def test_python(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_quickstart(nursery: Nursery, tmp_path: Path) -> None:
+    """With a small model, a short context, few steps and one process; all else as it is printed."""
+    (printed,) = re.findall(r"^pip install \.\n(.*?)```", README, flags=re.DOTALL | re.MULTILINE)
+    lines = [shlex.split(line, comments=True) for line in printed.replace("\\\n", " ").splitlines()]
+    assert [words[:2] for words in lines] == [["ithaca", name] for name in ("data", "plan", "train", "export")]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({byte: number for number, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model = save(make_model("llama3.1", vocab_size=len(alphabet)), tmp_path / "my-model")
+    tokenizer.save(str(model / "tokenizer.json"))
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "odyssey.txt").write_text("sing, muse, of the man of many turns. " * 20)
+    smaller = {"train.tokens=1M": "train.tokens=64", "train.steps=100": "train.steps=2"}
+    more = {"train": ["--ranks", "1", "--set", "train.device=cpu"]}
+    for words in lines:
+        given = [smaller.get(word, word) for word in words[1:]] + more.get(words[1], [])
+        end = nursery.command(*given, folder=tmp_path)
+        assert end.code == 0, (words, end.err)
+    config = json.loads((tmp_path / "my-model-1m" / "config.json").read_text())
+    assert config["model_type"] == "llama"
+
+
 def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^make (\S+)", README, flags=re.MULTILINE))
     assert targets == {"train", "test"}
     for target in targets:
         subprocess.run(["make", "-n", target], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-
-
-def test_links_lead_somewhere() -> None:
-    for page in (README, (ROOT / "docs/architecture.md").read_text(encoding="utf-8")):
-        for link in re.findall(r"\]\(([^)#]+)\)", page):
-            assert (ROOT / link).exists(), link
