@@ -8,6 +8,9 @@ import torch._dynamo  # FSDP2 does at its first use: once here, instead of in ev
 from tests.nursery import Nursery
 from tests.ranks import Ranks
 
+# Tensors are small here, and threads that wait for each other spin: on busy cores that doubles what the suite costs
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
