@@ -29,7 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 from bench.bounds import matmul_tflops
 from bench.record import command_line, record
 from ithaca.attention.documents import Pieces, attended_length, positions
-from ithaca.attention.kernels import choose_kernel
+from ithaca.attention.kernels.choose import choose_kernel
 from ithaca.attention.kernels.seam import softmax_scale
 from ithaca.attention.walk import Walk
 from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens

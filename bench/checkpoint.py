@@ -18,8 +18,8 @@ import torch
 import ithaca
 from bench.record import command_line, record
 from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
+from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.train.checkpoint import Checkpoints
-from ithaca.train.optimizer import clip, make_optimizer
 from ithaca.train.snapshot import local_bytes, training_state
 
 

@@ -22,12 +22,12 @@ import torch
 import ithaca
 from bench.bounds import matmul_tflops
 from bench.record import command_line, record
+from ithaca.base.allocator import ALLOCATOR_VARIABLES, use_expandable_segments
 from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.config import build
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import read_spec
-from ithaca.train.start import ALLOCATOR_VARIABLES, join_free_memory
 
 PEAK = 989e12
 
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--repeats", default=1, type=int)
     parser.add_argument("--name", default="", help="what the file is called beside model and tokens")
     args = parser.parse_args()
-    join_free_memory()
+    use_expandable_segments()
     bound, results = matmul_tflops(), []
     layers = f"-{args.layers}-layers" if args.layers else ""
     name = f"step-{args.model}{layers}-{format_tokens(args.tokens)}{args.name and '-'}{args.name}"

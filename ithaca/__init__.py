@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from ithaca.base.errors import ConfigError, DataError, InputError, IthacaError, ModelError, PlanError
     from ithaca.model.source import ModelSource, load_model
     from ithaca.model.spec import Spec
+    from ithaca.optimizer.adamw import make_optimizer
     from ithaca.parallel.batch import Batch
     from ithaca.parallel.mesh import Mesh, mesh
     from ithaca.planner.command import plan
     from ithaca.plans.plan import Plan
     from ithaca.schedule.sweep.placement import place
-    from ithaca.train.optimizer import make_optimizer
 
 _HOMES = {
     "Batch": "ithaca.parallel.batch",
@@ -43,7 +43,7 @@ _HOMES = {
     "Spec": "ithaca.model.spec",
     "apply": "ithaca.assemble",
     "load_model": "ithaca.model.source",
-    "make_optimizer": "ithaca.train.optimizer",
+    "make_optimizer": "ithaca.optimizer.adamw",
     "mesh": "ithaca.parallel.mesh",
     "place": "ithaca.schedule.sweep.placement",
     "plan": "ithaca.planner.command",

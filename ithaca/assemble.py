@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaca.attention.kernels import choose_kernel
+from ithaca.attention.kernels.choose import choose_kernel
 from ithaca.base.errors import InputError, ModelError, PlanError
 from ithaca.base.precision import at_least_fp32
 from ithaca.base.tiles import Tiles
@@ -21,7 +21,7 @@ from ithaca.model.save import check_vacant, write_folder
 from ithaca.model.source import DTYPES, ModelSource
 from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.agree import on_this_node, same_batch, same_everywhere, together
-from ithaca.parallel.batch import Batch, gather_tokens, split_batch, whole_batch
+from ithaca.parallel.batch import Batch, RankBatch, gather_tokens, rank_batch, split_batch, whole_batch
 from ithaca.parallel.collectives import Group
 from ithaca.parallel.exchange import Alone, Ulysses
 from ithaca.parallel.head_split import describe_share, head_rounds, split_heads
@@ -86,6 +86,10 @@ class Model(nn.Module):
                    of its own in any case
         """
         return split_batch(tokens, labels, documents, self.mesh, self.spec.vocab, self._lay)
+
+    def rank_batch(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, rows: int) -> RankBatch:
+        """Return this rank's part of a batch of `rows` rows, given only its own rows (parallel/batch.py)."""
+        return rank_batch(tokens, labels, documents, rows, self.mesh, self.spec.vocab, self._lay)
 
     def _lay(self, tokens: int, shorten: bool = True) -> Layout:
         """Who holds which of so many tokens. A chunk that is too long is refused when all ranks can be told."""

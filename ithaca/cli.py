@@ -1,5 +1,6 @@
-"""The command line. Importing it loads no torch: `ithaca --help` answers at once."""
+"""The command line. It imports torch only in commands that need it, so `ithaca --help` answers at once."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ithaca import __version__
-from ithaca.base.errors import IthacaError
+from ithaca.base.errors import IthacaError, PlanError
 
 app = typer.Typer(
     help="Train transformers on contexts of millions of tokens.",
@@ -15,6 +16,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _tell_once(notice: str) -> None:
+    """Print a notice, under torchrun and srun from the first rank only."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        print(notice, file=sys.stderr)
 
 
 def _version(wanted: bool) -> None:
@@ -33,29 +40,32 @@ def _options(
 
 @app.command()
 def train(
-    config: Annotated[Path | None, typer.Argument(help="A TOML file; without one the defaults train.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="A TOML file. Default: a small model on Python's standard library.")
+    ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override an option, as train.steps=100.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set an option, as train.steps=100.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option(help="The run folder, gone on with if it is there; a new one under runs/ by default.")
+        Path | None, typer.Option(help="The run folder. An existing run continues. Default: a new folder in runs/.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Processes on this machine: one per GPU, or 2 on a CPU, when not given.")
+        int | None, typer.Option(help="Processes on this machine. Default: one per GPU, or 2 on a CPU.")
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(help="Nodes to train on: the same line is started on each. Under srun it is known.")
+        int | None, typer.Option(help="Number of nodes. Start the same command on each. srun sets it.")
     ] = None,
     meet: Annotated[
-        str | None, typer.Option(metavar="HOST[:PORT]", help="The one of them where they meet; port 29500 by default.")
+        str | None, typer.Option(metavar="HOST[:PORT]", help="The node where all nodes meet. Default port: 29500.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Set the old run aside and begin anew.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Rename the old run folder and start again.")] = False,
 ) -> None:
-    """Train a model; without a configuration a small one, on the Python standard library's sources, byte by byte."""
+    """Train a model, or continue a run."""
     from ithaca.config import read_config
 
-    saved = run / "config.toml" if run and not fresh else None
-    resolved = read_config(config or (saved if saved and saved.exists() else None), set_ or [])
+    saved = run / "config.toml" if run and not fresh and not config else None
+    saved = saved if saved and saved.exists() else None
+    resolved = read_config(config or saved, set_ or [], _tell_once, saved=saved is not None)
     from ithaca.train.launch import launch
 
     launch(resolved, ranks, run, fresh, nodes, meet)
@@ -66,28 +76,30 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The Hugging Face folder to write.")],
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float32 or float64; the model's own when not given.")
+        str | None, typer.Option(help="bfloat16, float32 or float64. Default: the dtype that each weight came in.")
     ] = None,
 ) -> None:
     """Write the model of a run's last checkpoint as a Hugging Face folder."""
     from ithaca.train.export import export as write
 
     step = write(run, folder, dtype)
-    print(f"{folder}: the model after step {step}; transformers.AutoModelForCausalLM.from_pretrained('{folder}')")
+    print(f"Wrote the model after step {step}: transformers.AutoModelForCausalLM.from_pretrained('{folder}')")
 
 
 @app.command()
 def data(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Text, JSONL, Parquet, .npy, .bin, folders.")],
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="Files or folders: text, JSONL, Parquet, .npy, .bin.")
+    ],
     out: Annotated[Path | None, typer.Option(help="The token file to write.")] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json, or a folder that holds one; bytes without it.")
+        Path | None, typer.Option(help="A tokenizer.json, or a folder with one. Default: one token a byte.")
     ] = None,
-    bin_dtype: Annotated[str | None, typer.Option(help="What a .bin file holds: uint8, uint16 or uint32.")] = None,
+    bin_dtype: Annotated[str | None, typer.Option(help="The dtype of .bin files: uint8, uint16 or uint32.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show the document lengths of a token file.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Where --stats puts its picture.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="The file for the picture of --stats.")] = None,
 ) -> None:
-    """Prepare data: documents into a token file that training reads."""
+    """Make a token file for training from documents, or show the document lengths of one."""
     from ithaca.data.command import run
 
     run(paths, out, tokenizer, stats, picture, bin_dtype)
@@ -96,16 +108,16 @@ def data(
 @app.command()
 def mesh(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b.")],
-    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
-    gpus: Annotated[int, typer.Option(help="GPUs on each.")] = 8,
+    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
+    gpus: Annotated[int, typer.Option(help="GPUs on each node.")] = 8,
     tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M.")] = "1M",
-    recipe: Annotated[str, typer.Option(help="One that shares sequences, as sweep, hybrid or ulysses.")] = "sweep",
-    share: Annotated[int | None, typer.Option(help="GPUs that share a sequence; all when not given.")] = None,
-    inside: Annotated[str, typer.Option(help="Bytes a second from a GPU to others of its node.")] = "450GB",
+    recipe: Annotated[str, typer.Option(help="A recipe that shares sequences: sweep, hybrid, ulysses…")] = "sweep",
+    share: Annotated[int | None, typer.Option(help="GPUs that share each sequence. Default: all.")] = None,
+    inside: Annotated[str, typer.Option(help="Bytes a second from a GPU to others in its node.")] = "450GB",
     across: Annotated[str, typer.Option(help="Bytes a second from a GPU to other nodes.")] = "50GB",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say which Ulysses × ring ranks can share a sequence, what each link carries, and which mesh should be best."""
+    """Compare the meshes that can share a sequence, by the bytes that each link carries."""
     from ithaca.base.sizes import parse_bytes, parse_tokens
     from ithaca.planner.machine import Machine
     from ithaca.planner.show_mesh import run
@@ -117,59 +129,70 @@ def mesh(
 @app.command()
 def plan(
     model: Annotated[
-        str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b; its sizes alone count.")
+        str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b. Weights are not read.")
     ],
-    gpus: Annotated[
-        str | None, typer.Option(help="How many of which; 8xH100-80GB, or 8 of what is measured, when not given.")
+    gpus: Annotated[str | None, typer.Option(help="Number and kind of GPU. Default: 8xH100-80GB.")] = None,
+    tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M. max: the longest that fits.")] = "max",
+    host: Annotated[
+        str | None, typer.Option(help="Host memory of a node, as 1.9TB. Default: typical for the GPU.")
     ] = None,
-    tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M; max: the longest that fits.")] = "max",
-    host: Annotated[str | None, typer.Option(help="Memory of a node, as 1.9TB; what is usual when not given.")] = None,
-    disk: Annotated[str, typer.Option(help="Disk of a node for tapes, as 28TB; 0: none.")] = "0",
-    recipe: Annotated[str | None, typer.Option(help="The Plan's; the fastest that fits when not given.")] = None,
+    disk: Annotated[str, typer.Option(help="Disk space of a node for tapes, as 28TB. 0: none.")] = "0",
+    recipe: Annotated[str | None, typer.Option(help="The recipe. Default: the fastest that fits.")] = None,
     node_gpus: Annotated[int, typer.Option(help="GPUs on a node.")] = 8,
-    hardware: Annotated[Path | None, typer.Option(help="A TOML file with more GPUs, or other numbers for one.")] = None,
+    hardware: Annotated[
+        Path | None, typer.Option(help="A TOML file with more GPUs, or other numbers for known ones.")
+    ] = None,
     measure: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Measure the GPU that is here, write its numbers there, use them."),
+        typer.Option(metavar="FILE", help="Measure this machine's GPU, write the numbers to FILE and use them."),
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw memory and speed over lengths into this file.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw memory and speed over context lengths into this file.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what fits on some GPUs before they are rented: the fastest Plan, the longest context, and why."""
+    """Show what fits on some GPUs, and how long a step takes. Needs no GPU."""
     from ithaca.planner.command import run
 
-    run(model, gpus, tokens, host, disk, recipe, node_gpus, hardware, measure, picture, json)
+    if measure:
+        from ithaca.rehearsal.measure import measure_here
+
+        if hardware:
+            raise PlanError(f"--measure {measure} and --hardware {hardware} both name rates: give one of them")
+        found, hardware = measure_here(measure), measure
+        gpus = f"8x{found}" if gpus is None else gpus
+    run(model, gpus, tokens, host, disk, recipe, node_gpus, hardware, picture, json)
 
 
 @app.command()
 def rehearse(
     model: Annotated[
-        str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b; its sizes alone count.")
+        str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b. Weights are not read.")
     ],
-    ranks: Annotated[int, typer.Option(help="GPUs of the job, of which this process plays one.")] = 8,
+    ranks: Annotated[int, typer.Option(help="GPUs of the job. This process runs one of its ranks.")] = 8,
     tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M.")] = "1M",
     layers: Annotated[
-        int | None, typer.Option(help="Layers that are run; the others are held as memory. All when not given.")
+        int | None, typer.Option(help="Layers to run. The memory of the others is held. Default: all.")
     ] = None,
-    recipe: Annotated[str, typer.Option(help="The Plan's.")] = "sweep",
+    recipe: Annotated[str, typer.Option(help="The recipe.")] = "sweep",
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Of plan or mesh, as plan.chunk=128K."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Set an option of plan or mesh, as plan.chunk=128K."),
     ] = None,
-    cap: Annotated[str | None, typer.Option(help="Memory of the GPU that may be used, as 80GB.")] = None,
+    cap: Annotated[str | None, typer.Option(help="GPU memory to use at most, as 80GB.")] = None,
     memory_only: Annotated[
-        bool, typer.Option("--memory-only", help="Leave attention's arithmetic out: any length in little time.")
+        bool, typer.Option("--memory-only", help="Skip the arithmetic of attention: any length in little time.")
     ] = False,
     bare: Annotated[
-        bool, typer.Option("--bare", help="Time the step's attention kernels and matrix products by themselves, too.")
+        bool, typer.Option("--bare", help="Also time the attention kernels and matrix products alone.")
     ] = False,
     hardware: Annotated[
         Path | None,
-        typer.Option(help="A TOML file of GPUs, as ithaca plan --measure writes: rates for the prediction."),
+        typer.Option(help="A TOML file with the GPU's rates, as ithaca plan --measure writes."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Run one rank of a job of many on the device that is here: its memory by owner, its time by part."""
+    """Run one rank of a large job on this machine's device: memory by owner, time by part."""
     from ithaca.base.sizes import parse_bytes, parse_tokens
     from ithaca.rehearsal.command import run
 
@@ -178,7 +201,7 @@ def rehearse(
 
 
 def main() -> None:
-    """Run the command line; what a user did wrong is one sentence."""
+    """Run the command line. A user's mistake is one sentence, without a traceback."""
     try:
         app()
     except IthacaError as error:

@@ -1,9 +1,9 @@
-"""Configuration: TOML into frozen dataclasses, a line of documentation a field, nothing unknown accepted.
+"""The configuration of a run: TOML read into frozen dataclasses. An unknown option is an error.
 
     [train]
     tokens = "8K"
 
-`--set train.tokens=8K` does the same from the command line and wins over the file.
+`--set train.tokens=8K` on the command line does the same and wins over the file.
 """
 
 import dataclasses
@@ -24,19 +24,27 @@ from ithaca.plans.plan import RECIPE_OPTIONS, RECIPES, Plan
 
 Section = TypeVar("Section")
 
-AUTO = "auto"  # as plan.recipe: the planner chooses
-RENAMED = {"train.micro": "micro_batch", "run.patience": "timeout", "plan.gradient": "residual"}  # old option -> new
-MOST_TOKENS = 2**32  # in a step; each takes 24 bytes of host memory before it is split
+AUTO = "auto"  # plan.recipe="auto": the planner chooses
+RENAMED = {  # old option -> new option; the old one still works
+    "train.micro": "train.micro_batch",
+    "run.patience": "run.timeout",
+    "plan.gradient": "plan.residual",
+}
+MOST_TOKENS = 2**32  # in a step
+
+
+def _tell(notice: str) -> None:
+    print(notice, file=sys.stderr)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
     source: str = "tiny"
-    """A Hugging Face folder, or a preset with random weights."""
+    """A Hugging Face folder, or the name of a preset, which gets random weights."""
     dtype: str = "auto"
-    """Of the computation: bfloat16, float32, float64; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    """The dtype of the computation: bfloat16, float32, float64; `auto`: bfloat16 on a GPU, float32 on a CPU."""
     seed: int = 0
-    """What a preset's random weights are drawn from."""
+    """The seed of a preset's random weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,51 +52,51 @@ class MeshSection:
     replicate: int = 1
     """Copies of the parameters."""
     shard: int | None = None
-    """Data ranks that a copy is cut over; what the other axes leave when not given."""
+    """Data ranks that one copy is sharded over. Default: all ranks that the other axes leave."""
     ring: int = 1
-    """Ranks, or groups of `ulysses` ranks, that share each sequence by tokens, also across nodes."""
+    """Ranks, or groups of `ulysses` ranks, that share each sequence by tokens. May cross nodes."""
     ulysses: int = 1
-    """Ranks within a node that share each sequence, by heads."""
+    """Ranks within a node that share each sequence by heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
     source: str = ""
-    """A token file that `ithaca data` made; empty: the Python standard library's sources, byte by byte."""
+    """A token file made by `ithaca data`. Default: the source code of Python's standard library, one token a byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection:
     tokens: int | None = field(default=None, metadata={"read": parse_tokens})
-    """The context length: tokens in one sequence, as 4096 or 64K; not given: 8K on a CPU, 64K on GPUs."""
+    """The context length: tokens in one sequence, as 4096 or 64K. Default: 8K on a CPU, 64K on GPUs."""
     batch: int | None = None
-    """Sequences in a step, all ranks together; not given: one a data rank."""
+    """Sequences in a step, over all ranks. Default: one for each data rank."""
     micro_batch: int | None = None
-    """Sequences in a pass, all ranks together; a step accumulates batch / micro passes. Not given: all at once."""
+    """Sequences in one pass, over all ranks. A step has batch / micro_batch passes. Default: one pass."""
     steps: int = 16
     """Optimizer steps."""
     learning_rate: float = 3e-3
-    """The highest, reached after the warm-up."""
+    """The highest learning rate, reached at the end of the warm-up."""
     schedule: str = "cosine"
-    """`cosine`: falls from the warm-up on; `wsd`: stays, then falls linearly at the end."""
+    """`cosine`: the rate falls after the warm-up. `wsd`: it stays, then falls linearly at the end."""
     warmup: int = 4
     """Steps over which the learning rate rises."""
     decay: float = 0.2
-    """The share of the run over which `wsd` falls."""
+    """The share of the run in which the rate of `wsd` falls."""
     final_rate: float = 0.1
-    """The last learning rate, as a share of the highest."""
+    """The last learning rate as a share of the highest."""
     weight_decay: float = 0.1
-    """AdamW's, on matrices."""
+    """AdamW's weight decay. Norms and biases have none."""
     beta1: float = 0.9
-    """AdamW's memory of gradients."""
+    """AdamW's decay of the mean gradient."""
     beta2: float = 0.95
-    """AdamW's memory of their squares."""
+    """AdamW's decay of the mean squared gradient."""
     clip: float = 1.0
-    """The largest norm of a gradient."""
+    """Gradients are scaled down to this norm if theirs is larger."""
     seed: int = 0
-    """What the order of the data is drawn from."""
+    """The seed of the order of the data."""
     device: str = "auto"
-    """`cuda`, `cpu`, or `auto`: GPUs where there are any."""
+    """`cuda`, `cpu`, or `auto`: GPUs if there are any."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "micro_batch", "steps"):
@@ -109,7 +117,7 @@ class TrainSection:
                 raise ConfigError(f"train.{name} is {getattr(self, name)}: a number from 0 to below 1 is needed")
         if (self.batch or 1) * (self.tokens or 1) > MOST_TOKENS:
             raise ConfigError(
-                f"train.batch {self.batch} × train.tokens {self.tokens} are more than the {MOST_TOKENS} tokens that a "
+                f"train.batch {self.batch} × train.tokens {self.tokens} is more than the {MOST_TOKENS} tokens that a "
                 "step can have: fewer sequences work"
             )
         for name, known in (("schedule", ("cosine", "wsd")), ("device", ("auto", "cuda", "cpu"))):
@@ -125,13 +133,13 @@ class TrainSection:
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
     checkpoint_every: int = 50
-    """Steps between checkpoints; one is always written at the end. 0: only then."""
+    """Steps between checkpoints. The end of a run always writes one. 0: only the end does."""
     keep: int = 2
-    """Checkpoints that are kept."""
+    """Checkpoints to keep."""
     report: str = ""
-    """Where metrics go beside the run folder: `tensorboard` or `wandb`."""
+    """Where metrics go besides the run folder: `tensorboard` or `wandb`."""
     timeout: float | None = None
-    """Seconds after which a rank that the others wait for is given up; not given: 600 and three expected steps."""
+    """Seconds to wait for a rank that hangs before the run stops. Default: 600 plus three expected steps."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_every < 0:
@@ -151,16 +159,16 @@ class RunSection:
 class Config:
     model: ModelSection = field(default_factory=ModelSection)
     plan: Plan | None = field(default=None, metadata={"read": lambda table: _read_plan(table)})
-    """None, or `recipe = "auto"`: chosen when the run starts, for the ranks and the memory there are."""
+    """None, or `recipe = "auto"`: the planner chooses when the run starts, for the ranks and memory it finds."""
     mesh: MeshSection = field(default_factory=MeshSection)
     data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)
     run: RunSection = field(default_factory=RunSection)
 
     def differs(self, other: "Config") -> str | None:
-        """'train.seed=1 instead of 0', the first option in which another run's numbers would differ; None if none.
+        """Return the first option that makes this run's losses differ, as 'train.seed=1 instead of 0'; None if none.
 
-        The mesh and the Plan change no number, and a run may go on for more steps.
+        The mesh and the Plan change no loss, and a run may continue for more steps.
         """
         harmless = (("train", "steps"), ("train", "micro_batch"), ("train", "device"))
         for section in ("model", "data", "train"):
@@ -171,7 +179,7 @@ class Config:
         return None
 
     def toml(self) -> str:
-        """The configuration as a file that `read_config` reads back."""
+        """Return the configuration as TOML that `read_config` reads back."""
         lines = []
         for section in dataclasses.fields(self):
             if getattr(self, section.name) is None:
@@ -179,78 +187,74 @@ class Config:
             lines.append(f"[{section.name}]")
             for name, value in vars(getattr(self, section.name)).items():
                 if value is not None:
-                    # JSON's strings and numbers are TOML's, but for characters that JSON need not escape
+                    # Strings and numbers of JSON are valid TOML, except for this character, which JSON does not escape
                     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
                     lines.append(f"{name} = {text}")
             lines.append("")
         return "\n".join(lines)
 
 
-def read_config(file: Path | None, overrides: list[str]) -> Config:
-    """The configuration of a TOML file (None: the defaults) with `key=value` overrides."""
+def read_config(
+    file: Path | None, overrides: list[str], tell: Callable[[str], None] = _tell, saved: bool = False
+) -> Config:
+    """Return the configuration of a TOML file (None: the defaults) with `key=value` overrides.
+
+    `tell` gets one line for each thing the user should know: old option names, an option that is ignored. Old names in
+    a file that a run has `saved` are read without notice: no user wrote them.
+    """
     content = _read_toml(file) if file else {}
-    _rename_options(content)
-    overrides = [_renamed_override(override) for override in overrides]
     given: dict[str, Any] = {}
     for override in overrides:
         _set(given, override)
-    _change_recipe(content, _recipe(given))
+    in_file, in_overrides = _rename_options(content), _rename_options(given)
+    if renamed := dict.fromkeys(in_overrides if saved else in_file + in_overrides):
+        tell(f"Renamed: {', '.join(f'{old} is now {RENAMED[old]}' for old in renamed)}. The old names still work.")
+    _change_recipe(content, _recipe(given), tell)
     for override in overrides:
-        _set(content, override)
+        path, equals, value = override.partition("=")
+        _set(content, f"{RENAMED.get(path.strip(), path)}{equals}{value}")
+    _rename_options(content)  # in tables that an override gave whole
     config = build(Config, content, "")
     if config.plan is not None and _recipe(content) is None:
-        print(
-            f"plan.recipe is not given, but other options of the Plan are: '{config.plan.recipe}' it is",
-            file=sys.stderr,
-        )
+        tell(f"plan.recipe is not set: using '{config.plan.recipe}' with the plan options that are")
     return config
 
 
-def _rename_options(content: dict[str, Any]) -> None:
-    """Read options under their old names, with a notice."""
+def _rename_options(content: dict[str, Any]) -> list[str]:
+    """Give old options their new names; return the old names found. An option given under both is an error."""
+    found = []
     for old, new in RENAMED.items():
-        section, _, name = old.partition(".")
+        section, _, old_name = old.partition(".")
+        new_name = new.partition(".")[2]
         table = content.get(section)
-        if isinstance(table, dict) and name in table:
-            _tell_renamed(old)
-            table.setdefault(new, table.pop(name))
+        if not isinstance(table, dict) or old_name not in table:
+            continue
+        if new_name in table:
+            raise ConfigError(
+                f"{old}={table[old_name]} and {new}={table[new_name]} are one option, which was renamed: keep {new}"
+            )
+        table[new_name] = table.pop(old_name)
+        found.append(old)
+    return found
 
 
-def _renamed_override(override: str) -> str:
-    path, equals, value = override.partition("=")
-    old = path.strip()
-    if old not in RENAMED:
-        return override
-    _tell_renamed(old)
-    return f"{old.partition('.')[0]}.{RENAMED[old]}{equals}{value}"
-
-
-def _tell_renamed(old: str) -> None:
-    print(f"{old} is now called {old.partition('.')[0]}.{RENAMED[old]}: the old name still works", file=sys.stderr)
-
-
-def _change_recipe(content: dict[str, Any], recipe: Any) -> None:
-    """Another recipe than the file's has no use for some of what the file says: leave that out, and say so."""
-    if (
-        not isinstance(recipe, str)
-        or recipe not in (*RECIPES, AUTO)
-        or recipe == _recipe(content)
-        or not isinstance(content.get("plan"), dict)
-    ):
+def _change_recipe(content: dict[str, Any], recipe: Any, tell: Callable[[str], None]) -> None:
+    """Drop the file's plan options that another recipe, from `--set`, does not have."""
+    plan = content.get("plan")
+    if recipe not in (*RECIPES, AUTO) or recipe == _recipe(content) or not isinstance(plan, dict):
         return
-    build(Config, content, "")  # what is left out must be right as well
+    build(Config, content, "")  # a mistake in the file is an error even if its option is dropped
     if recipe == AUTO:
-        for name in [name for name in content["plan"] if name != "recipe"]:
-            print(f"plan.{name}={content['plan'].pop(name)} is left out: the planner chooses", file=sys.stderr)
+        for name in [name for name in plan if name != "recipe"]:
+            tell(f"Ignoring plan.{name}={plan.pop(name)}: the planner chooses the Plan")
         return
-    for name in RECIPE_OPTIONS:
-        value = content["plan"].get(name)
-        unknown = name not in RECIPES[recipe] or (name == "x" and REBUILD in str(value) and recipe != "sweep")
-        if value is not None and unknown:
-            del content["plan"][name]
-            print(f"plan.{name}={value} is left out: it means nothing under recipe '{recipe}'", file=sys.stderr)
-    if "disk" in content["plan"] and not any("disk" in str(content["plan"].get(name)) for name in ("x", "o")):
-        print(f"plan.disk={content['plan'].pop('disk')} is left out with what it was for", file=sys.stderr)
+    for name in [name for name in RECIPE_OPTIONS if plan.get(name) is not None]:
+        if name not in RECIPES[recipe]:
+            tell(f"Ignoring plan.{name}={plan.pop(name)}: recipe '{recipe}' has no such option")
+        elif name == "x" and REBUILD in str(plan[name]) and recipe != "sweep":
+            tell(f"Ignoring plan.x={plan.pop(name)}: recipe '{recipe}' cannot rebuild x")
+    if "disk" in plan and not any("disk" in str(plan.get(name)) for name in ("x", "o")):
+        tell(f"Ignoring plan.disk={plan.pop('disk')}: recipe '{recipe}' writes nothing to disk")
 
 
 def _recipe(content: dict[str, Any]) -> Any:
@@ -259,7 +263,7 @@ def _recipe(content: dict[str, Any]) -> Any:
 
 
 def build(section: type[Section], content: dict[str, Any], where: str) -> Section:
-    """A dataclass of a table's content; `where` is the table's path with a dot behind it."""
+    """Return a dataclass made of a table's content; `where` is the table's path with a dot at the end."""
     fields = {item.name: item for item in dataclasses.fields(section)}  # pyrefly: ignore
     kinds = typing.get_type_hints(section)
     values = {}
@@ -278,8 +282,8 @@ def _read_plan(table: Any) -> Plan | None:
     others = [name for name in table if name != "recipe"]
     if others:
         raise ConfigError(
-            f"plan.{others[0]}={table[others[0]]} goes with a recipe, but plan.recipe='{AUTO}' chooses all of it: "
-            "leave it out, or name a recipe, as plan.recipe=sweep"
+            f"plan.{others[0]}={table[others[0]]} needs a recipe, but plan.recipe='{AUTO}' lets the planner choose: "
+            "leave the option out, or name a recipe, as plan.recipe=sweep"
         )
     return None
 
@@ -289,7 +293,7 @@ def _read(read: Callable[[Any], Any], value: Any, name: str) -> Any:
         return read(value)
     except ConfigError as problem:
         if f"{name}." in str(problem):
-            raise  # it names the option already
+            raise  # the message names the option already
         raise ConfigError(f"{name}: {problem}") from None
 
 
@@ -324,7 +328,7 @@ def _set(content: dict[str, Any], override: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
-        value = text.strip()  # a bare word: text that needs no quotes on a command line
+        value = text.strip()  # a bare word is a string: no quotes are needed on a command line
     for table in tables:
         content = content.setdefault(table, {})
         if not isinstance(content, dict):

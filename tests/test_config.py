@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ithaca.base.errors import IthacaError
-from ithaca.base.sizes import format_bytes, format_seconds, format_tokens, parse_bytes, parse_tokens
+from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens, parse_bytes, parse_tokens
 from ithaca.config import read_config
 from ithaca.plans.plan import RECIPES, Plan
 
@@ -72,17 +72,17 @@ def test_another_recipe_leaves_out_what_it_has_no_use_for(tmp_path: Path, capsys
     file.write_text('[plan]\nrecipe = "sweep"\nchunk = "32K"\ntile = "4K"\n')
     assert read_config(file, []).plan == Plan(recipe="sweep", chunk=32768, tile=4096)
     assert read_config(file, ["plan.recipe=alst"]).plan == Plan(recipe="alst", tile=4096)
-    assert "plan.chunk=32K is left out: it means nothing under recipe 'alst'" in capsys.readouterr().err
+    assert "Ignoring plan.chunk=32K: recipe 'alst' has no such option" in capsys.readouterr().err
     lists = tmp_path / "lists.toml"
     lists.write_text('[plan]\nrecipe = "sweep"\nx = "host, rebuild*7"\n')
     assert read_config(lists, []).plan.placement(8).x == ("host",) + 7 * ("rebuild",)
     assert read_config(lists, ["plan.x=device, host*2"]).plan.x == "device, host*2"
     assert read_config(lists, ["plan.recipe=alst"]).plan == Plan(recipe="alst")
-    assert "plan.x=host, rebuild*7 is left out: it means nothing under recipe 'alst'" in capsys.readouterr().err
+    assert "Ignoring plan.x=host, rebuild*7: recipe 'alst' cannot rebuild x" in capsys.readouterr().err
     disk = tmp_path / "disk.toml"
     disk.write_text('[plan]\nrecipe = "sweep"\no = "disk"\ndisk = "/scratch"\n')
     assert read_config(disk, ["plan.recipe=alst"]).plan == Plan(recipe="alst")
-    assert "plan.disk=/scratch is left out with what it was for" in capsys.readouterr().err
+    assert "Ignoring plan.disk=/scratch: recipe 'alst' writes nothing to disk" in capsys.readouterr().err
     with pytest.raises(IthacaError, match="checkpoint=full means nothing under recipe 'sweep'"):
         read_config(file, ["plan.checkpoint=full"])
     with pytest.raises(IthacaError, match="chunk=8192 means nothing under recipe 'dense'"):
@@ -92,7 +92,7 @@ def test_another_recipe_leaves_out_what_it_has_no_use_for(tmp_path: Path, capsys
     assert read_config(file, ["plan.recipe=dense"]).plan.checkpoint == "selective"
     assert capsys.readouterr().err == ""
     assert read_config(file, []).plan == Plan(checkpoint="selective")
-    assert capsys.readouterr().err.startswith("plan.recipe is not given, but other options of the Plan are: 'dense' it")
+    assert capsys.readouterr().err == "plan.recipe is not set: using 'dense' with the plan options that are\n"
 
 
 def test_a_plan_that_is_left_open(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_a_plan_that_is_left_open(tmp_path: Path) -> None:
     for overrides in (["plan.recipe=auto", "plan.chunk=8K"], ["plan.chunk=8K", "plan.recipe=auto"]):
         with pytest.raises(
             IthacaError,
-            match=r"^plan.chunk=8K goes with a recipe, but plan.recipe='auto' chooses all of it: leave",
+            match=r"^plan.chunk=8K needs a recipe, but plan.recipe='auto' lets the planner choose: leave",
         ):
             read_config(None, overrides)
-    with pytest.raises(IthacaError, match=r"plan.zero=2 goes with a recipe"):
+    with pytest.raises(IthacaError, match=r"plan.zero=2 needs a recipe"):
         read_config(file, ["plan.zero=2"])
     with pytest.raises(IthacaError, match="recipe 'autp' does not exist"):
         read_config(None, ["plan.recipe=autp"])
@@ -125,8 +125,8 @@ def test_a_plan_of_the_file_is_left_open_again(tmp_path: Path, capsys: pytest.Ca
     assert read_config(file, ["plan.recipe=auto"]).plan is None
     said = capsys.readouterr().err
     assert said.splitlines() == [
-        "plan.chunk=32K is left out: the planner chooses",
-        "plan.zero=2 is left out: the planner chooses",
+        "Ignoring plan.chunk=32K: the planner chooses the Plan",
+        "Ignoring plan.zero=2: the planner chooses the Plan",
     ]
 
 
@@ -164,10 +164,70 @@ def test_optimizer_states_have_a_place_under_every_recipe(recipe: str) -> None:
         Plan(recipe=recipe, optimizer=None)  # pyrefly: ignore
 
 
+OLD = '[train]\nmicro = 1\n[run]\npatience = 900.0\n[plan]\nrecipe = "sweep"\ngradient = "device"\n'
+NOTICE = (
+    "Renamed: train.micro is now train.micro_batch, run.patience is now run.timeout, plan.gradient is now "
+    "plan.residual. The old names still work.\n"
+)
+
+
+def test_old_names_work_with_one_notice(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text(OLD)
+    for source, overrides in (
+        (file, []),
+        (None, ["train.micro=1", "run.patience = 900", "plan.recipe=sweep", "plan.gradient=device"]),
+        (None, ['plan={recipe="sweep", gradient="device"}', "train={micro=1}", "run={patience=900}"]),
+    ):
+        config = read_config(source, overrides)
+        assert capsys.readouterr().err == NOTICE
+        assert (config.train.micro_batch, config.run.timeout, config.plan.residual) == (1, 900.0, "device")
+        for old in ("micro =", "patience", "gradient"):
+            assert old not in config.toml()
+    read_config(file, [], saved=True)
+    assert capsys.readouterr().err == ""
+    read_config(None, ["train.micro=1"])
+    assert capsys.readouterr().err == ("Renamed: train.micro is now train.micro_batch. The old names still work.\n")
+
+
+def test_an_override_wins_over_the_old_name_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text(OLD)
+    assert read_config(file, ["train.micro_batch=2", "train.batch=4"]).train.micro_batch == 2
+    file.write_text("[train]\nmicro_batch = 1\n")
+    assert read_config(file, ["train.micro=2", "train.batch=4"]).train.micro_batch == 2
+
+
+def test_both_names_are_one_error(tmp_path: Path) -> None:
+    wanted = "train.micro=1 and train.micro_batch=2 are one option, which was renamed: keep train.micro_batch"
+    file = tmp_path / "both.toml"
+    file.write_text("[train]\nmicro = 1\nmicro_batch = 2\n")
+    with pytest.raises(IthacaError, match=wanted):
+        read_config(file, [])
+    for overrides in (["train.micro=1", "train.micro_batch=2"], ["train.micro_batch=2", "train.micro=1"]):
+        with pytest.raises(IthacaError, match=wanted):
+            read_config(None, overrides)
+
+
+def test_the_old_name_in_python() -> None:
+    with pytest.warns(UserWarning, match=r"Plan\(gradient=…\) is now Plan\(residual=…\)"):
+        plan = Plan(recipe="sweep", gradient="device")
+    assert plan == Plan(recipe="sweep", residual="device")
+    with pytest.raises(IthacaError, match="gradient=host and residual=device are one option, which was renamed: keep"):
+        Plan(recipe="sweep", residual="device", gradient="host")
+
+
 def test_sizes() -> None:
     assert [parse_bytes(text) for text in (4096, "80GB", "1.9TB", "64GiB")] == [4096, 80 * 10**9, 19 * 10**11, 2**36]
     assert [parse_tokens(text) for text in (4096, "64K", "1.5M", "5m")] == [4096, 65536, 1572864, 5 * 2**20]
     assert [format_tokens(n) for n in (1000, 4096, 5 * 2**20, 2**20 + 1024)] == ["1000", "4K", "5M", "1025K"]
+    assert [format_count(n, "sequence") for n in (0, 1, 4, 1234)] == [
+        "0 sequences",
+        "1 sequence",
+        "4 sequences",
+        "1,234 sequences",
+    ]
+    assert [format_count(n, "pass") for n in (1, 2)] == ["1 pass", "2 passes"]
     assert [format_bytes(n) for n in (512, 1536, 15 * 2**30)] == ["512 B", "1.5 KiB", "15 GiB"]
     assert [format_bytes(n) for n in (1000, 1010 * 2**20, 2**60)] == ["1000 B", "1010 MiB", "1048576 TiB"]
     assert [format_seconds(n) for n in (0.0012, 999 * 3600, 12345 * 3600)] == ["0.0012 s", "999 h", "12345 h"]

@@ -15,8 +15,8 @@ from ithaca.attention.walk import merge
 from ithaca.model.block import gated
 from ithaca.model.decoder import stored_name
 from ithaca.model.rotary import Rotation, rotate
+from ithaca.optimizer.host_adamw import HostAdamW
 from ithaca.train.snapshot import Snapshot, training_state
-from ithaca.train.streamed import StreamedAdamW
 from tests.models import SIZES, make_model, relative, save
 
 GPU_SIZES = SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 64}
@@ -138,7 +138,7 @@ def test_optimizer_states_on_the_host(tmp_path: Path, tile: int | None, delays: 
     hosted = ithaca.make_optimizer(ours, learning_rate=1e-2)
     if tile:
         groups = [{key: group[key] for key in ("params", "weight_decay")} for group in hosted.param_groups]
-        hosted = StreamedAdamW(groups, ours.engine, learning_rate=1e-2, betas=(0.9, 0.95), tile=tile)
+        hosted = HostAdamW(groups, ours.engine, learning_rate=1e-2, betas=(0.9, 0.95), tile=tile)
     snapshot, wanted = Snapshot(training_state(ours, hosted)), {}
     for step in range(3):
         tokens = torch.randint(0, 97, (1, 300))

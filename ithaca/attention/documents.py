@@ -66,6 +66,11 @@ def positions(bounds: tuple[int, ...]) -> Tensor:
     return torch.arange(bounds[-1]) - edges[:-1].repeat_interleave(edges.diff())
 
 
+def squared_lengths(bounds: tuple[int, ...]) -> int:
+    """Σ length² over the documents, which attention's FLOPs are proportional to."""
+    return sum((stop - start) ** 2 for start, stop in pairwise(bounds))
+
+
 def attended_length(bounds: tuple[int, ...]) -> float:
     """Σ length² / tokens: the S of the FLOP count when documents keep apart."""
-    return sum((stop - start) ** 2 for start, stop in pairwise(bounds)) / bounds[-1]
+    return squared_lengths(bounds) / bounds[-1]

@@ -62,3 +62,9 @@ def format_seconds(seconds: float) -> str:
             return f"{format_number(seconds)} {unit}"
         seconds /= length
     return f"{format_number(seconds)} h"
+
+
+def format_count(number: int, what: str) -> str:
+    """Return a number of things as '1 sequence', '4 sequences' or '2 passes'."""
+    plural = f"{what}es" if what.endswith("s") else f"{what}s"
+    return f"{number:,} {what if number == 1 else plural}"

@@ -1,1 +1,1 @@
-"""Text and tokens into one token file, and sequences out of it. Only `sample` loads torch."""
+"""Token files: made from text or tokens (`prepare`), read as training sequences (`sample`, which loads torch)."""

@@ -1,11 +1,11 @@
-"""What `ithaca data` does: make a token file, or say how long the documents of one are."""
+"""The command `ithaca data`: make a token file, or show the document lengths of one."""
 
 from pathlib import Path
 
 from rich.console import Console
 
 from ithaca.base.errors import DataError
-from ithaca.base.sizes import format_bytes
+from ithaca.base.sizes import format_bytes, format_count
 from ithaca.data.prepare import Prepared, prepare, say
 from ithaca.data.stats import draw, table
 from ithaca.data.tokenfile import open_tokens
@@ -20,17 +20,17 @@ def run(
     picture: Path | None,
     bin_dtype: str | None,
 ) -> None:
-    """`ithaca data PATH… --out FILE` or `ithaca data FILE --stats`."""
+    """Run `ithaca data PATH… --out FILE` or `ithaca data FILE --stats`."""
     console = Console()
     if stats:
         for name, value in {"--out": out, "--tokenizer": tokenizer, "--bin-dtype": bin_dtype}.items():
             if value is not None:
-                raise DataError(f"--stats reads a token file that is there: leave out {name}")
+                raise DataError(f"--stats reads an existing token file: leave out {name}")
         _show(console, paths, picture)
         return
     if picture is not None:
         raise DataError(
-            "--picture goes with --stats: prepare the file first, then `ithaca data FILE --stats --picture`"
+            "--picture needs --stats: make the token file first, then run `ithaca data FILE --stats --picture PNG`"
         )
     if out is None:
         raise DataError("--out is missing: name the token file to write, as --out corpus.tokens")
@@ -40,23 +40,24 @@ def run(
 
 def _show(console: Console, paths: list[Path], picture: Path | None) -> None:
     if len(paths) != 1:
-        raise DataError(f"--stats is given {len(paths)} paths: name 1 token file")
+        raise DataError(f"--stats was given {len(paths)} paths: name 1 token file")
     data = open_tokens(paths[0])
     picture = picture or paths[0].with_name(paths[0].name + ".png")
     console.print(table(data))
     draw(data, picture)
-    say(console, f"picture: {picture}")
+    say(console, f"Picture: {picture}")
 
 
 def _report(console: Console, made: Prepared) -> None:
     head = made.header
-    lines = [f"{made.path}: {head.tokens:,} tokens, {head.documents:,} documents, {format_bytes(head.file_bytes)}"]
+    documents = format_count(head.documents, "document")
+    lines = [f"{made.path}: {format_count(head.tokens, 'token')}, {documents}, {format_bytes(head.file_bytes)}"]
     if head.tokenizer == "bytes":
-        lines.append("tokens are bytes; --tokenizer names another way")
+        lines.append("Each byte is a token; --tokenizer uses a model's tokenizer instead")
     if made.binary:
-        lines.append(f"left out: {made.binary:,} binary files")
+        lines.append(f"Skipped: {format_count(made.binary, 'binary file')}")
     if made.empty:
-        lines.append(f"left out: {made.empty:,} empty documents")
-    lines.append(f"next: ithaca data {made.path} --stats")
+        lines.append(f"Skipped: {format_count(made.empty, 'empty document')}")
+    lines.append(f"Next: ithaca data {made.path} --stats")
     lines.append(f"      ithaca train --set data.source={made.path}")
     say(console, "\n".join(lines))

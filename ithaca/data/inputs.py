@@ -1,7 +1,7 @@
-"""Paths into the files that are read, in order, each with its kind; nothing but the first bytes is read here.
+"""The input files behind the paths of `ithaca data`, in order, each with its kind.
 
-A file is binary if a zero byte stands in its first 8 KiB, as git has it. Named directly it is refused; in a folder it
-is left out and counted. One small read for each file of text.
+A file is binary if its first 8 KiB hold a zero byte, as in git. A binary file that is named directly is an error; in a
+folder it is skipped and counted. Cost: one small read for each text file.
 """
 
 import os
@@ -15,13 +15,13 @@ import numpy as np
 from ithaca.base.errors import DataError, suggestion
 from ithaca.data.tokenfile import DTYPES, INT64, TokenFile
 
-KINDS = {".jsonl": "jsonl", ".parquet": "parquet", ".npy": "npy", ".bin": "bin"}  # all others are text
-_LOOKED_AT = 8192
+KINDS = {".jsonl": "jsonl", ".parquet": "parquet", ".npy": "npy", ".bin": "bin"}  # every other file is text
+_PROBED_BYTES = 8192
 
 
 @dataclass(frozen=True)
 class Input:
-    """One file. `stamp` changes with its content: sizes and times of change, of it and of what it is read with."""
+    """One file. `stamp` changes with its content: size and time of change, also of a file that belongs to it."""
 
     path: Path
     kind: str
@@ -32,16 +32,16 @@ class Input:
 @dataclass(frozen=True)
 class Inputs:
     files: tuple[Input, ...]
-    binary: int  # files of folders that were left out
+    binary: int  # binary files in folders, skipped
 
 
 def bounds_file(path: Path) -> Path:
-    """corpus.bin -> corpus.bounds.npy, the document offsets beside raw tokens."""
+    """Return the file of document offsets that belongs to raw tokens: corpus.bin -> corpus.bounds.npy."""
     return path.with_suffix(".bounds.npy")
 
 
 def find_inputs(paths: Sequence[Path], bin_dtype: str | None = None, ours: Iterable[Path] = ()) -> Inputs:
-    """The files at the paths; `ours`, being written meanwhile, are left out of folders."""
+    """Return the files at the paths. Files in `ours`, which this process writes, are skipped in folders."""
     if not paths:
         raise DataError("no path is given: name a file or a folder, as in `ithaca data notes.txt --out notes.tokens`")
     if bin_dtype is not None and bin_dtype not in DTYPES:
@@ -119,23 +119,23 @@ def _input(path: Path) -> Input:
 
 
 def _zero_byte(path: Path) -> int | None:
-    """Where the first zero byte stands among the first bytes."""
+    """Return the offset of the first zero byte among the first bytes; None if there is none."""
     try:
         with path.open("rb") as file:
-            place = file.read(_LOOKED_AT).find(b"\0")
+            place = file.read(_PROBED_BYTES).find(b"\0")
     except OSError as problem:
         raise DataError(f"'{path}' cannot be read ({problem.strerror})") from None
     return None if place < 0 else place
 
 
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_TABLES = {"encodings", "pydoc_data", "msilib"}  # numbers and listings, not programs: a model of minutes learns none
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_TABLES = {"encodings", "pydoc_data", "msilib"}  # tables, not programs: a small model cannot learn them
 
 
 def standard_library() -> TokenFile:
-    """The sources of Python's standard library, tests and tables left out."""
+    """Return the source code of Python's standard library, without tests and tables, one token a byte."""
     top = Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in sorted(top.rglob("*.py")) if not (_LEFT_OUT | _TABLES) & set(file.relative_to(top).parts)]
+    files = [file for file in sorted(top.rglob("*.py")) if not (_SKIPPED | _TABLES) & set(file.relative_to(top).parts)]
     contents = [content for file in files if (content := file.read_bytes())]
     bounds = np.cumsum([0, *map(len, contents)], dtype=INT64)
     return TokenFile(None, np.frombuffer(b"".join(contents), np.uint8), bounds, None, "bytes", 256)

@@ -1,13 +1,13 @@
-"""A token file on its way: what is written so far, and a journal from which a killed run goes on.
+"""A token file while it is written, with a journal from which a killed run continues.
 
-    FILE.partial          room for the header, then tokens
-    FILE.partial.bounds   for each document, where it ends and from where it is learned (int64 pairs)
-    FILE.partial.journal  JSON: of what this is made, the place in it, and how much of the two files above counts
+    FILE.partial          space for the header, then tokens
+    FILE.partial.bounds   for each document: where it ends, and the first token that is learned (int64 pairs)
+    FILE.partial.journal  JSON: a digest of the inputs, the place in them, and the valid lengths of the two files above
 
-The journal is replaced whole, after the other two have reached the disk. What they hold beyond it is cut off when a
-run goes on, so the result has the same bytes however often it was killed. At the end bounds are appended to the tokens,
-the header is written, and the file gets its name. Bounds are thus written twice and tokens once; twice where their
-vocabulary was unknown and they turn out to fit a smaller dtype.
+The journal is replaced as a whole, after the other two files have reached the disk. When a run continues, it cuts off
+what lies beyond the journal, so the result has the same bytes however often it was killed. At the end the bounds are
+appended to the tokens, the header is written, and the file gets its name. Tokens are written once; twice if their
+vocabulary was unknown and they fit a smaller dtype.
 """
 
 import contextlib
@@ -34,25 +34,25 @@ _PAIR = 2 * INT64.itemsize
 
 @dataclass(frozen=True)
 class Journal:
-    """How far a run has come; `identity` stands for its inputs and its tokenizer."""
+    """How far a run has come. `identity` is a digest of its inputs and its tokenizer."""
 
     identity: str
     place: Place = field(default_factory=Place)
     tokens: int = 0
     documents: int = 0
-    empty: int = 0  # documents without a token, left out
-    largest: int = 0  # token id among those that came ready
-    prompted: bool = False  # some document has a prompt
+    empty: int = 0  # documents without a token, skipped
+    largest: int = 0  # the largest id among ready tokens
+    prompted: bool = False  # whether a document has a prompt
 
 
 def partial_files(out: Path) -> list[Path]:
-    """Tokens, bounds, journal, the journal that replaces it, and the copy in a smaller dtype."""
+    """Return the paths of tokens, bounds, journal, the next journal, and the copy in a smaller dtype."""
     endings = ("", ".bounds", ".journal", ".journal.new", ".copy")
     return [out.with_name(f"{out.name}.partial{ending}") for ending in endings]
 
 
 class Partial:
-    """Open to be written; `begun` says whether an earlier run goes on, None if there was none."""
+    """A token file that is being written. `begun`: whether it continues an earlier run; None if there was none."""
 
     def __init__(self, out: Path, identity: str, dtype: str, seconds: float):
         self._out, self._width, self._seconds = out, DTYPES[dtype], seconds
@@ -73,11 +73,11 @@ class Partial:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for file in (self._tokens, self._bounds):
-            with contextlib.suppress(OSError):  # a full disk, which was reported when it was first met
+            with contextlib.suppress(OSError):  # a full disk: it was reported at the first write
                 file.close()
 
     def add(self, parts: Sequence[np.ndarray], learned: int, largest: int) -> None:
-        """Append one document; its labels count from its `learned`-th token on."""
+        """Append one document. Its labels count from token `learned` on."""
         start = self.now.tokens
         end = start + sum(map(len, parts))
         with self._writing():
@@ -94,11 +94,11 @@ class Partial:
         )
 
     def skip(self) -> None:
-        """Count a document that has no token."""
+        """Count a document without tokens."""
         self.now = replace(self.now, empty=self.now.empty + 1)
 
     def reach(self, place: Place, force: bool = False) -> None:
-        """All before `place` has been added; journal it if the last time is some seconds ago."""
+        """Note that everything before `place` was added. Write the journal if the last one is some seconds old."""
         self.now = replace(self.now, place=place)
         if force or time.monotonic() - self._marked >= self._seconds:
             with self._writing():
@@ -111,7 +111,7 @@ class Partial:
             self._marked = time.monotonic()
 
     def finish(self, tokenizer: str, vocab: int) -> Header:
-        """Add bounds and header to the tokens, in their smallest dtype, and give the file its name."""
+        """Add bounds and header to the tokens, in the smallest dtype, and give the file its name."""
         dtype, now = smallest_dtype(vocab), self.now
         header = Header(dtype, now.tokens, now.documents, vocab, tokenizer, now.prompted, bounds_crc32=0)
         with self._writing():
@@ -128,12 +128,12 @@ class Partial:
         return header
 
     def discard(self) -> None:
-        """Remove what was written on the way."""
+        """Delete the partial files."""
         for file in partial_files(self._out):
             file.unlink(missing_ok=True)
 
     def _complete(self, file: BinaryIO, header: Header) -> Header:
-        """Bounds behind the tokens, where the file ends so far, and the header before them."""
+        """Write the bounds behind the tokens, and the header before them."""
         file.write(bytes(padded(file.tell()) - file.tell()))
         crc32 = 0
         for piece in self._sections():
@@ -147,7 +147,7 @@ class Partial:
         return header
 
     def _sections(self) -> Iterator[bytes]:
-        """The bytes of bounds and learned_from."""
+        """Yield the bytes of bounds and learned_from."""
         pairs = np.memmap(self._bounds_at, INT64, "r", shape=(self.now.documents, 2))
         yield bytes(INT64.itemsize)
         for column in (0, 1) if self.now.prompted else (0,):
@@ -172,13 +172,13 @@ class Partial:
             return Journal("unreadable")
 
     def _covers(self, journal: Journal) -> bool:
-        """Whether the files hold as much as the journal says."""
+        """Return whether the files hold as much as the journal says."""
         tokens, bounds = (os.fstat(file.fileno()).st_size for file in (self._tokens, self._bounds))
         whole = HEADER_BYTES + journal.tokens * self._width.itemsize
         return tokens >= whole and bounds >= journal.documents * _PAIR
 
     def _cut(self) -> None:
-        """Forget what is beyond the journal, and write on from there."""
+        """Cut off what lies beyond the journal, and continue to write there."""
         with self._writing():
             self._tokens.truncate(HEADER_BYTES + self.now.tokens * self._width.itemsize)
             self._bounds.truncate(self.now.documents * _PAIR)
@@ -193,13 +193,13 @@ class Partial:
             raise DataError(f"'{self._out}' is being written by another process: wait, or name another --out") from None
         except OSError as problem:
             raise DataError(
-                f"'{self._tokens_at}' cannot be written ({problem.strerror or problem}): what is done is kept, "
-                "mend that and run the same command again to go on"
+                f"'{self._tokens_at}' cannot be written ({problem.strerror or problem}): fix that and run the same "
+                "command again, which continues where it stopped"
             ) from None
 
 
 def _open(path: Path) -> BinaryIO:
-    """To write without cutting off what is there, and without another process doing the same."""
+    """Open a file for writing without truncating it, and lock it against other processes."""
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "wb", buffering=1 << 20)
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return file

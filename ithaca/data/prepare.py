@@ -1,7 +1,8 @@
-"""Documents into a token file, in one pass, resumable.
+"""Make a token file from documents, in one pass that can be resumed.
 
-Texts are encoded in groups of about 4 MB, which the tokenizer spreads over the cores; memory is bounded by a group, or
-by the longest document where that is longer. The journal is written every two seconds, so a killed run loses that much.
+Text is encoded in groups of about 4 MB, which the tokenizer spreads over the cores. Memory is bounded by a group, or by
+the longest document if that is longer. The journal is written every two seconds, so a killed run loses two seconds.
+A prompt is encoded apart from its completion, so that no token crosses the border between them.
 """
 
 import hashlib
@@ -13,29 +14,56 @@ from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.text import Text
+from rich.text import Text as RichText
 
 from ithaca.base.errors import DataError
 from ithaca.base.sizes import format_bytes
-from ithaca.data.encode import Encoding, encode
 from ithaca.data.inputs import Input, find_inputs
 from ithaca.data.partial import Partial, partial_files
 from ithaca.data.sources import Document, Place, Reading, documents, holds_tokens
 from ithaca.data.tokenfile import VERSION, Header, smallest_dtype
-from ithaca.data.tokenizer import Bytes, Tokenizer
+from ithaca.data.tokenizer import Bytes, Text, Tokenizer
 
 _EVERY = 10.0  # seconds between lines
+LARGEST_ID = 2**32 - 1
+_NOTHING = np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How documents become tokens. Without a tokenizer all are ready tokens; `mixed` allows both kinds."""
+
+    tokenizer: Tokenizer | None
+    mixed: bool
+
+    @property
+    def vocab(self) -> int:
+        return self.tokenizer.vocab if self.tokenizer else LARGEST_ID + 1
+
+    @property
+    def fingerprint(self) -> str:
+        return self.tokenizer.fingerprint if self.tokenizer else "unknown"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A document's tokens, in parts."""
+
+    parts: tuple[np.ndarray, ...]
+    learned: int  # the first token that is learned: those of the prompt are not
+    largest: int  # the largest id, for ready tokens
 
 
 def say(console: Console, line: str) -> None:
-    """Print as it is: a path may hold what rich would take for markup."""
-    console.print(Text(line), soft_wrap=True)
+    """Print a line as it is: rich would take some paths for markup."""
+    console.print(RichText(line), soft_wrap=True)
 
 
 class Meter:
-    """Shows bytes read of all bytes, and the tokens made of them."""
+    """Shows the bytes read, of all bytes, and the tokens made of them."""
 
     def __init__(self, console: Console, total: int, done: int):
         self._console, self._total, self._first = console, total, done
@@ -69,12 +97,12 @@ class Meter:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was made, and what was left out."""
+    """The token file that was made, and counts of what was skipped."""
 
     path: Path
     header: Header
-    binary: int  # files of folders that were left out
-    empty: int  # documents without a token
+    binary: int  # binary files in folders, skipped
+    empty: int  # documents without a token, skipped
 
 
 def prepare(
@@ -86,7 +114,7 @@ def prepare(
     journal_seconds: float = 2.0,
     group_bytes: int = 4 << 20,
 ) -> Prepared:
-    """Write the documents at the paths as a token file; text becomes bytes where no tokenizer is given."""
+    """Write the documents at the paths into a token file. Without a tokenizer, each byte of text is a token."""
     console = console or Console()
     _check_vacant(out)
     inputs = find_inputs(paths, bin_dtype, partial_files(out))
@@ -94,13 +122,13 @@ def prepare(
     encoding = Encoding(tokenizer, mixed=True) if tokenizer else _uniform(inputs.files, reading)
     identity = _identity(inputs.files, encoding.tokenizer, bin_dtype)
     with Partial(out, identity, smallest_dtype(encoding.vocab), journal_seconds) as partial:
-        _say_where(console, out, partial)
+        _say_if_resumed(console, out, partial)
         found = documents(inputs.files, partial.now.place, reading)
         _fill(partial, _groups(found, group_bytes), encoding, inputs.files, console)
         now = partial.now
         if now.documents == 0:
             partial.discard()
-            raise DataError(f"'{paths[0]}' has no token in its {now.empty} documents: name text or tokens")
+            raise DataError(f"'{paths[0]}' has no token in its {now.empty} documents: name files with text or tokens")
         header = partial.finish(encoding.fingerprint, encoding.vocab if encoding.tokenizer else now.largest + 1)
     return Prepared(out, header, inputs.binary, now.empty)
 
@@ -115,12 +143,12 @@ def _check_vacant(out: Path) -> None:
 
 
 def _uniform(files: Sequence[Input], reading: Reading) -> Encoding:
-    """Where no tokenizer is given: all text, by bytes, or all ready tokens."""
+    """Return the encoding without a tokenizer: all inputs are text, or all are ready tokens."""
     text, ready = (_first(files, kind, reading) for kind in (False, True))
     if text and ready:
         raise DataError(
             f"'{text.path}' is text and '{ready.path}' holds ready tokens: "
-            "name the tokenizer that made the tokens by --tokenizer"
+            "name the tokenizer that made the tokens with --tokenizer"
         )
     return Encoding(Bytes() if text else None, mixed=False)
 
@@ -130,17 +158,17 @@ def _first(files: Sequence[Input], ready: bool, reading: Reading) -> Input | Non
 
 
 def _identity(files: Sequence[Input], tokenizer: Tokenizer | None, bin_dtype: str | None) -> str:
-    """The same for a run that may go on where another was killed."""
+    """Return a digest of inputs and tokenizer: a killed run can be continued if its digest is the same."""
     stamps = [(str(file.path.absolute()), file.kind, file.stamp) for file in files]
     made_by = (tokenizer.fingerprint, tokenizer.end) if tokenizer else None
     return hashlib.sha256(json.dumps([VERSION, stamps, made_by, bin_dtype]).encode()).hexdigest()
 
 
-def _say_where(console: Console, out: Path, partial: Partial) -> None:
+def _say_if_resumed(console: Console, out: Path, partial: Partial) -> None:
     if partial.begun:
-        say(console, f"going on with '{out}' behind {partial.now.documents} documents, {partial.now.tokens} tokens")
+        say(console, f"Continuing '{out}' after {partial.now.documents} documents, {partial.now.tokens} tokens")
     elif partial.begun is False:
-        say(console, f"what was begun of '{out}' is from other inputs or another tokenizer: beginning anew")
+        say(console, f"Starting '{out}' again: the part on disk is from other inputs or another tokenizer")
 
 
 def _fill(
@@ -150,7 +178,7 @@ def _fill(
     files: Sequence[Input],
     console: Console,
 ) -> None:
-    """Encode and append every document behind the partial file's place."""
+    """Encode and append every document that the partial file does not hold yet."""
     before = [0, *accumulate(file.size for file in files)]
     place = partial.now.place
     with Meter(console, before[-1], before[place.file] + place.offset) as meter:
@@ -162,12 +190,12 @@ def _fill(
 
 
 def _groups(found: Iterator[tuple[Place, Document]], size: int) -> Iterator[tuple[Place, list[Document]]]:
-    """Documents by about `size` bytes, each group with the place behind it."""
+    """Yield groups of documents of about `size` bytes, each with the place behind it."""
     group: list[Document] = []
     place, held = Place(), 0
     for place, document in found:
         group.append(document)
-        held += len(document.content) + len(document.prompt) + 1024  # so that many tiny ones end a group too
+        held += len(document.content) + len(document.prompt) + 1024  # so that many tiny documents end a group, too
         if held >= size:
             yield place, group
             group, held = [], 0
@@ -181,3 +209,51 @@ def _append(partial: Partial, group: list[Document], encoding: Encoding) -> None
             partial.add(encoded.parts, encoded.learned, encoded.largest)
         else:
             partial.skip()
+
+
+def encode(group: Sequence[Document], encoding: Encoding) -> Iterator[Encoded]:
+    """Yield the tokens of each document; an empty document has none."""
+    for document in group:
+        if not encoding.mixed and document.ready is (encoding.tokenizer is not None):
+            kinds = "ready tokens among text" if document.ready else "text among ready tokens"
+            raise DataError(f"{document.where} is {kinds}: name the tokenizer that made the tokens with --tokenizer")
+    texts = iter(_encode_texts(group, encoding.tokenizer))
+    for document in group:
+        if document.ready:
+            content = np.asarray(document.content)
+            yield Encoded((content,), 0, _check_ids(document.where, content, encoding.vocab))
+        else:
+            prompt, content = (next(texts) if len(text) else _NOTHING for text in (document.prompt, document.content))
+            yield Encoded((prompt, content, _end(prompt, content, encoding.tokenizer)), len(prompt), 0)
+
+
+def _encode_texts(group: Sequence[Document], tokenizer: Tokenizer | None) -> list[np.ndarray]:
+    parts: list[Text] = [part for item in group if not item.ready for part in (item.prompt, item.content)]
+    texts = [part for part in parts if len(part)]
+    if tokenizer is None or not texts:
+        return []
+    try:
+        return tokenizer.encode(texts)
+    except DataError as problem:
+        raise DataError(f"{problem}, which lies between {group[0].where} and {group[-1].where}") from None
+
+
+def _end(prompt: np.ndarray, content: np.ndarray, tokenizer: Tokenizer | None) -> np.ndarray:
+    """Return the token that ends a document; nothing if the document is empty or already ends with it."""
+    last = content if len(content) else prompt
+    if tokenizer is None or tokenizer.end is None or len(last) == 0 or last[-1] == tokenizer.end:
+        return _NOTHING
+    return np.array([tokenizer.end], np.uint32)
+
+
+def _check_ids(where: str, ids: np.ndarray, vocab: int) -> int:
+    """Return the largest id. Raise an error if one is outside the vocabulary."""
+    if len(ids) == 0:
+        return 0
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab:
+        raise DataError(
+            f"{where} has token id {low if low < 0 else high}, and ids go from 0 to {vocab - 1}: "
+            "prepare it with the tokenizer that made it"
+        )
+    return high

@@ -1,7 +1,7 @@
-"""Documents out of files, one after the other, each with the place behind it, from which reading can go on.
+"""Read documents from files, one after the other, each with the place behind it, where reading can continue.
 
-One document is in memory at a time (of Parquet, 64), and arrays of ready tokens or raw bytes not even that: they are
-mapped. Going on within a JSONL file seeks, within Parquet it skips row groups, so it costs next to nothing.
+One document is in memory at a time (64 for Parquet). Ready tokens and raw bytes are mapped, not read. To continue, a
+JSONL file is sought and Parquet row groups are skipped, which costs next to nothing.
 """
 
 import json
@@ -22,9 +22,9 @@ PARQUET_ROWS = 64
 
 @dataclass(frozen=True)
 class Document:
-    """Text to be encoded, or tokens that are `ready`; a prompt is read and not learned."""
+    """Text to be encoded, or `ready` tokens. A prompt is read but not learned."""
 
-    where: str  # as a sentence names it
+    where: str  # its name in messages
     content: Text
     ready: bool = False
     prompt: str = ""
@@ -32,16 +32,16 @@ class Document:
 
 @dataclass(frozen=True)
 class Place:
-    """Behind a document: so many files whole, then so many records (lines, rows) and bytes of the next."""
+    """A place behind a document: whole files, then records (lines, rows) and bytes of the next file."""
 
     file: int = 0
     record: int = 0
-    offset: int = 0  # bytes; what a JSONL file is sought to, and what progress shows
+    offset: int = 0  # bytes, to seek in a JSONL file and to show progress
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are read: `raw` leaves text undecoded, `bin_dtype` is of .bin files."""
+    """How files are read: `raw` leaves text undecoded; `bin_dtype` is the dtype of .bin files."""
 
     raw: bool
     bin_dtype: str | None
@@ -51,7 +51,7 @@ Read = Callable[[Input, Place, Reading], Iterator[tuple[int, int, Document]]]  #
 
 
 def documents(files: Sequence[Input], start: Place, reading: Reading) -> Iterator[tuple[Place, Document]]:
-    """All documents behind `start`, each with the place behind it."""
+    """Yield all documents behind `start`, each with the place behind it."""
     for number in range(start.file, len(files)):
         file = files[number]
         begin = start if number == start.file else Place(number)
@@ -63,7 +63,7 @@ def documents(files: Sequence[Input], start: Place, reading: Reading) -> Iterato
 
 
 def holds_tokens(file: Input, reading: Reading) -> bool:
-    """Whether a file's documents are ready tokens, by its kind or its first document."""
+    """Return whether a file's documents are ready tokens, by its kind or its first document."""
     if file.kind in ("text", "npy", "bin"):
         return file.kind != "text"
     first = next(documents([file], Place(), reading), None)
@@ -111,7 +111,7 @@ def _object(where: str, line: str) -> dict[str, Any]:
 
 
 def _document(where: str, record: dict[str, Any]) -> Document:
-    """The document of an object with `text`, `prompt` and `completion`, or `tokens`."""
+    """Return the document of an object with `text`, `prompt` and `completion`, or `tokens`."""
     if "text" in record:
         return Document(where, _string(where, record, "text"))
     if "prompt" in record and "completion" in record:
@@ -167,7 +167,7 @@ def _columns(path: Path, names: list[str]) -> list[str]:
 
 
 def _rows(table: Any, columns: list[str], skip: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows behind the first `skip`, by their number; row groups before them are not read."""
+    """Yield the rows behind the first `skip` with their numbers. Row groups before them are not read."""
     row = 0
     for group in range(table.num_row_groups):
         rows = table.metadata.row_group(group).num_rows
@@ -192,7 +192,7 @@ def _npy(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, Docu
 
 
 def _load(path: Path) -> np.ndarray:
-    """The whole numbers of a .npy file, mapped; what is pickled is never opened."""
+    """Map the whole numbers of a .npy file. Pickled files are never opened."""
     try:
         array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except (ValueError, EOFError) as problem:

@@ -1,7 +1,7 @@
-"""How long the documents of a token file are: a table, and a picture of where the tokens lie.
+"""Document lengths of a token file: a table, and a histogram of the tokens by document length.
 
-Training on millions of tokens needs documents that long, so the table says which share of the tokens lies in them.
-Costs one pass over the bounds, 8 bytes a document; the tokens are not read.
+Training on millions of tokens needs long documents, so the table shows the share of tokens in documents of several
+lengths. Cost: one pass over the bounds, 8 bytes a document. Tokens are not read.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ LONG = (4 << 10, 32 << 10, 128 << 10, 1 << 20)
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of documents, in tokens."""
+    """Statistics of document lengths, in tokens."""
 
     documents: int
     tokens: int
@@ -29,7 +29,7 @@ class Lengths:
     p90: float
     p99: float
     most: int
-    shares: tuple[float, ...]  # of all tokens, in documents of at least LONG tokens
+    shares: tuple[float, ...]  # the share of all tokens in documents of at least LONG tokens
 
 
 def measure(data: TokenFile) -> Lengths:
@@ -49,7 +49,7 @@ def measure(data: TokenFile) -> Lengths:
 
 
 def table(data: TokenFile) -> Table:
-    """The lengths as a table of two columns."""
+    """Return the lengths as a table of two columns."""
     found = measure(data)
     rows = {
         "documents": f"{found.documents:,}",
@@ -75,7 +75,7 @@ def table(data: TokenFile) -> Table:
 
 
 def histogram(data: TokenFile) -> tuple[np.ndarray, np.ndarray]:
-    """Edges, a factor of √2 apart, and the tokens in documents between them, the lower edge included."""
+    """Return edges a factor of √2 apart, and the tokens in documents from each edge to below the next."""
     lengths = np.diff(data.bounds)
     low, high = (int(np.floor(2 * np.log2(length))) for length in (lengths.min(), lengths.max()))
     edges = 2.0 ** (np.arange(low, high + 2) / 2)
@@ -84,7 +84,7 @@ def histogram(data: TokenFile) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw(data: TokenFile, picture: Path) -> None:
-    """Write the histogram as PNG."""
+    """Draw the histogram into a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,12 +1,12 @@
-"""The token file: tokens of all documents laid end to end, and where each document begins.
+"""The token file: the tokens of all documents end to end, and the offset of each document.
 
     4096 bytes   header: magic, version, length and crc32 of a JSON object, the object, zeros
     tokens       uint8, uint16 or uint32, the smallest that the vocabulary allows; zeros up to a multiple of 8 bytes
     bounds       int64 [documents + 1]: offsets of the documents, 0 and the number of tokens included
-    learned_from int64 [documents], only where prompts are not learned: the offset from which labels count
+    learned_from int64 [documents], only if there are prompts: the offset from which labels count
 
-All numbers are little-endian. Opening maps the file into memory and reads the header and the bounds, 8 or 16 bytes a
-document, to check them; tokens are read where they are used, and all processes of a machine share them.
+All numbers are little-endian. Opening a file maps it into memory and checks the header and the bounds, 8 or 16 bytes a
+document. Tokens are read on use, and all processes of a machine share the mapping.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ _FIXED = struct.Struct("<8sIII")  # magic, version, length of the JSON, its crc3
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """Documents as one stream of tokens; `path` is None where they are in memory only."""
+    """Documents as one stream of tokens. `path` is None if they exist in memory only."""
 
     path: Path | None
     tokens: np.ndarray  # [tokens], unsigned
     bounds: np.ndarray  # int64 [documents + 1], rising
     learned_from: np.ndarray | None  # int64 [documents], within each document's bounds
-    tokenizer: str  # 'bytes', 'sha256:<of tokenizer.json>', or 'unknown' for tokens that came ready
+    tokenizer: str  # 'bytes', 'sha256:<of tokenizer.json>', or 'unknown' for ready tokens
     vocab: int  # ids are below it
 
     @property
@@ -47,7 +47,7 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Header:
-    """What the JSON of the header says."""
+    """The JSON object in the header."""
 
     dtype: str
     tokens: int
@@ -71,12 +71,12 @@ class Header:
 
 
 def padded(count: int) -> int:
-    """Bytes up to the next multiple of 8, so that the int64 behind them are aligned."""
+    """Return a number of bytes rounded up to a multiple of 8, which aligns the int64 behind them."""
     return count + -count % INT64.itemsize
 
 
 def smallest_dtype(vocab: int) -> str:
-    """'uint8' for a vocabulary of at most 256, then 'uint16', then 'uint32'."""
+    """Return 'uint8' for a vocabulary of at most 256, else 'uint16' or 'uint32'."""
     return next(name for name, dtype in DTYPES.items() if vocab <= 1 << 8 * dtype.itemsize)
 
 
@@ -88,7 +88,7 @@ def pack_header(header: Header) -> bytes:
 
 
 def open_tokens(path: Path) -> TokenFile:
-    """A token file mapped into memory, its header and bounds checked."""
+    """Map a token file into memory, and check its header and bounds."""
     header, raw = _read(path)
     bounds = raw[header.bounds_at : header.learned_at].view(INT64)
     learned_from = raw[header.learned_at :].view(INT64) if header.learned_from else None
@@ -100,7 +100,7 @@ def open_tokens(path: Path) -> TokenFile:
 
 
 def _read(path: Path) -> tuple[Header, np.ndarray]:
-    """The header and the bytes of the whole file, whose number is what the header says."""
+    """Return the header and all bytes of the file. Their number must be what the header says."""
     try:
         with path.open("rb") as file:
             header = _unpack_header(path, file.read(HEADER_BYTES))

@@ -1,7 +1,7 @@
-"""Text into tokens: by bytes, or by a `tokenizer.json` with the `tokenizers` package.
+"""Tokenizers: one token a byte, or a `tokenizer.json` with the `tokenizers` package.
 
-A text is encoded whole, since a tokenizer may look at all of it. By `tokenizer.json` that takes about 120 times the
-text's bytes of memory while it lasts; by bytes it takes none. Texts of one call are encoded in parallel.
+A text is encoded as a whole, since a tokenizer may look at all of it. With a `tokenizer.json` that takes about 120
+times the text's bytes of memory; one token a byte takes none. Texts of one call are encoded in parallel.
 """
 
 import hashlib
@@ -15,22 +15,22 @@ import tokenizers
 
 from ithaca.base.errors import DataError
 
-Text = str | np.ndarray  # an array is a file's bytes as they are, which only `Bytes` takes
+Text = str | np.ndarray  # an array holds the raw bytes of a file, which only `Bytes` takes
 
 
 class Tokenizer(Protocol):
-    """What both makes offer."""
+    """The interface of both tokenizers."""
 
     fingerprint: str  # 'bytes' or 'sha256:<of tokenizer.json>'
     vocab: int  # ids are below it
-    end: int | None  # the id that ends a document of text
-    raw: bool  # whether it takes a file's bytes undecoded
+    end: int | None  # the id that ends a document
+    raw: bool  # whether `encode` takes raw bytes
 
     def encode(self, texts: Sequence[Text]) -> list[np.ndarray]: ...
 
 
 class Bytes:
-    """Each byte of the UTF-8 text is a token; nothing ends a document."""
+    """Each byte of the UTF-8 text is a token. No token ends a document."""
 
     fingerprint = "bytes"
     vocab = 256
@@ -42,7 +42,7 @@ class Bytes:
 
 
 class Json:
-    """A `tokenizer.json`; `end` is the `eos_token` that a tokenizer_config.json beside it names."""
+    """A `tokenizer.json`. `end` is the `eos_token` of the tokenizer_config.json beside it."""
 
     raw = False
 
@@ -52,11 +52,11 @@ class Json:
             self._inner = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as problem:  # the package raises nothing narrower
             raise DataError(f"'{file}' is not a tokenizer.json ({_line(problem)})") from None
-        # What the file says of truncation and padding is for inference, and would cut documents
+        # Truncation and padding in the file are meant for inference, and would cut documents
         self._inner.no_truncation()
         self._inner.no_padding()
         self.fingerprint = "sha256:" + hashlib.sha256(content).hexdigest()
-        # Ids may have holes, and then the largest lies above the count
+        # Ids may have gaps, and then the largest is above the count
         size = self._inner.get_vocab_size(with_added_tokens=True)
         self.vocab = max(size, max(self._inner.get_vocab(with_added_tokens=True).values(), default=0) + 1)
         self.end = self._end(file.with_name("tokenizer_config.json"))
@@ -75,7 +75,7 @@ class Json:
             token = json.loads(_read(file)).get("eos_token")
         except (ValueError, AttributeError):
             raise DataError(
-                f"'{file}' is not a JSON object: mend it, or remove it to end documents by nothing"
+                f"'{file}' is not a JSON object: fix it, or remove it if no token should end documents"
             ) from None
         token = token.get("content") if isinstance(token, dict) else token
         if token is None:
@@ -87,14 +87,14 @@ class Json:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, or of a Hugging Face folder that holds one."""
+    """Load a `tokenizer.json`, or that of a Hugging Face folder."""
     if not path.exists():
         raise DataError(f"--tokenizer '{path}' does not exist: name a tokenizer.json or a folder that holds one")
     if not path.is_dir():
         return Json(path)
     if not (path / "tokenizer.json").exists():
         raise DataError(
-            f"--tokenizer '{path}' holds no tokenizer.json: transformers writes one by "
+            f"--tokenizer '{path}' holds no tokenizer.json: transformers writes one with "
             "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
     return Json(path / "tokenizer.json")

@@ -12,20 +12,31 @@ import torch.distributed as dist
 from ithaca.base.errors import InputError, IthacaError, PlanError, RunError
 
 Result = TypeVar("Result")
+Told = TypeVar("Told")
 
 
 def together(group: dist.ProcessGroup, work: Callable[[], Result]) -> Result:
-    """Do `work` on every rank; what fails on one of them is raised on all, a user's mistake as that mistake."""
+    """Do `work` on every rank. If it fails on one, raise on all: a user's mistake as that mistake."""
+    return together_with(group, work, lambda _: None)[0]
+
+
+def together_with(
+    group: dist.ProcessGroup, work: Callable[[], Result], tell: Callable[[Result], Told]
+) -> tuple[Result, list[Told]]:
+    """The same, and `tell(result)` of every rank in the order of the ranks; it must be picklable."""
     result: Any = None
     problem: Exception | None = None
+    told: Any = None
     try:
         result = work()
+        told = tell(result)
     except Exception as error:
         problem = error
-    for rank, other in enumerate(_gather(group, _portable(problem))):
+    found = _gather(group, (_portable(problem), told))
+    for rank, (other, _) in enumerate(found):
         if other is not None:
             raise problem or _elsewhere(rank, other)
-    return result
+    return result, [theirs for _, theirs in found]
 
 
 def from_first(group: dist.ProcessGroup, work: Callable[[], Result]) -> Result:

@@ -1,32 +1,49 @@
-"""A batch, and a rank's part of it.
+"""A batch of token sequences, and the part of it that one rank computes on.
 
-Rows are laid end to end as one packed sequence in which each row is a document, or several. Labels are given as in
-Hugging Face, beside their own tokens; they are shifted here, over the whole batch and before it is split, so that no
-border between ranks loses one. The last token of a document predicts nothing.
+Rows are laid end to end as one packed sequence, in which each row is one document or several. Labels are given as in
+Hugging Face, beside their own tokens, and are shifted by one here, within each row, before the rows are split over
+ranks. The last token of a document predicts nothing.
 
-Context ranks share a sequence as a layout says. What fills it up belongs to the last document, behind its last token:
-nobody sees it and it predicts nothing, so it changes no number.
+The context ranks share a sequence as its layout says. Padding belongs to the last document and stands behind its last
+token: no other token sees it and it predicts nothing, so it changes no number.
+
+There are two ways to a `Batch`, and both give the same one:
+
+    split_batch        Every rank holds the whole batch (`model.shard`). No communication.
+    rank_batch         Every rank reads only its own rows. Nothing in it communicates, so a loader can call it in a
+                       thread, ahead of the step. `join_batches` then exchanges a few counts between all ranks, and
+                       moves the tensors to the device:
+
+        own = batch_rows(mesh, rows)                                    # rows of the batch that this rank must read
+        part = rank_batch(tokens, labels, documents, rows, mesh, vocab, lay)   # [len(own), S] each, on the CPU
+        batches = join_batches(mesh, lambda: [part])                    # collective, once for all passes of a step
+
+`lay(tokens)` gives the layout of that many tokens. An error that `join_batches`' function raises on one rank is raised
+on all of them: let it wait for the loader's result there.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaca.attention.documents import attended_length, document_bounds, positions
+from ithaca.attention.documents import document_bounds, positions, squared_lengths
 from ithaca.base.errors import InputError
+from ithaca.parallel.agree import together_with
 from ithaca.parallel.layout import Layout, batch_range
 from ithaca.parallel.mesh import Mesh
 
 IGNORED = -100  # a label that is not learned, as in Hugging Face
 
+_FINGERPRINTS = 2**61  # fingerprints are below it, so that they and their negatives fit int64
+
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank computes on; n tokens are local."""
+    """What one rank computes on. It holds n tokens."""
 
     tokens: Tensor  # [n]
     labels: Tensor  # [n], what each token predicts, IGNORED where nothing
@@ -39,67 +56,177 @@ class Batch:
     fingerprint: int  # of the whole batch: ranks compare it
 
 
-def split_batch(
-    tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int, lay: Callable[[int], Layout]
-) -> Batch:
-    """This rank's part of a batch that every rank holds whole; `lay` gives the layout of so many tokens."""
+@dataclass(frozen=True)
+class Counts:
+    """What every rank must know about rows that it may not hold. Counts of different rows add up."""
+
+    tokens: int
+    valid: int  # labels that count
+    squares: int  # Σ length² over the documents
+    fingerprint: int
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(
+            self.tokens + other.tokens,
+            self.valid + other.valid,
+            self.squares + other.squares,
+            (self.fingerprint + other.fingerprint) % _FINGERPRINTS,
+        )
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """A rank's part of a batch in host memory, and the counts of its rows. `join_batches` makes it a `Batch`."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    bounds: tuple[int, ...]
+    layout: Layout
+    counts: Counts  # of the rows of this rank's sequence
+    shape: tuple[int, int]  # rows and tokens a row of the whole batch
+
+    def on(self, device: torch.device, batch: Counts) -> Batch:
+        """The Batch on a device; `batch` are the counts of all rows."""
+        tokens, labels, places = (
+            tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.positions)
+        )
+        return Batch(
+            tokens=tokens,
+            labels=labels,
+            positions=places,
+            bounds=self.bounds,
+            layout=self.layout,
+            valid_tokens=batch.valid,
+            total_tokens=batch.tokens,
+            attended=batch.squares / batch.tokens,
+            fingerprint=batch.fingerprint,
+        )
+
+
+Lay = Callable[[int], Layout]
+
+
+def split_batch(tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int, lay: Lay) -> Batch:
+    """This rank's part of a batch that every rank holds whole."""
+    tokens, labels, documents = _checked(tokens, labels, documents, vocab)
+    _check_rows(len(tokens), mesh)
+    own, shifted = batch_rows(mesh, len(tokens)), _shift(labels, documents)
+    part = slice(own.start, own.stop)
+    mine = _part(tokens[part], shifted[part], documents[part], own.start, len(tokens), mesh, lay)
+    return mine.on(mesh.device, _counts(tokens, shifted, documents, 0))
+
+
+def whole_batch(tokens: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int, lay: Lay) -> Batch:
+    """All of a batch on every data rank, without labels."""
     tokens = _check_tokens(tokens, vocab)
-    labels = _whole_numbers("labels", labels)
-    if labels.shape != tokens.shape:
-        raise InputError(f"labels have shape {list(labels.shape)}, tokens {list(tokens.shape)}: they must agree")
-    _check_ids("label", labels[labels != IGNORED], vocab)
-    documents = _check_documents(documents, tokens)
-    rows = tokens.shape[0]
+    labels = torch.full_like(tokens, IGNORED)
+    part = _part(tokens, labels, _check_documents(documents, tokens), 0, len(tokens), mesh, lay)
+    return part.on(mesh.device, part.counts)
+
+
+def batch_rows(mesh: Mesh, rows: int) -> range:
+    """The rows that this rank needs of a batch with `rows` rows."""
+    return batch_range(rows, mesh.data_rank, mesh.data_ranks)
+
+
+def rank_batch(
+    tokens: Tensor, labels: Tensor, documents: Tensor | None, rows: int, mesh: Mesh, vocab: int, lay: Lay
+) -> RankBatch:
+    """This rank's part of a batch of `rows` rows, from the rows that `batch_rows` names. Communicates nothing."""
+    _check_rows(rows, mesh)
+    tokens, labels, documents = _checked(tokens, labels, documents, vocab)
+    own = batch_rows(mesh, rows)
+    if len(tokens) != len(own):
+        raise InputError(
+            f"data rank {mesh.data_rank} was given {len(tokens)} rows of a batch of {rows} rows over "
+            f"{mesh.data_ranks} data ranks: it needs {len(own)}, rows {own.start} to {own.stop - 1}"
+        )
+    return _part(tokens, _shift(labels, documents), documents, own.start, rows, mesh, lay)
+
+
+def join_batches(mesh: Mesh, build: Callable[[], Sequence[RankBatch]]) -> list[Batch]:
+    """The Batches of some passes, from what `build` returns on each rank. Collective, on the host."""
+    parts, found = together_with(mesh.group, build, lambda parts: [(part.shape, part.counts) for part in parts])
+    for rank, theirs in enumerate(found):
+        shapes, first = [shape for shape, _ in theirs], [shape for shape, _ in found[0]]
+        if shapes != first:
+            raise InputError(f"rank {rank} has batches of shapes {shapes}, rank 0 {first}: they must agree")
+        sharing = rank - rank % mesh.context_ranks
+        if theirs != found[sharing]:
+            raise InputError(f"ranks {sharing} and {rank} share a sequence, but were given different rows of the batch")
+    by_data_rank = zip(*found[:: mesh.context_ranks], strict=True)
+    totals = [sum((counts for _, counts in ranks), Counts(0, 0, 0, 0)) for ranks in by_data_rank]
+    return [part.on(mesh.device, total) for part, total in zip(parts, totals, strict=True)]
+
+
+def _part(tokens: Tensor, shifted: Tensor, documents: Tensor, first: int, rows: int, mesh: Mesh, lay: Lay) -> RankBatch:
+    """This rank's tokens of the rows given, which are those from `first` on of a batch of `rows` rows."""
+    bounds, layout = document_bounds(documents), lay(tokens.numel())
+    bounds = (*bounds[:-1], layout.padded)
+    places = layout.places(mesh.context_rank)
+
+    def local(sequence: Tensor, filler: int) -> Tensor:
+        filled = torch.nn.functional.pad(sequence, (0, layout.padded - len(sequence)), value=filler)
+        mine = torch.cat([filled[place.start : place.stop] for place in places])
+        return mine.pin_memory() if mesh.gpu and not mine.is_cuda else mine
+
+    return RankBatch(
+        tokens=local(tokens.flatten(), 0),
+        labels=local(shifted.flatten(), IGNORED),
+        positions=local(positions(bounds), 0),
+        bounds=bounds,
+        layout=layout,
+        counts=_counts(tokens, shifted, documents, first),
+        shape=(rows, tokens.shape[1]),
+    )
+
+
+def _counts(tokens: Tensor, shifted: Tensor, documents: Tensor, first: int) -> Counts:
+    """Of rows that are the batch's from `first` on."""
+    return Counts(
+        tokens=tokens.numel(),
+        valid=int((shifted != IGNORED).sum()),
+        squares=squared_lengths(document_bounds(documents)),
+        fingerprint=_fingerprint(first, tokens, shifted, documents),
+    )
+
+
+def _fingerprint(first: int, *tensors: Tensor) -> int:
+    """A sum over the rows, so that ranks with different rows can add theirs; a row counts by its number."""
+    arrays = [tensor.cpu().contiguous().numpy() for tensor in tensors]
+    total = 0
+    for number, rows in enumerate(zip(*arrays, strict=True), start=first + 1):
+        checksum = 0
+        for row in rows:
+            checksum = zlib.crc32(row.data, checksum)
+        total += number * checksum
+    return total % _FINGERPRINTS
+
+
+def _check_rows(rows: int, mesh: Mesh) -> None:
     if rows < mesh.data_ranks:
         raise InputError(
             f"the batch has {rows} rows for {mesh.data_ranks} data ranks (replicate {mesh.replicate} × shard "
             f"{mesh.shard}): give it {mesh.data_ranks} rows or more{_or_share(rows, mesh)}"
         )
-    shifted = _shift(labels, documents)
-    mine = batch_range(rows, mesh.data_rank, mesh.data_ranks)
-    return _part(tokens, shifted, documents, mine, mesh, lay)
 
 
 def _or_share(rows: int, mesh: Mesh) -> str:
-    """How else ranks can have something to do, if they can."""
+    """Another mesh that gives every rank work, if there is one."""
     for size in range(2, mesh.shard + 1):
         if mesh.shard % size == 0 and mesh.data_ranks // size <= rows:
             return f", or let ranks share them, as ulysses={size * mesh.ulysses} does under the recipe 'sweep'"
     return ""
 
 
-def whole_batch(
-    tokens: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int, lay: Callable[[int], Layout]
-) -> Batch:
-    """All of a batch on every data rank, without labels."""
+def _checked(tokens: Tensor, labels: Tensor, documents: Tensor | None, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens = _check_tokens(tokens, vocab)
-    labels = torch.full_like(tokens, IGNORED)
-    return _part(tokens, labels, _check_documents(documents, tokens), range(len(tokens)), mesh, lay)
-
-
-def _part(
-    tokens: Tensor, shifted: Tensor, documents: Tensor, rows: range, mesh: Mesh, lay: Callable[[int], Layout]
-) -> Batch:
-    part = slice(rows.start, rows.stop)
-    bounds, layout = document_bounds(documents[part]), lay(tokens[part].numel())
-    bounds = (*bounds[:-1], layout.padded)
-    places = layout.places(mesh.context_rank)
-
-    def local(sequence: Tensor, filler: int) -> Tensor:
-        filled = torch.nn.functional.pad(sequence, (0, layout.padded - len(sequence)), value=filler)
-        return torch.cat([filled[place.start : place.stop] for place in places]).to(mesh.device)
-
-    return Batch(
-        tokens=local(tokens[part].flatten(), 0),
-        labels=local(shifted[part].flatten(), IGNORED),
-        positions=local(positions(bounds), 0),
-        bounds=bounds,
-        layout=layout,
-        valid_tokens=int((shifted != IGNORED).sum()),
-        total_tokens=tokens.numel(),
-        attended=attended_length(document_bounds(documents)),
-        fingerprint=_fingerprint(tokens, shifted, documents),
-    )
+    labels = _whole_numbers("labels", labels)
+    if labels.shape != tokens.shape:
+        raise InputError(f"labels have shape {list(labels.shape)}, tokens {list(tokens.shape)}: they must agree")
+    _check_ids("label", labels[labels != IGNORED], vocab)
+    return tokens, labels, _check_documents(documents, tokens)
 
 
 def _check_tokens(tokens: Tensor, vocab: int) -> Tensor:
@@ -148,13 +275,6 @@ def _whole_numbers(what: str, numbers: Tensor) -> Tensor:
     # Before anything is compared or filled in: -100 does not fit the small unsigned types
     given = given.to(torch.int64)
     return given[None] if given.dim() == 1 else given
-
-
-def _fingerprint(*tensors: Tensor) -> int:
-    checksum = 0
-    for tensor in tensors:
-        checksum = zlib.crc32(tensor.cpu().contiguous().numpy().data, checksum)
-    return checksum
 
 
 def gather_tokens(local: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:

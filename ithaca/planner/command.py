@@ -29,7 +29,6 @@ def run(
     recipe: str | None,
     node_gpus: int,
     hardware: Path | None,
-    measure: Path | None,
     picture: Path | None,
     as_json: bool,
 ) -> None:
@@ -38,13 +37,6 @@ def run(
     wanted = None if tokens == "max" else parse_tokens(tokens)
     if wanted is not None and not SHORTEST <= wanted <= LONGEST:
         raise PlanError(f"--tokens {tokens} cannot be planned for: {SHORTEST}, a tile of attention, to 4096M can")
-    if measure:
-        from ithaca.rehearsal.measure import measure_here  # only now: torch takes its time
-
-        if hardware:
-            raise PlanError(f"--measure {measure} and --hardware {hardware} both name rates: give one of them")
-        found, hardware = measure_here(measure), measure
-        gpus = f"8x{found}" if gpus is None else gpus
     count, gpu = parse_gpus(USUAL if gpus is None else gpus, read_gpus(hardware))
     show(model, cluster_of(count, gpu, host, disk, node_gpus), wanted, recipe, as_json, picture)
 

@@ -92,6 +92,14 @@ def nearest(name: str, memory: int, known: Mapping[str, Gpu]) -> Gpu:
     return min((gpu for gpu in meant if len(_stem(gpu.name)) == longest), key=lambda gpu: abs(gpu.memory - memory))
 
 
+def peak_flops(name: str, memory: int) -> float | None:
+    """Return the peak FLOP/s of a GPU (dense bf16) that MFU is measured against; None if no table describes it."""
+    try:
+        return nearest(name, memory, read_gpus()).flops
+    except PlanError:
+        return None
+
+
 def _gpu(name: str, table: Mapping[str, Any], measured: Mapping[str, float]) -> Gpu:
     numbers: dict[str, float] = {}
     sources: dict[str, str] = {}

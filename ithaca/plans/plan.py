@@ -106,7 +106,11 @@ class Plan:
 
     def __post_init__(self, gradient: str | None) -> None:
         if gradient is not None:
-            warnings.warn("Plan(gradient=…) is now called residual: the old name still works", stacklevel=3)
+            if self.residual is not None:
+                raise PlanError(
+                    f"gradient={gradient} and residual={self.residual} are one option, which was renamed: keep residual"
+                )
+            warnings.warn("Plan(gradient=…) is now Plan(residual=…): the old name still works", stacklevel=3)
             object.__setattr__(self, "residual", gradient)
         if not isinstance(self.recipe, str) or self.recipe not in RECIPES:
             raise PlanError(f"recipe '{self.recipe}' does not exist: {suggestion(str(self.recipe), list(RECIPES))}")

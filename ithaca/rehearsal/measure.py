@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ithaca.attention.documents import Pieces
-from ithaca.attention.kernels import choose_kernel
+from ithaca.attention.kernels.choose import choose_kernel
 from ithaca.base.errors import PlanError
 from ithaca.model.linear import add_product
 from ithaca.planner.hardware import HERE, nearest, read_gpus

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from ithaca.assemble import Model, apply
+from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import PlanError
 from ithaca.base.owners import ALLOCATOR, HOST, KERNELS
 from ithaca.model.config_json import find_config
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import PEAK_FLOPS, Spec, read_spec
+from ithaca.optimizer.adamw import make_optimizer
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import Mesh, mesh
@@ -35,8 +37,6 @@ from ithaca.rehearsal.ballast import absent_bytes, hold, tapes_of
 from ithaca.rehearsal.fake_kernels import Timed, Weightless, few_visits
 from ithaca.rehearsal.kernel_bound import Products, attention_seconds, product_seconds, synchronize
 from ithaca.rehearsal.memory_owners import Meter
-from ithaca.train.optimizer import make_optimizer
-from ithaca.train.start import join_free_memory
 
 TILES_HELD = 2  # of a host tape, where they stand for all
 
@@ -64,7 +64,7 @@ class Scene:
 
 def rehearse(scene: Scene, device: str | None = None, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Run a step of the scene in this process, which can take part in no other job after it."""
-    join_free_memory()  # as training does
+    use_expandable_segments()  # as training does
     start_loopback(scene.ranks)
     grid = mesh(ulysses=scene.ulysses, ring=scene.ring, shard=scene.shard, device=device)
     try:

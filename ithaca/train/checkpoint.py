@@ -1,14 +1,12 @@
-"""Checkpoints that survive: written beside the training, whole or not at all, checked before they are believed.
+"""Checkpoints of a run: written while training continues, complete or absent, checked before they are used.
 
-A checkpoint is a folder `step-00000120` of files that PyTorch's distributed checkpoint (DCP) wrote, one per rank, and a
-`manifest.json` with the step, what the caller adds, and the size and SHA-256 of every file. It is written as
-`step-00000120.partial` by a thread of each rank over a process group of their own, and gets its name when every file is
-on disk: a run that is killed at any moment leaves the last good one. It can be read on another number of ranks.
+Each rank has a thread that writes its shards by DCP, over a process group of their own, into a folder
+`step-00000120.partial`. The folder gets its final name when every file is on disk, so a run that is killed at any
+moment keeps its last good checkpoint. A checkpoint can be read on another number of ranks. checkpoint_files.py
+describes the folder.
 """
 
-import hashlib
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -26,68 +24,65 @@ from ithaca.base.sizes import format_bytes
 from ithaca.parallel.agree import from_first, on_this_node, together
 from ithaca.parallel.hangs import lost_touch
 from ithaca.tape.budget import host_budget
+from ithaca.train.checkpoint_files import PARTIAL, CheckpointFolder, describe, rank_digests
 from ithaca.train.snapshot import Snapshot, local_bytes, training_state
 
-PARTIAL, DAMAGED = ".partial", ".damaged"
-HASHED_BYTES = 64 << 20
-COPY_SHARE = 0.9  # of what is free: a copy is dispensable, and whatever comes after it is not
+COPY_SHARE = 0.9  # of the free host memory: a run can do without the copy, but not without what comes after it
 
 
 class Checkpoints:
     """The checkpoints of one run, seen from one rank. Every rank calls every method.
 
-    `spoken_for` are bytes of this node's memory that something else is going to take.
+    `reserved_bytes` is memory of this node that something else will take later.
     """
 
     def __init__(
         self,
         folder: Path,
         model: Model,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer,
         keep: int,
-        say: Callable[[str], None] = print,
+        warn: Callable[[str], None] = print,
         reserved_bytes: int = 0,
     ):
-        self._folder, self._keep, self._say = folder, keep, say
+        self._files, self._keep, self._warn = CheckpointFolder(folder), keep, warn
         self._optimizer = optimizer
         self._state = training_state(model, optimizer)
         self._rank, self._ranks = model.mesh.rank, model.mesh.size
-        # Of its own, since its thread talks while the main one trains
+        # A group of its own: its thread communicates while the main thread trains
         self._group: Any = dist.new_group(list(range(self._ranks)), backend="gloo")
-        self._snapshot = self._make_snapshot(reserved_bytes) if optimizer else None
+        self._snapshot = self._make_snapshot(reserved_bytes)
         self._writer: threading.Thread | None = None
         self._problem: tuple[int, str] | None = None
         self._lost: BaseException | None = None
         self._abandoned = False
 
     def clean(self) -> None:
-        """Make the folder, and remove what a killed write left in it; for the one job that trains here."""
+        """Make the folder, and delete partial checkpoints of a run that was killed."""
+        folder = self._files.folder
 
-        def sweep() -> None:
+        def remove() -> None:
             try:
-                self._folder.mkdir(exist_ok=True)
-                for leftover in self._folder.glob(f"*{PARTIAL}"):
+                folder.mkdir(exist_ok=True)
+                for leftover in folder.glob(f"*{PARTIAL}"):
                     shutil.rmtree(leftover)
             except OSError as problem:
-                raise RunError(f"'{self._folder}' is not a folder of checkpoints ({problem})") from None
+                raise RunError(f"'{folder}' is not a folder of checkpoints ({problem})") from None
 
-        together(self._group, lambda: sweep() if self._rank == 0 else None)
+        together(self._group, lambda: remove() if self._rank == 0 else None)
 
     def save(self, step: int, note: dict[str, Any]) -> None:
-        """Begin to write the state after `step` steps; an earlier write is waited for first."""
+        """Begin to write the state after `step` steps. Wait first for a write that is under way."""
         self.wait()
         work = (step, note, _random_state())
-        if self._snapshot is None:
-            self._write(*work)
-            return
-        if not self._take():
+        if self._snapshot is None or not self._take():
             self._write(*work)
             return
         self._writer = threading.Thread(target=self._write, args=work, daemon=True)
         self._writer.start()
 
     def _take(self) -> bool:
-        """Begin the copy; on all ranks or, where one of them cannot have the memory after all, on none from now on."""
+        """Begin the copy on all ranks. If one rank lacks the memory after all, drop the copy on all of them."""
         assert self._snapshot is not None
         problem = None
         try:
@@ -96,7 +91,7 @@ class Checkpoints:
             problem = str(error)
         problems = [text for text in self._gather(problem) if text]
         if problems:
-            self._say(f"no copy of the state for checkpoints ({problems[0]}): training waits while they are written")
+            self._warn(f"no copy of the state for checkpoints ({problems[0]}): training waits while they are written")
             self._snapshot.close()
             self._snapshot = None
         return not problems
@@ -105,11 +100,12 @@ class Checkpoints:
         return self._writer is not None and self._writer.is_alive()
 
     def before_update(self) -> None:
-        """Call before the optimizer changes what a snapshot may still be reading."""
+        """Wait until a copy under way has read the state. Call this before the optimizer changes it."""
         if self._snapshot is not None:
             self._snapshot.before_update()
 
     def wait(self) -> None:
+        """Wait for the write that is under way."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -122,142 +118,95 @@ class Checkpoints:
             self._snapshot.close()
 
     def abandon(self) -> None:
-        """Let `close` leave a write alone that is under way: it may wait for a rank that is lost."""
+        """Let `close` skip a write that is under way: it may wait for a rank that is lost."""
         self._abandoned = True
 
     def problem(self) -> tuple[int, str] | None:
-        """(step, reason) of a write that failed since the last time this was asked; raises what lost a rank in it."""
+        """Return (step, reason) of a write that failed since the last call. Raise the error of a lost rank."""
         if self._lost is not None:
             raise self._lost
         problem, self._problem = self._problem, None
         return problem
 
     def size(self) -> int:
-        """Bytes of one checkpoint, all ranks together."""
+        """Return the bytes of one checkpoint, over all ranks."""
         return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self._state.values())
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are there, oldest first."""
-        names = [path.name for path in self._folder.glob("step-*") if path.is_dir()]
-        return sorted(int(name.removeprefix("step-")) for name in names if name[5:].isdigit())
+        """Return the steps of the checkpoints on disk, oldest first."""
+        return self._files.steps()
 
-    def load(self, say: Callable[[str], None], repair: bool) -> dict[str, Any] | None:
-        """Read the newest checkpoint that is sound into model and optimizer, and give its manifest; None if none is.
+    def load(self) -> dict[str, Any] | None:
+        """Read the newest sound checkpoint into model and optimizer. Return its manifest; None without checkpoints.
 
-        With `repair` damaged ones that are newer get another name, so that they stand in nobody's way.
+        If a checkpoint is damaged, the previous one is used, a warning is printed, and the damaged one is renamed.
         """
         known, damaged = from_first(self._group, self.steps), []
+        wanted = describe(self._state)
         for step in reversed(known):
-            damage = [problem for problem in self._gather(self._damage(step)) if problem]
+            damage = [text for text in self._gather(self._files.damage(step, wanted, self._rank, self._ranks)) if text]
             if not damage:
-                # Only now: without a sound one they must stay, or the next start would silently begin anew
-                for newer in damaged if repair and self._rank == 0 else ():
-                    self._set_aside(newer)
+                # Only now: if no checkpoint is sound, they must keep their names, or the next start would begin anew
+                for newer in damaged if self._rank == 0 else ():
+                    self._files.set_aside(newer)
                 return self._read(step)
-            say(f"the checkpoint of step {step} is damaged ({damage[0]}): going back to the one before")
+            self._warn(f"the checkpoint of step {step} is damaged ({damage[0]}): trying the previous one")
             damaged.append(step)
         if known:
-            raise RunError(
-                f"none of the {len(known)} checkpoints in '{self._folder}' is sound: --fresh begins the run anew"
-            )
+            raise none_is_sound(self._files.folder, len(known))
         return None
 
-    def _set_aside(self, step: int) -> None:
-        path = self._path(step)
-        aside = path.with_name(f"{path.name}{DAMAGED}")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-
     def _make_snapshot(self, reserved_bytes: int) -> Snapshot | None:
-        """None where a rank's host has no room for a copy: checkpoints are then written while training waits."""
+        """Return the copy's memory; None if a node lacks it, and training then waits while checkpoints are written."""
         needed, _ = on_this_node(self._group, local_bytes(self._state))
         free, reason = host_budget()
         if not all(self._gather(needed + reserved_bytes <= COPY_SHARE * free)):
             tapes = f" beside {format_bytes(reserved_bytes)} of tapes" if reserved_bytes else ""
-            self._say(
+            self._warn(
                 f"a copy of the state for checkpoints takes {format_bytes(needed)} of this node's memory{tapes}, and "
                 f"{reason} is {format_bytes(free)}: training will wait while checkpoints are written"
             )
             return None
         return Snapshot(self._state)
 
-    def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step:08d}"
-
-    def _manifest(self, step: int) -> dict[str, Any] | None:
-        """What a checkpoint says of itself; None if that is not what was written."""
-        try:
-            manifest = json.loads((self._path(step) / "manifest.json").read_text(encoding="utf-8"))
-            return manifest if manifest.pop("sha256") == _text_sha256(manifest) else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-
     def _read(self, step: int) -> dict[str, Any]:
-        dcp.load(dict(self._state), checkpoint_id=self._path(step), process_group=self._group)
-        for state in self._optimizer.state.values() if self._optimizer else ():
+        dcp.load(dict(self._state), checkpoint_id=self._files.path(step), process_group=self._group)
+        for state in self._optimizer.state.values():
             state["step"].fill_(step)
-        manifest = self._manifest(step)
+        manifest = self._files.manifest(step)
         assert manifest is not None
         if len(manifest["random"]) == self._ranks:  # another number of ranks draws other numbers
             _restore_random_state(manifest["random"][self._rank])
         return manifest
 
-    def _damage(self, step: int) -> str | None:
-        """What is wrong with a checkpoint, as far as this rank looks: ranks share the files among them."""
-        path, manifest = self._path(step), self._manifest(step)
-        if manifest is None or manifest["step"] != step:
-            return "manifest.json is not what was written"
-        for name, tensor in self._describe().items():
-            if manifest["tensors"].get(name) != tensor:
-                return f"it is of another model: {name} is {manifest['tensors'].get(name)}, not {tensor}"
-        for name, (size, digest) in sorted(manifest["files"].items())[self._rank :: self._ranks]:
-            try:
-                if (path / name).stat().st_size != size or _sha256(path / name) != digest:
-                    return f"{name} is not what was written"
-            except OSError as problem:
-                return f"{name}: {problem.strerror}"
-        return None
-
-    def _describe(self) -> dict[str, list[Any]]:
-        """Shape and dtype of every tensor of the state."""
-        return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in self._state.items()}
-
     def _write(self, step: int, note: dict[str, Any], random: list[str]) -> None:
-        """All of a write. Each stage ends in agreement: what fails on one rank fails on all."""
-        path = self._path(step)
+        """Write a checkpoint. Ranks agree after each stage: an error on one is an error on all."""
+        path = self._files.path(step)
         partial = path.with_name(path.name + PARTIAL)
         try:
             self._stage(lambda: partial.mkdir(parents=True) if self._rank == 0 else None)
             writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
             with self._snapshot.finished() if self._snapshot else nullcontext(self._state) as state:
                 dcp.save(dict(state), storage_writer=writer, process_group=self._group)
-            parts = self._stage(lambda: _digests(partial, self._rank))
+            parts = self._stage(lambda: rank_digests(partial, self._rank))
             files = {name: digest for part in parts for name, digest in part.items()}
-            manifest = {"step": step, "files": files, "tensors": self._describe(), "random": self._gather(random)}
-            manifest = json.loads(json.dumps({**manifest, **note}))  # as it will be read
-            self._stage(lambda: self._complete(partial, path, manifest))
-        except (Exception, dcp.api.CheckpointException) as problem:  # nothing that fails may pass for written
+            manifest = {
+                "step": step,
+                "files": files,
+                "tensors": describe(self._state),
+                "random": self._gather(random),
+                **note,
+            }
+            manifest = json.loads(json.dumps(manifest))  # as it will be read
+            self._stage(lambda: self._files.complete(partial, step, manifest, self._keep) if self._rank == 0 else None)
+        except (Exception, dcp.api.CheckpointException) as problem:  # any error means that nothing was written
             self._problem = step, _reason(problem)
             self._lost = problem if lost_touch(problem) else None
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
 
-    def _complete(self, partial: Path, path: Path, manifest: dict[str, Any]) -> None:
-        if self._rank != 0:
-            return
-        with (partial / "manifest.json").open("w", encoding="utf-8") as file:
-            json.dump({**manifest, "sha256": _text_sha256(manifest)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():  # a step that is reached a second time, after going back past a damaged one
-            shutil.rmtree(path)
-        partial.rename(path)
-        _sync_folder(self._folder)
-        for old in self.steps()[: -self._keep]:
-            shutil.rmtree(self._path(old), ignore_errors=True)
-
     def _stage(self, work: Callable[[], Any]) -> list[Any]:
-        """Do a part of a write; its result on every rank, or the OSError that one of them met."""
+        """Do a part of a write. Return the results of all ranks, or raise the OSError of one of them."""
         try:
             found: Any = work()
         except OSError as problem:
@@ -274,35 +223,12 @@ class Checkpoints:
         return items
 
 
-def _digests(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
-    """Size and SHA-256 of what this rank wrote; rank 0 also has the file that describes them all."""
-    names = [path.name for path in folder.glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
-    return {name: ((folder / name).stat().st_size, _sha256(folder / name)) for name in names}
-
-
-def _sha256(file: Path) -> str:
-    """By large pieces: after each one this thread queues for the interpreter, which the training keeps busy."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(HASHED_BYTES))
-    with file.open("rb", buffering=0) as opened:
-        while count := opened.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
-
-
-def _text_sha256(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def none_is_sound(folder: Path, count: int) -> RunError:
+    return RunError(f"none of the {count} checkpoints in '{folder}' is sound: --fresh starts the run again")
 
 
 def _random_state() -> list[str]:
-    """Of this rank's CPU and, where there is one, GPU."""
+    """Return the states of this rank's generators: of the CPU and, if there is one, of the GPU."""
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return [bytes(state.tolist()).hex() for state in (torch.get_rng_state(), *cuda)]
 
@@ -315,7 +241,7 @@ def _restore_random_state(states: list[str]) -> None:
 
 
 def _reason(problem: BaseException) -> str:
-    """What the file system said, out of the layers that wrap it."""
+    """Return the file system's message, without DCP's wrapping."""
     if isinstance(problem, dcp.api.CheckpointException):
         inner = next(iter(problem.failures.values()))[0]
         return str(inner)

@@ -1,11 +1,14 @@
-"""A run's processes: one per GPU, or a few on a CPU, on this node or on several; under torchrun or srun this one joins.
+"""Start the processes of a run: one per GPU, or a few on a CPU, on one node or on several.
 
-A rank that dies takes the job down, and all of it is started again from the last checkpoint, a few times, on all nodes.
-What a user did wrong is no reason to start again. A rank that hangs is given up by those that wait for it in vain, and
-all start again likewise. Ctrl-C reaches the ranks, which agree over all nodes, finish their step and save; a second one
-kills them, also where they hang.
+Under torchrun or srun this process is one rank of the job that they started.
+
+If a rank dies, or hangs longer than the timeout, all ranks on all nodes end and the run restarts from its last
+checkpoint. It restarts a few times in a row; a new checkpoint in between starts the count again. A user's mistake does
+not restart. The first Ctrl-C reaches the ranks, which finish their step and save. The second one kills them, also if
+they hang.
 """
 
+import itertools
 import os
 import sys
 from collections.abc import Mapping
@@ -21,11 +24,11 @@ from ithaca.model.source import load_model
 from ithaca.train.loop import train
 from ithaca.train.nodes import ALONE, Meeting, Place, meet, read_place
 from ithaca.train.processes import Watch, leave, run_ranks
-from ithaca.train.progress import tell
+from ithaca.train.report import tell
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import Step, read_step
 
-RESTARTS = 3
+RESTARTS = 3  # in a row, without a new checkpoint in between
 
 
 def launch(
@@ -36,13 +39,13 @@ def launch(
     nodes: int | None = None,
     meeting_place: str | None = None,
 ) -> None:
-    """Train on this machine's GPUs, or on `ranks` processes, and on other nodes too; raises what ended the job."""
+    """Train on this machine's GPUs, or on `ranks` processes, and on other nodes too. Raise the error of the job."""
     options = {"--ranks": ranks, "--nodes": nodes, "--meet": meeting_place}
     if "RANK" in os.environ:
         _check_environment()
         _join(config, options, path, fresh, "torchrun")
         return
-    step = read_step(os.environ) if nodes is None else None  # a number that is given is what is wanted
+    step = read_step(os.environ) if nodes is None else None  # --nodes wins over SLURM
     if step and not step.one_per_node:
         os.environ.update(_task_environment(step))
         _join(config, options, path, fresh, "srun")
@@ -61,9 +64,9 @@ def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: b
     count = _count(config, ranks)
     folder = RunFolder(path or _new_folder(config))
     if fresh and (aside := folder.set_aside()):
-        print(f"the old run is now {aside}")
+        print(f"Moved the old run to {aside}")
     if not folder.has_checkpoints():
-        load_model(config.model.source, config.model.dtype)  # its mistakes are better told before processes start
+        load_model(config.model.source, config.model.dtype)  # report its mistakes before processes start
     if count == 1:
         train(config, folder.path)
     else:
@@ -71,7 +74,7 @@ def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: b
 
 
 def _join(config: Config, options: Mapping[str, object], path: Path | None, fresh: bool, starter: str) -> None:
-    """Be one rank of a job that torchrun or srun started."""
+    """Train as one rank of a job that torchrun or srun started."""
     for option, value in options.items():
         if value is not None:
             raise ConfigError(
@@ -84,23 +87,23 @@ def _join(config: Config, options: Mapping[str, object], path: Path | None, fres
     try:
         train(config, path)
     except LostRankError as lost:
-        leave(f"error: {lost}; the run goes on from its last checkpoint with ithaca train --run {path}")
+        leave(f"error: {lost}; continue from the last checkpoint with ithaca train --run {path}")
 
 
 def _check_environment() -> None:
-    """Refuse a RANK that no torchrun has set."""
+    """Raise an error if RANK was set by something else than torchrun."""
     rank = os.environ["RANK"]
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ConfigError(
-                f"RANK is {rank} in the environment, as of one of torchrun's ranks, but {name} is not given: "
-                "unset RANK, and this machine's GPUs train"
+                f"the environment has RANK={rank}, as torchrun sets it, but no {name}: "
+                "unset RANK to train on this machine's GPUs"
             )
     ranks = os.environ["WORLD_SIZE"]
     if not (_is_number(rank) and _is_number(ranks) and int(rank) < int(ranks)):
         raise ConfigError(
-            f"RANK is {rank} and WORLD_SIZE {ranks} in the environment, which no rank of a job has: "
-            "unset both, and this machine's GPUs train"
+            f"the environment has RANK={rank} and WORLD_SIZE={ranks}, which is no rank of a job: "
+            "unset both to train on this machine's GPUs"
         )
 
 
@@ -109,21 +112,21 @@ def _is_number(text: str) -> bool:
 
 
 def _task_environment(step: Step) -> dict[str, str]:
-    """A task as a rank; where the user has said where ranks meet, or SLURM shows each task one GPU, so it is."""
+    """Return the environment of a SLURM task as a rank. The user's MASTER_ADDR and MASTER_PORT win."""
     given = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
     shown = {"LOCAL_RANK": "0"} if torch.cuda.device_count() == 1 else {}
     return {**step.environment(), **given, **shown}
 
 
 def _place(nodes: int | None, meeting_place: str | None, path: Path | None, fresh: bool) -> Place:
-    """Where the launchers of several nodes meet."""
+    """Return the place where the launchers of several nodes meet."""
     if nodes is not None and nodes < 1:
-        raise ConfigError(f"--nodes {nodes} cannot train: 1 or more can")
+        raise ConfigError(f"--nodes is {nodes}: 1 or more is needed")
     if nodes is None or nodes == 1:
         if meeting_place is not None:
             number = "is not given" if nodes is None else "is 1"
             raise ConfigError(
-                f"--meet {meeting_place} is for several nodes, but --nodes {number}: give how many, as --nodes 2"
+                f"--meet {meeting_place} is for several nodes, but --nodes {number}: give their number, as --nodes 2"
             )
         return ALONE
     if meeting_place is None:
@@ -141,14 +144,14 @@ def _count(config: Config, ranks: int | None) -> int:
         raise ConfigError("train.device is 'cuda', but there is no CUDA GPU here: 'cpu' or 'auto' works")
     count = (gpus or 2) if ranks is None else ranks
     if count < 1:
-        raise ConfigError(f"--ranks {count} cannot be started: 1 or more can")
+        raise ConfigError(f"--ranks is {count}: 1 or more is needed")
     if gpus and count > gpus:
-        raise ConfigError(f"--ranks {count} cannot be started: this machine has {gpus} GPUs, so 1 to {gpus} can")
+        raise ConfigError(f"--ranks is {count}, but this machine has {gpus} GPUs: 1 to {gpus} work")
     return count
 
 
 def _new_folder(config: Config) -> Path:
-    """runs/<model>-001, or the first number that is free."""
+    """Return runs/<model>-001, or the first number that is free."""
     name, number = Path(config.model.source).name, 1
     while (path := Path("runs") / f"{name}-{number:03d}").exists():
         number += 1
@@ -156,26 +159,34 @@ def _new_folder(config: Config) -> Path:
 
 
 def _start(config: Config, ranks: int | None, path: Path, place: Place, nodes: int) -> None:
-    """Train on processes of this node and of those that are met; start all again when one of them dies."""
+    """Train on processes of this node and of the other nodes. Restart all of them when one dies."""
     with Watch() as watch, meet(place, nodes, lambda: watch.asked) as meeting:
         count = _count(config, ranks)
         if nodes > 1:
-            tell(f"{meeting.name} waits for {nodes} nodes at {place}", sys.stdout)
+            tell(f"Waiting on {meeting.name} for {nodes} nodes to meet at {place}", sys.stdout)
         meeting.number_ranks(count, _options(config))
         if nodes > 1:
-            tell(f"{meeting.name} has {count} of {meeting.world} ranks, from {meeting.ranks[0]} on", sys.stdout)
-        for attempt in range(RESTARTS + 1):
+            first, last = meeting.ranks[0], meeting.ranks[-1]
+            tell(f"Ranks {first} to {last} of {meeting.world} run on {meeting.name}", sys.stdout)
+        folder, failures = RunFolder(path), 0  # in a row
+        saved = meeting.newest("start", folder.last_checkpoint())
+        for attempt in itertools.count():
             how = _attempt(config, path, attempt, meeting, watch)
             if how is None:
                 return
-            if attempt == RESTARTS:
-                raise RunError(f"{how}, the {RESTARTS + 1}th time over: mend the cause, then ithaca train --run {path}")
-            again = f"starting again from the last checkpoint ({attempt + 1} of {RESTARTS})"
-            tell(f"{how}: {again}", sys.stderr)
+            newest = meeting.newest(f"attempt {attempt}", folder.last_checkpoint())
+            failures, saved = (1 if newest > saved else failures + 1), newest
+            if failures > RESTARTS:
+                raise RunError(
+                    f"{how}, and {RESTARTS} restarts in a row made no new checkpoint: fix the cause, then continue "
+                    f"with ithaca train --run {path}"
+                )
+            again = f"Restarting from the last checkpoint ({failures} of {RESTARTS})"
+            tell(f"{how[0].upper()}{how[1:]}. {again}", sys.stderr)
 
 
 def _options(config: Config) -> dict[str, str]:
-    """train.steps and so on, as text that nodes can compare."""
+    """Return all options by name, as text that nodes can compare."""
     sections = {section.name: getattr(config, section.name) for section in fields(config)}
     sections["plan"] = config.plan or SimpleNamespace(recipe=AUTO)
     return {
@@ -186,7 +197,7 @@ def _options(config: Config) -> dict[str, str]:
 
 
 def _attempt(config: Config, path: Path, attempt: int, meeting: Meeting, watch: Watch) -> str | None:
-    """Run the job once, to its end on all nodes; how the first rank that died did so, None where none has."""
+    """Run the job once, to its end on all nodes. Return how the first rank died; None if none did."""
     environments = meeting.environments(attempt)
     how = run_ranks(config, path, environments, watch, lambda: meeting.troubled(attempt))
     return meeting.settle(attempt, f"{how} on {meeting.name}" if how and meeting.nodes > 1 else how)

@@ -1,4 +1,4 @@
-"""A run from its configuration to its last checkpoint. Every rank calls `train`."""
+"""A training run from its configuration to its last checkpoint. Every rank calls `train`."""
 
 import contextlib
 import math
@@ -12,34 +12,34 @@ import psutil
 import torch
 
 from ithaca.assemble import Model, apply
+from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, RunError
-from ithaca.base.sizes import format_bytes, format_seconds, format_tokens
+from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens
 from ithaca.config import Config
-from ithaca.data.sample import sequences
 from ithaca.data.tokenfile import TokenFile
-from ithaca.model.spec import PEAK_FLOPS
+from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.balance import Work, describe_work, ring_work
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.hangs import answering, lost_touch, set_timeout, step_seconds, timeout
 from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.advice import Rank, out_of_memory
-from ithaca.train.auto import find_room
+from ithaca.planner.hardware import peak_flops
 from ithaca.train.checkpoint import Checkpoints
-from ithaca.train.metrics import Sink, draw_loss, open_sinks
-from ithaca.train.optimizer import clip, learning_rate, make_optimizer
-from ithaca.train.progress import Progress
+from ithaca.train.loader import Loader
+from ithaca.train.report import Progress, Sink, draw_loss, open_sinks
 from ithaca.train.run_folder import RunFolder, check_shared
-from ithaca.train.start import identity, join_free_memory, open_data, open_source, settle
+from ithaca.train.schedule import learning_rate
+from ithaca.train.start import free_memory, identity, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
 
 
 def train(config: Config, path: Path, launched: bool = False) -> None:
     """Train in a run folder on this job's ranks, from its last checkpoint on if it has one.
 
-    `launched` ranks leave it to their launcher to end them at once (stop.py).
+    `launched`: a launcher of ours started this rank, and ends it at a second Ctrl-C (stop.py).
     """
-    join_free_memory()
+    use_expandable_segments()
     grid = mesh(**vars(config.mesh), device=None if config.train.device == "auto" else config.train.device)
     with answering(grid.group):
         _train(config, RunFolder(path), grid, launched)
@@ -49,51 +49,55 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool) -> None:
     lock = together(grid.group, lambda: run.hold() if grid.rank == 0 else None)
     try:
         check_shared(run, lock, grid)
-        room = find_room(grid)
-        config, (plan, axes, why) = from_first(grid.group, lambda: settle(config, run, grid, room))
+        memory = free_memory(grid)
+        config, (plan, axes, why) = from_first(grid.group, lambda: settle(config, run, grid, memory))
         if axes != config.mesh:
             grid = mesh(**vars(axes), device=grid.device.type)
         resumed = from_first(grid.group, run.has_checkpoints)
         data = together(grid.group, lambda: open_data(config))
         source = together(grid.group, lambda: open_source(config, run, resumed, data))
-        Run(config, run, apply(source, plan, grid), data, why).go(launched)
+        TrainingRun(config, run, apply(source, plan, grid), data, why).go(launched)
     finally:
         if lock:
             lock.close()
 
 
-class Run:
-    """One run on one rank: what its steps share."""
+class TrainingRun:
+    """One run on one rank: the state that its steps share."""
 
     def __init__(self, config: Config, folder: RunFolder, model: Model, data: TokenFile, why: Sequence[str] = ()):
-        """`why`: what the planner says of the Plan, where it chose it."""
+        """`why`: the planner's lines about a Plan that it chose."""
         self.config, self.folder, self.model, self.data = config, folder, model, data
         self.mesh: Mesh = model.mesh
         self.first = self.mesh.rank == 0
         model.check_memory(*self._pass_size())
-        tapes = model.host_bytes(*self._pass_size())  # taken last, and kept free until then
+        # The tapes are allocated last: until then, nothing else may take their memory
+        tape_bytes = model.host_bytes(*self._pass_size())
         options = config.train
         self.optimizer = make_optimizer(
             model,
             learning_rate=options.learning_rate,
             betas=(options.beta1, options.beta2),
             weight_decay=options.weight_decay,
-            reserved_bytes=tapes,
+            reserved_bytes=tape_bytes,
         )
-        self.why, self.notes = why, list[str]()  # said once there is someone to say it
+        self.why, self.early_warnings = why, list[str]()  # printed when there is a log to print them to
         self.announced = False
-        self.checkpoints = Checkpoints(folder.checkpoints, model, self.optimizer, config.run.keep, self._note, tapes)
+        keep = config.run.keep
+        self.checkpoints = Checkpoints(folder.checkpoints, model, self.optimizer, keep, self._warn, tape_bytes)
         self.checkpoints.clean()
-        manifest = self.checkpoints.load(self._note, repair=True)
-        self.begun = self.done = self.saved = manifest["step"] if manifest else 0  # steps
+        manifest = self.checkpoints.load()
+        self.begun = self.done = self.saved = manifest["step"] if manifest else 0  # counts of steps
         if manifest:
             self._check_resumed(manifest)
         together(self.mesh.group, lambda: folder.begin(config, model.source, model.dtype) if self.first else None)
-        self.progress = Progress(folder.log if self.first else None, self.done, config.train.steps)
+        self.peak_flops = gpu_peak_flops(self.mesh.device)
+        self.loader = Loader(data, options, model)
+        self.progress = Progress(folder.log if self.first else None, self.done, options.steps)
         self.sinks: list[Sink] = []
 
     def _pass_size(self) -> tuple[int, int]:
-        """Sequences in a pass, and the tokens of each."""
+        """Return the number of sequences in a pass, over all ranks, and the tokens of each."""
         options = self.config.train
         return options.micro_batch or options.batch, options.tokens  # pyrefly: ignore
 
@@ -106,11 +110,11 @@ class Run:
         if self.done > self.config.train.steps:
             raise ConfigError(
                 f"the run has done {self.done} steps already, and train.steps is {self.config.train.steps}: "
-                "a larger number goes on"
+                f"{self.done} or more continues it"
             )
 
     def go(self, launched: bool) -> None:
-        """All steps that are left, whatever ends them."""
+        """Do all steps that are left, save, and release everything, also after an error."""
         if self.first:
             self.folder.cut_metrics(self.done)
         self.sinks = together(self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first))
@@ -132,6 +136,7 @@ class Run:
                 self.checkpoints.abandon()
             raise
         finally:
+            self.loader.close()
             self.checkpoints.close()
             for sink in self.sinks:
                 with contextlib.suppress(OSError):
@@ -149,7 +154,7 @@ class Run:
         return out_of_memory(rank, first, torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total)
 
     def _step_seconds(self) -> float:
-        """What a step should take at most on the rank that has the most sequences."""
+        """Return an upper bound for the seconds of a step on the rank with the most sequences."""
         rows, tokens = self._pass_size()
         passes = self.config.train.batch // rows  # pyrefly: ignore
         sequences = passes * math.ceil(rows / self.mesh.data_ranks)
@@ -157,13 +162,13 @@ class Run:
         return step_seconds(flops, self.mesh.device, torch.get_num_threads())
 
     def _allocate(self) -> None:
-        """Take the memory of the Plan's tapes before the first step."""
+        """Allocate the Plan's tapes before the first step."""
         self.model.allocate(*self._pass_size(), self.progress.live)
         for line in self.model.describe_tapes():
             self.progress.say(line)
 
     def _steps(self) -> bool:
-        """Train until the last step (False) or until someone asks to stop (True)."""
+        """Train until the last step (return False) or until a user asks to stop (return True)."""
         every = self.config.run.checkpoint_every
         while self.done < self.config.train.steps:
             metrics = self._step()
@@ -182,15 +187,15 @@ class Run:
                 sink.write(metrics)
             except OSError as problem:
                 self.progress.warn(
-                    f"the metrics of step {self.done} could not be written ({problem}); training goes on"
+                    f"the metrics of step {self.done} could not be written ({problem}); training continues"
                 )
 
     def _step(self) -> dict[str, Any]:
         options, began = self.config.train, time.perf_counter()
-        batches = self._batches()
+        batches = self.loader.batches(self.done)
         work = self._ring_work(batches)
         if work and self.done == self.begun:
-            self.progress.say(f"in this step {describe_work(work)}")
+            self.progress.say(f"In this step {describe_work(work)}")
         loss = self._backward(batches)
         norm = clip(self.model, options.clip)
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -207,15 +212,8 @@ class Run:
             "ring_waiting": round(work.waiting, 4) if work else None
         }
 
-    def _batches(self) -> list[Batch]:
-        """The step's sequences, this rank's part of each pass."""
-        options = self.config.train
-        drawn = sequences(self.data, options.batch, options.tokens, options.seed, self.done)  # pyrefly: ignore
-        parts = zip(*(tensor.split(options.micro_batch or len(tensor)) for tensor in drawn), strict=True)
-        return [self.model.shard(tokens, labels, documents) for tokens, labels, documents in parts]
-
     def _backward(self, batches: list[Batch]) -> float:
-        """The step's loss, its gradients left on the parameters: those of one large batch."""
+        """Return the step's loss and leave its gradients on the parameters, both as of one large batch."""
         valid = sum(batch.valid_tokens for batch in batches)
         losses = []
         for number, batch in enumerate(batches, start=1):
@@ -225,7 +223,7 @@ class Run:
         return torch.stack(losses).sum().item()
 
     def _ring_work(self, batches: list[Batch]) -> Work | None:
-        """What the ring ranks of this rank's sequences attend to; None where there is no ring."""
+        """Return how the attention work of this rank's sequences spreads over its ring; None without a ring."""
         if self.mesh.ring == 1:
             return None
         return sum((ring_work(batch.layout, batch.bounds, self.model.plan.sweeps) for batch in batches), Work([]))
@@ -242,7 +240,7 @@ class Run:
             "tokens": self.done * tokens,
             "seconds": round(seconds, 4),
             "tokens_per_second_per_rank": round(tokens / seconds / ranks, 1),
-            "mfu_causal": round(flops / seconds / ranks / PEAK_FLOPS, 4) if gpu else None,
+            "mfu_causal": round(flops / seconds / ranks / self.peak_flops, 4) if self.peak_flops else None,
             "gpu_bytes": torch.cuda.max_memory_reserved() if gpu else None,
             "host_bytes": psutil.Process().memory_info().rss,
         }
@@ -254,7 +252,7 @@ class Run:
             self.saved = self.done
 
     def _report_problem(self, final: bool) -> None:
-        """A checkpoint that could not be written: go on, loudly; at the end of the run it is an error."""
+        """Warn about a checkpoint that could not be written; at the end of the run raise an error instead."""
         problem = self.checkpoints.problem()
         if problem is None:
             return
@@ -262,11 +260,11 @@ class Run:
         good = self.checkpoints.steps()
         last = f"the last good one is of step {good[-1]}" if good else "there is none yet"
         free, needed = shutil.disk_usage(self.folder.path).free, self.checkpoints.size()
-        room = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free on its disk"
-        text = f"the checkpoint of step {step} could not be written ({reason}; {room}); {last}"
+        space = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free on its disk"
+        text = f"the checkpoint of step {step} could not be written ({reason}; {space}); {last}"
         if final:
-            raise RunError(f"{text}: mend the cause and start again, ithaca train --run {self.folder.path}")
-        self.progress.warn(f"{text}; training goes on")
+            raise RunError(f"{text}: fix the cause and continue with ithaca train --run {self.folder.path}")
+        self.progress.warn(f"{text}; training continues")
 
     def _fail(self, loss: float, norm: float) -> None:
         self.checkpoints.wait()
@@ -277,30 +275,33 @@ class Run:
             "a lower train.learning_rate or train.clip may help"
         )
 
-    def _note(self, text: str) -> None:
-        self.progress.warn(text) if self.announced else self.notes.append(text)
+    def _warn(self, text: str) -> None:
+        self.progress.warn(text) if self.announced else self.early_warnings.append(text)
 
     def _announce(self) -> None:
-        model, options = self.model, self.config.train
-        passes = f" in {options.batch // options.micro_batch} passes" if options.micro_batch else ""  # pyrefly: ignore
-        dtype = str(model.dtype).removeprefix("torch.")
-        self.progress.say(
-            f"{model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, on {self.mesh.size} "
-            f"{self.mesh.device.type} ranks in {dtype}, attention by {model.kernel.name}"
+        model, options, say = self.model, self.config.train, self.progress.say
+        dtype, device = str(model.dtype).removeprefix("torch."), self.mesh.device.type
+        ranks = format_count(self.mesh.size, "GPU" if device == "cuda" else f"{device.upper()} rank")
+        say(
+            f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, in {dtype} on {ranks}; "
+            f"attention kernel: {model.kernel.name}"
         )
-        self.progress.say(
-            f"{options.batch} sequences of {format_tokens(options.tokens)} tokens a step{passes}, "  # pyrefly: ignore
-            f"{options.steps} steps, run folder {self.folder.path}"
+        passes = f" in {format_count(options.batch // options.micro_batch, 'pass')}" if options.micro_batch else ""  # pyrefly: ignore
+        say(
+            f"Each step: {format_count(options.batch, 'sequence')} of {format_tokens(options.tokens)} tokens{passes}; "  # pyrefly: ignore
+            f"{format_count(options.steps, 'step')}; run folder {self.folder.path}"
         )
         for line in model.describe_ranks():
-            self.progress.say(line)
+            say(line)
         if self.mesh.size > 1:
-            self.progress.say(f"a rank that the others wait for is given up after {format_seconds(self.timeout)}")
+            say(f"Hang timeout: {format_seconds(self.timeout)} (run.timeout)")
+        if device == "cuda" and self.peak_flops is None:
+            say(f"Causal MFU is not reported: the peak of {torch.cuda.get_device_name(self.mesh.device)} is not known")
         if self.done:
-            self.progress.say(f"going on from the checkpoint of step {self.done}")
+            say(f"Continuing from the checkpoint of step {self.done}")
         for text in self.why:
-            self.progress.say(text)
-        for text in self.notes:
+            say(text)
+        for text in self.early_warnings:
             self.progress.warn(text)
         self.announced = True
 
@@ -314,11 +315,19 @@ class Run:
         draw_loss(metrics, self.folder.picture)
         path = self.folder.path
         if stopped:
-            self.progress.say(f"stopped after step {self.done}; go on with: ithaca train --run {path}")
+            self.progress.say(f"Stopped after step {self.done}. Continue with: ithaca train --run {path}")
             return
         self.progress.say(
-            f"done: loss {metrics[0]['loss']:.3f} -> {metrics[-1]['loss']:.3f} over {self.done} steps\n"
+            f"Done: loss {metrics[0]['loss']:.3f} -> {metrics[-1]['loss']:.3f} over {format_count(self.done, 'step')}\n"
             f"  run folder   {path}\n"
             f"  loss curve   {self.folder.picture}\n"
             f"  next         ithaca export {path} {path}-model"
         )
+
+
+def gpu_peak_flops(device: torch.device) -> float | None:
+    """Return the peak FLOP/s that MFU divides by; None on a CPU and for a GPU that no table describes."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return peak_flops(properties.name, properties.total_memory)

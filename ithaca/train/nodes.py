@@ -156,6 +156,10 @@ class Meeting:
         told = self._gather(_end(attempt), how, asked=1)  # who is asked once waits for what the others still save
         return next((how for how in told if how), None)
 
+    def newest(self, when: str, step: int) -> int:
+        """Return the newest step that any node sees in the run folder: disks may show a file late."""
+        return max(self._gather(f"newest {when}", step, asked=1))
+
     def call_off(self, error: BaseException) -> None:
         """End the run on the other nodes, for the reason that it ends here."""
         if not self._counts:

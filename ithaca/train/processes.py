@@ -1,8 +1,7 @@
-"""The ranks of one node as processes: started, watched, and ended as soon as one of them dies.
+"""The ranks of one node as processes: started, watched, and ended when one of them dies.
 
-What a user did wrong is told through a pipe: the rank leaves its sentence there. Signals are blocked while ranks start,
-so that none is lost or kills a rank that cannot handle it yet, and mean nothing to one that has done its work. No rank
-outlives its launcher.
+A rank reports a user's mistake through a pipe. Signals are blocked while ranks start, so that none is lost and none
+kills a rank that has no handlers yet. A rank that has finished ignores them. No rank outlives its launcher.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from ithaca.base.errors import IthacaError, LostRankError, RunError
 from ithaca.config import Config
 from ithaca.train.loop import train
-from ithaca.train.progress import tell
+from ithaca.train.report import tell
 from ithaca.train.stop import SIGNALS, Requests, heeded
 
 POLL_SECONDS = 0.2
@@ -38,7 +37,7 @@ SENTENCE = 2000  # characters, which a pipe takes at once: no rank waits for its
 
 
 class Watch:
-    """Ctrl-C, SIGTERM and SIGHUP at the launcher: the first is passed on to the ranks, the second kills them.
+    """Ctrl-C, SIGTERM and SIGHUP at the launcher: the first is forwarded to the ranks, the second kills them.
 
     While it watches, the main thread blocks the signals, so that processes it starts begin with them blocked; a thread
     that does not block them is there to receive them, and Python runs the handler in the main thread all the same.
@@ -50,7 +49,7 @@ class Watch:
 
     @property
     def asked(self) -> int:
-        """How often."""
+        """How often a user has asked to stop."""
         return self._requests.count
 
     def __enter__(self) -> "Watch":
@@ -68,10 +67,10 @@ class Watch:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self._requests.add(number):
-            self.send_recv()
+            self.forward_request()
 
-    def send_recv(self) -> None:
-        """Tell the ranks that are there what was asked, if anything was."""
+    def forward_request(self) -> None:
+        """Forward the requests so far to the ranks that run."""
         for rank in self.ranks if self.asked else []:
             rank.terminate() if self.asked == 1 else rank.kill()
 
@@ -88,21 +87,21 @@ class Rank:
 def run_ranks(
     config: Config, path: Path, environments: list[dict[str, str]], watch: Watch, elsewhere: Callable[[], bool]
 ) -> str | None:
-    """Run ranks to their end, each with its environment; how the first that died did so, None where none has.
+    """Run ranks to their end, each with its environment. Return how the first rank died; None if none did.
 
-    When `elsewhere` tells of trouble on another node they are ended too. A user's mistake is raised.
+    The ranks end, too, when `elsewhere` reports a death on another node. A user's mistake is raised.
     """
     ranks: list[Rank] = []
     try:
         for environment in environments:
             ranks.append(_start(config, path, environment))
             watch.ranks.append(ranks[-1].process)
-        watch.send_recv()  # a signal may have come before they were there
+        watch.forward_request()  # a signal may have come before the ranks had started
         while not _death(ranks) and _alive(ranks) and not elsewhere():
             time.sleep(POLL_SECONDS)
         how = _death(ranks)
         _kill(ranks)
-        while _alive(ranks) and watch.asked < 2:  # one that a disk or a driver holds takes its time
+        while _alive(ranks) and watch.asked < 2:  # a rank that waits for a disk or a driver takes its time
             elsewhere()
             time.sleep(POLL_SECONDS)
     finally:
@@ -148,7 +147,7 @@ def _kill(ranks: list[Rank]) -> None:
 
 
 def _death(ranks: list[Rank]) -> str | None:
-    """Killed ones first: those that end with a code may do so because they miss them."""
+    """Return how a rank died. Killed ranks come first: the others may have failed because of them."""
     died = [(rank.process.exitcode, rank.number) for rank in ranks if rank.process.exitcode]
     if not died:
         return None
@@ -157,10 +156,10 @@ def _death(ranks: list[Rank]) -> str | None:
 
 
 def _raise_sentence(ranks: list[Rank]) -> None:
-    """What the first rank that met a user's mistake said of it, as that error."""
+    """Raise the user's mistake that a rank reported first, if one did."""
     said = []
     for rank in ranks:
-        with contextlib.suppress(EOFError, OSError):  # where it said nothing
+        with contextlib.suppress(EOFError, OSError):  # it reported nothing
             if rank.pipe.poll():
                 said.append(rank.pipe.recv())
     if said:
@@ -169,19 +168,19 @@ def _raise_sentence(ranks: list[Rank]) -> None:
 
 
 def worker(config: Config, path: Path, environment: dict[str, str], pipe: Connection) -> None:
-    """One rank of the job; what it has to say of a user's mistake goes into the pipe."""
+    """Run one rank of the job. It reports a user's mistake through the pipe."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its launcher
     launcher = multiprocessing.parent_process()
     if launcher and launcher.pid != os.getppid():
-        _exit(1)  # which has died before
+        _exit(1)  # the launcher has died already
     for number in heeded():
-        signal.signal(number, _ignore)  # one that comes after the last step must not kill a rank that did well
+        signal.signal(number, _ignore)  # a signal after the last step must not kill a rank
     os.environ.update(environment)
     if not torch.cuda.is_available():
         torch.set_num_threads(max((os.cpu_count() or 1) // int(environment["LOCAL_WORLD_SIZE"]), 1))
     try:
         train(config, path, launched=True)
-        dist.destroy_process_group()  # NCCL complains of a job that is not left
+        dist.destroy_process_group()  # NCCL warns about a group that is not destroyed
         _exit(0)
     except LostRankError as lost:
         leave(str(lost))
@@ -198,7 +197,7 @@ def worker(config: Config, path: Path, environment: dict[str, str], pipe: Connec
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """As a handler, since what SIG_IGN ignores while it is blocked is lost, and StopRequest has to find it."""
+    """Ignore a signal. SIG_IGN would drop a blocked one, which StopRequest must still get."""
 
 
 def leave(text: str) -> NoReturn:
@@ -207,9 +206,9 @@ def leave(text: str) -> NoReturn:
 
 
 def _exit(code: int) -> NoReturn:
-    """At once: while Python takes itself apart, a thread of gloo that comes back to it now and then aborts it."""
+    """Exit at once. During Python's own shutdown, a gloo thread that calls into Python would abort the process."""
     for stream in (sys.stdout, sys.stderr):
-        if stream:  # None where it was closed from the beginning
+        if stream:  # None if it was closed from the start
             with contextlib.suppress(OSError):
                 stream.flush()
     os._exit(code)

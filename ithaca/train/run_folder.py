@@ -1,11 +1,12 @@
-"""A run folder: all that a run leaves and needs to go on.
+"""A run folder: everything that a run writes, and needs to continue.
 
     config.toml     the resolved configuration      model/       config.json and tokenizer of the model, for export
-    metrics.jsonl   one object a step               loss.png     its loss as a picture
-    checkpoints/    the last few                    log.txt      what was said
+    metrics.jsonl   one object per step             loss.png     a picture of the loss
+    checkpoints/    the newest few                  log.txt      the printed lines
+    lock            held while a job trains here
 
-Rank 0 writes it; a lock keeps two jobs out of one folder. Started again, a run goes on from its last checkpoint, and
-what its metrics say of later steps is cut off first: they will be made again.
+Rank 0 writes. The lock keeps a second job out of the folder. When a run continues from a checkpoint, metrics of later
+steps are cut off first: those steps are done again. On several nodes, all must see the same folder (`check_shared`).
 """
 
 import contextlib
@@ -27,7 +28,9 @@ from ithaca.model.source import ModelSource
 from ithaca.parallel.agree import from_first, without
 from ithaca.parallel.mesh import Mesh
 
-LOCK_SECONDS = 20  # an interrupted job may need a moment to let go
+LOCK_SECONDS = 20  # to wait for the lock: an interrupted job may hold it a little longer
+SEE_SECONDS = 30.0  # to wait for a file: network file systems may cache its absence for so long
+ASK_SECONDS = 0.2
 
 
 class RunFolder:
@@ -40,16 +43,30 @@ class RunFolder:
         self.picture, self.log, self.lock = path / "loss.png", path / "log.txt", path / "lock"
 
     def begun(self) -> bool:
+        """Return whether a run has written its configuration here."""
         return self.config.exists()
 
     def has_checkpoints(self) -> bool:
-        return any(path.name.removeprefix("step-").isdigit() for path in self.checkpoints.glob("step-*"))
+        return self.last_checkpoint() > 0
+
+    def last_checkpoint(self) -> int:
+        """Return the step of the newest checkpoint; 0 if there is none."""
+        names = [path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*")]
+        return max((int(name) for name in names if name.isdigit()), default=0)
 
     def saved_config(self) -> Config:
-        return read_config(self.config, [])
+        return read_config(self.config, [], saved=True)
+
+    def check(self, config: Config) -> None:
+        """Raise an error if the run has checkpoints and this configuration would change its losses."""
+        difference = config.differs(self.saved_config()) if self.begun() and self.has_checkpoints() else None
+        if difference:
+            raise ConfigError(
+                f"'{self.path}' is a run with another configuration: {difference}; name another --run, or --fresh"
+            )
 
     def hold(self) -> IO[str]:
-        """Make the folder if it is new and keep other jobs out of it while the file that is given back stays open."""
+        """Make the folder if it is new, and lock it for as long as the returned file stays open."""
         if self.path.exists() and not self.begun() and not self._vacant():
             raise ConfigError(f"'{self.path}' exists and is not a run folder: name another --run")
         try:
@@ -58,16 +75,26 @@ class RunFolder:
         except OSError as problem:
             raise ConfigError(f"'{self.path}' cannot be made a run folder ({problem.strerror})") from None
 
-    def check(self, config: Config) -> None:
-        """Refuse to go on with other numbers than those that the checkpoints were made with."""
-        difference = config.differs(self.saved_config()) if self.begun() and self.has_checkpoints() else None
-        if difference:
-            raise ConfigError(
-                f"'{self.path}' is a run with another configuration: {difference}; name another --run, or --fresh"
-            )
+    def _vacant(self) -> bool:
+        """Return whether the folder holds nothing but the files of a start that failed early."""
+        leftovers = {"lock", "model", "model.partial", "config.toml.partial"}
+        return self.path.is_dir() and {path.name for path in self.path.iterdir()} <= leftovers
+
+    def _lock(self) -> IO[str]:
+        """Lock the folder. The system releases the lock when this process ends."""
+        file = self.lock.open("a")  # without truncating: the holder's word must stay (check_shared)
+        until = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return file
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise RunError(f"'{self.path}' is in use by another job: stop it, or name another --run") from None
+                time.sleep(0.2)
 
     def begin(self, config: Config, source: ModelSource, dtype: torch.dtype) -> None:
-        """Write down the configuration and, before there are checkpoints, what they will need to know of the model."""
+        """Write the configuration and, before the first checkpoint, the description of the model."""
         if not self.has_checkpoints():
             shutil.rmtree(self.model, ignore_errors=True)
             partial = self.path / "model.partial"
@@ -81,13 +108,8 @@ class RunFolder:
         assert read_config(partial, []) == config
         partial.rename(self.config)
 
-    def _vacant(self) -> bool:
-        """Nothing but what a start that came to nothing leaves."""
-        left = {"lock", "model", "model.partial", "config.toml.partial"}
-        return self.path.is_dir() and {path.name for path in self.path.iterdir()} <= left
-
     def set_aside(self) -> Path | None:
-        """Give an old run another name, so that a fresh one can take its place; nothing is deleted."""
+        """Rename an old run, so that a fresh one can take its place. Nothing is deleted. Return the new name."""
         if not self.path.exists():
             return None
         number = 1
@@ -97,28 +119,15 @@ class RunFolder:
             self.path.rename(aside)
         return aside
 
-    def _lock(self) -> IO[str]:
-        """The system lets go of it with the process."""
-        file = self.lock.open("a")  # what its holder has written there stays
-        until = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return file
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise RunError(f"'{self.path}' is in use by another job: stop it, or name another --run") from None
-                time.sleep(0.2)
-
     def cut_metrics(self, step: int) -> None:
-        """Keep the metrics of the first `step` steps; a line that a kill left half-written goes with the rest."""
+        """Keep the metrics of the first `step` steps. A line that a kill left half-written is dropped, too."""
         kept = [line for line in self.read_metrics() if line["step"] <= step]
         partial = self.metrics.with_name("metrics.jsonl.partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         partial.rename(self.metrics)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """One object a step; lines that are none are left out."""
+        """Return one object per step. Lines that are not JSON objects with a step are skipped."""
         lines = []
         text = self.metrics.read_text(encoding="utf-8", errors="replace") if self.metrics.exists() else ""
         for line in text.splitlines():
@@ -131,12 +140,11 @@ class RunFolder:
         return lines
 
 
-SEE_SECONDS = 30.0  # network file systems may remember for so long that a file was not there
-ASK_SECONDS = 0.2
-
-
 def check_shared(run: RunFolder, lock: IO[str] | None, grid: Mesh) -> None:
-    """Refuse, on all ranks, a run folder that one of them does not share with rank 0, which holds its lock."""
+    """Raise an error on all ranks if one of them does not see rank 0's run folder. Collective.
+
+    Rank 0, which holds the lock, writes a random word into the lock's file; every rank must read it there.
+    """
     if not grid.several_nodes:
         return
     word = from_first(grid.group, lambda: leave_word(lock) if lock else "")
@@ -148,6 +156,7 @@ def check_shared(run: RunFolder, lock: IO[str] | None, grid: Mesh) -> None:
 
 
 def leave_word(lock: IO[str]) -> str:
+    """Write a random word into the lock's file, and return it."""
     word = secrets.token_hex(8)
     lock.truncate(0)
     lock.write(word)
@@ -157,11 +166,11 @@ def leave_word(lock: IO[str]) -> str:
 
 
 def sees_word(file: Path, word: str) -> bool:
-    """Whether the word is there, or comes within `SEE_SECONDS`."""
+    """Return whether the word appears in the file within `SEE_SECONDS`."""
     until = time.monotonic() + SEE_SECONDS
     while True:
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            os.listdir(file.parent)  # which has a network file system ask anew
+            os.listdir(file.parent)  # makes a network file system look again
             if file.read_text(encoding="utf-8") == word:
                 return True
         if time.monotonic() > until:

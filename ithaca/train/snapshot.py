@@ -1,9 +1,9 @@
-"""A frozen copy of the training state in host memory, taken while training goes on.
+"""A frozen copy of the training state in host memory, taken while training continues.
 
-What lives on a GPU is copied on a stream of its own, what lives on the host (all of it on a CPU, the moments of an
-optimizer whose states are there) by a thread, under the next step's forward and backward pass: they read the weights,
-only the optimizer writes them, and it waits (`before_update`). The copies share one slab of host memory, as large
-as the shards and their states; the same thread allocates it while the first steps run.
+A CUDA stream copies the tensors on the GPU. A thread copies those in host memory: all of them on a CPU, the moments if
+the optimizer keeps them there. Both run under the forward and backward pass of the next step, which only read the
+weights. The optimizer, which writes them, waits (`before_update`). The copies share one slab of host memory, as large
+as the shards and their moments; the thread allocates it while the first steps run.
 """
 
 from collections.abc import Iterator
@@ -14,30 +14,30 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ithaca.assemble import Model
+from ithaca.optimizer.host_adamw import MOMENTS
 from ithaca.parallel.mesh import host_mesh
 from ithaca.parallel.sharding import host_twin, shards
 from ithaca.tape.slab import Slab, whole_pages
-from ithaca.train.streamed import MOMENTS
 
 
-def training_state(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str, DTensor]:
-    """The weights and, with an optimizer, AdamW's two moments by name, as they live on the ranks."""
+def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
+    """Return the weights and AdamW's two moments by name, as they live on the ranks."""
     state: dict[str, DTensor] = {}
     for name, parameter in shards(model.decoder):
         state[f"weight/{name}"] = parameter
-        if optimizer and parameter in optimizer.state:
+        if parameter in optimizer.state:
             for moment in MOMENTS:
                 state[f"{moment}/{name}"] = optimizer.state[parameter][moment]
     return state
 
 
 def local_bytes(state: dict[str, DTensor]) -> int:
-    """What a copy of this rank's part takes."""
+    """Return the bytes that a copy of this rank's shards takes."""
     return sum(whole_pages(tensor.to_local().nbytes) for tensor in state.values())
 
 
 class Snapshot:
-    """Host copies of a state's shards; `take` begins a copy, `finished` waits for it and gives the copies."""
+    """Host copies of a state's shards: `take` begins to copy, `finished` waits and returns the copies."""
 
     def __init__(self, state: dict[str, DTensor]):
         self._state = state
@@ -52,7 +52,7 @@ class Snapshot:
         self._hosted: Future[None] | None = None
 
     def take(self) -> None:
-        """Begin to copy the state as the current stream leaves it."""
+        """Begin to copy the state as it is after the work queued on the current stream."""
         self._allocated.result()
         if self._cuda:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -62,7 +62,7 @@ class Snapshot:
         self._hosted = self._thread.submit(self._copy, self._by_thread)
 
     def before_update(self) -> None:
-        """Hold the current stream, and the host, until the copy has read what an update is about to change."""
+        """Make the current stream, and the CPU, wait until the copy has read the state."""
         if self._cuda:
             torch.cuda.current_stream(self._device).wait_event(self._done)
         if self._hosted:
@@ -70,10 +70,10 @@ class Snapshot:
 
     @contextmanager
     def finished(self) -> Iterator[dict[str, DTensor]]:
-        """Wait, on the host and in any thread, for the copy, and give it.
+        """Wait for the copies, in any thread, and return them.
 
-        Within, the thread's current stream is the snapshot's idle one: DCP synchronizes with the current stream once a
-        tensor, and would otherwise wait for the training's kernels each time.
+        In the body the thread's current stream is the snapshot's own, which is idle: DCP synchronizes with the current
+        stream for each tensor, and would otherwise wait for the training's kernels.
         """
         assert self._hosted
         self._hosted.result()
@@ -85,7 +85,7 @@ class Snapshot:
             yield self._copies
 
     def close(self) -> None:
-        """Let the driver forget the slab before its memory goes."""
+        """Wait for the copy, and unregister the slab with the driver before its memory is freed."""
         self._thread.shutdown()
         if self._cuda:
             self._done.synchronize()

@@ -1,48 +1,67 @@
-"""What a run needs before its first step: configuration, data and model, each complete and fitting the others."""
+"""What a run decides before its first step: the options left open, the Plan, the mesh, the data and the model."""
 
 import hashlib
-import os
+import math
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ithaca.base.errors import DataError
-from ithaca.config import Config
+from ithaca.base.errors import DataError, PlanError
+from ithaca.base.sizes import format_tokens
+from ithaca.config import Config, MeshSection
 from ithaca.data.inputs import standard_library
 from ithaca.data.tokenfile import TokenFile, open_tokens
 from ithaca.model.source import ModelSource, describe_model, load_model
 from ithaca.model.spec import Spec
+from ithaca.parallel.agree import least
 from ithaca.parallel.mesh import Mesh
-from ithaca.train.auto import Chosen, Room, choose_plan
+from ithaca.planner.cluster import RUNTIME, Cluster
+from ithaca.planner.explain import Asked, explain
+from ithaca.planner.fitting import SHORTEST
+from ithaca.planner.hardware import nearest, read_gpus
+from ithaca.planner.longest import binding, longest
+from ithaca.planner.search import search
+from ithaca.planner.show_plan import refusal
+from ithaca.plans.plan import Plan
+from ithaca.tape.budget import host_budget
 from ithaca.train.run_folder import RunFolder
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+CPU_TOKENS, GPU_TOKENS = 8 * 2**10, 64 * 2**10  # default context lengths
+UNKNOWN = "A100-80GB"  # the planner uses the rates of this GPU for one that no table describes
 
-CPU_TOKENS, GPU_TOKENS = 8 * 2**10, 64 * 2**10
+Chosen = tuple[Plan, MeshSection, list[str]]  # and the planner's lines about it
 
 
-def join_free_memory() -> None:
-    """Let torch's allocator grow and shrink its segments, so that free pieces of the GPU's memory can be one.
+@dataclass(frozen=True)
+class FreeMemory:
+    """Bytes that a run can use on each GPU and on each node."""
 
-    A step takes tensors of many sizes, from chunks to fp32 sums of weights; in segments of fixed size, what one kind
-    leaves is of no use to another. Whoever has told torch how to allocate is left alone.
+    gpu: int
+    host: int
+
+
+def free_memory(grid: Mesh) -> FreeMemory:
+    """Return the free memory of the fullest GPU and of the fullest node. Collective."""
+    free, total = torch.cuda.mem_get_info(grid.device) if grid.device.type == "cuda" else (0, 0)
+    # The planner itself keeps back the driver's memory for this process (Cluster.capacity), so it is added here
+    return FreeMemory(*least(grid.group, min(total, free + RUNTIME), host_budget()[0]))
+
+
+def settle(config: Config, run: RunFolder, grid: Mesh, memory: FreeMemory) -> tuple[Config, Chosen]:
+    """Return the configuration with tokens and batch filled in, and the Plan and mesh of the run.
+
+    An open option takes its value from the run's earlier start, else the default for these ranks.
     """
-    if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyrefly: ignore
-
-
-def settle(config: Config, run: RunFolder, grid: Mesh, room: Room) -> tuple[Config, Chosen]:
-    """Fill in what was not given: as the run had it when it was begun, else as suits the ranks; and choose the Plan."""
     saved = run.saved_config().train if run.begun() else config.train
-    suited = GPU_TOKENS if grid.device.type == "cuda" else CPU_TOKENS
-    tokens = config.train.tokens or saved.tokens or suited
+    default = GPU_TOKENS if grid.device.type == "cuda" else CPU_TOKENS
+    tokens = config.train.tokens or saved.tokens or default
     batch = config.train.batch or saved.batch
     config = replace(config, train=replace(config.train, tokens=tokens, batch=batch))
-    chosen = choose_plan(config, _spec(config, run), grid, tokens, room)
+    chosen = choose_plan(config, _spec(config, run), grid, tokens, memory)
     sharing = chosen[1].ring * chosen[1].ulysses
     batch = batch or (config.train.micro_batch or 1) * (grid.size // sharing)
     config = replace(config, train=replace(config.train, batch=batch))
@@ -51,26 +70,83 @@ def settle(config: Config, run: RunFolder, grid: Mesh, room: Room) -> tuple[Conf
 
 
 def _spec(config: Config, run: RunFolder) -> Spec:
-    named = config.model
+    model = config.model
     if run.has_checkpoints():
-        return describe_model(run.model, named.dtype).spec
-    return load_model(named.source, named.dtype, named.seed).spec
+        return describe_model(run.model, model.dtype).spec
+    return load_model(model.source, model.dtype, model.seed).spec
+
+
+def choose_plan(config: Config, spec: Spec, grid: Mesh, tokens: int, memory: FreeMemory) -> Chosen:
+    """Return the configured Plan and mesh. The planner chooses the Plan if none is set, and the mesh if none is."""
+    if config.plan is not None:
+        return config.plan, config.mesh, []
+    mesh = config.mesh
+    if grid.device.type != "cuda" or tokens < SHORTEST:
+        # The planner knows GPUs and lengths from SHORTEST on
+        return Plan(recipe="dense" if mesh.ring * mesh.ulysses == 1 else "sweep"), mesh, []
+    cluster = _cluster(grid, mesh.replicate, memory)
+    axes = None if mesh == MeshSection() else (mesh.ulysses, mesh.ring)
+    given = config.train.micro_batch or config.train.batch
+    sequences = -(-given // mesh.replicate) if given else None  # None: one for each group of ranks that share one
+    answer = search(spec, cluster, tokens, mesh=axes, sequences=sequences)
+    most = longest(spec, cluster)
+    asked = Asked(config.model.source, spec, cluster, tokens, None, running=True)
+    if answer is None:
+        raise PlanError(_refusal(asked, most, axes, given))
+    lines = explain(asked, answer, most, binding(spec, cluster, None, most))
+    if axes is None:
+        mesh = replace(mesh, ulysses=answer.ulysses, ring=answer.ring)
+    return answer.plan, mesh, lines
+
+
+def _refusal(asked: Asked, most: int, axes: tuple[int, int] | None, sequences: int | None) -> str:
+    """Return why no Plan fits. `most`: the longest context of one sequence on all GPUs."""
+    tokens, cluster = asked.tokens or most, asked.cluster
+    given = [f"mesh.ulysses={axes[0]} and mesh.ring={axes[1]}"] if axes else []
+    given += [f"{sequences} sequences in a pass"] if sequences and sequences > 1 else []
+    if most < tokens:
+        alone = ", with train.micro_batch=1 and without options of mesh" if given and most else ""
+        return refusal(asked, most) + alone
+    return (
+        f"{format_tokens(tokens)} tokens of {asked.model} on {cluster.count}x{cluster.gpu.name} do not fit with "
+        f"{', and '.join(given)}: train.micro_batch=1 without options of mesh does"
+    )
+
+
+def _cluster(grid: Mesh, copies: int, memory: FreeMemory) -> Cluster:
+    """Return the GPUs of one copy of the parameters, with their share of the nodes' memory.
+
+    The planner keeps back a part of the free host memory (Cluster.of_host): loading the model takes some before the
+    tapes are allocated.
+    """
+    properties = torch.cuda.get_device_properties(grid.device)
+    known = read_gpus()
+    try:
+        gpu = nearest(properties.name, properties.total_memory, known)
+    except PlanError:
+        # The rates hardly change which Plan is fastest, and never whether it fits
+        like, why = known[UNKNOWN], f"assumed as of the {UNKNOWN}: {properties.name} is in no table"
+        gpu = replace(like, name=properties.name, sources=dict.fromkeys(like.sources, why))
+    count, node = grid.size // copies, grid.node_ranks or grid.size
+    gpus = math.gcd(count, node)
+    return Cluster(count, replace(gpu, memory=float(memory.gpu)), memory.host * gpus / node, node_gpus=gpus)
 
 
 def open_data(config: Config) -> TokenFile:
+    """Open the configured token file; without one, the source code of Python's standard library."""
     return open_tokens(Path(config.data.source)) if config.data.source else standard_library()
 
 
 def identity(data: TokenFile) -> list[Any]:
-    """What tells data from other data, cheaply: counts, tokenizer, and a checksum of both ends of the tokens."""
+    """Return what tells this data from other data, cheaply: counts, tokenizer, a checksum of both ends."""
     ends = np.concatenate((data.tokens[:65536], data.tokens[-65536:]))
     return [len(data.tokens), data.documents, data.tokenizer, zlib.crc32(np.ascontiguousarray(ends).data)]
 
 
 def open_source(config: Config, run: RunFolder, resumed: bool, data: TokenFile) -> ModelSource:
-    """The model to train: as it was named or, once there are checkpoints, as the run folder describes it."""
-    named = config.model
-    source = describe_model(run.model, named.dtype) if resumed else load_model(named.source, named.dtype, named.seed)
+    """Return the configured model; for a run with checkpoints, the model that its folder describes."""
+    model = config.model
+    source = describe_model(run.model, model.dtype) if resumed else load_model(model.source, model.dtype, model.seed)
     _check_vocabulary(source, data)
     return source
 
@@ -84,9 +160,9 @@ def _check_vocabulary(source: ModelSource, data: TokenFile) -> None:
     file = source.folder / "tokenizer.json" if source.folder else None
     if file is None or not file.exists() or data.tokenizer in ("bytes", "unknown"):
         return
-    theirs = "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest()
-    if data.tokenizer != theirs:
+    wanted = "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest()
+    if data.tokenizer != wanted:
         raise DataError(
             f"'{data.path}' was made with another tokenizer ({data.tokenizer[:15]}…) than the model's "
-            f"({theirs[:15]}…): prepare it with --tokenizer {source.folder}"
+            f"({wanted[:15]}…): prepare it with --tokenizer {source.folder}"
         )

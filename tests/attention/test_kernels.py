@@ -1,5 +1,8 @@
 """Every kernel against `naive`: output, log-sum-exp and all gradients, at shapes that do not divide."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ithaca.attention.documents import Pieces
-from ithaca.attention.kernels import KERNELS, choose_kernel
+from ithaca.attention.kernels.choose import KERNELS, choose_kernel
+from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.kernels.seam import attend
 from ithaca.base.errors import PlanError
 from tests.models import relative
@@ -86,7 +90,12 @@ def test_attend_is_differentiable() -> None:
     assert torch.autograd.gradcheck(lambda *x: attend(*x, kernel, documents([2, 3])), (q, k, v))
 
 
-def test_choice() -> None:
+def capability(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, minor))
+
+
+def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability(monkeypatch, 9, 0)
     assert choose_kernel("auto", CPU, torch.float32, 64).name == "torch-cpu"
     assert choose_kernel("auto", GPU, torch.bfloat16, 128).name == "cudnn+flash"
     assert choose_kernel("auto", GPU, torch.bfloat16, 256).name == "flash"
@@ -95,6 +104,22 @@ def test_choice() -> None:
         choose_kernel("flahs", CPU, torch.float32, 64)
     with pytest.raises(PlanError, match=r"runs on a CUDA GPU, the model is on cpu; usable are auto, torch-cpu, naive"):
         choose_kernel("cudnn", CPU, torch.float32, 64)
+
+
+@pytest.mark.parametrize("name", ["cudnn+flash", "cudnn", "flash"])
+def test_fused_kernels_need_ampere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capability(monkeypatch, 7, 5)
+    with pytest.raises(PlanError, match=r"needs a GPU of compute capability 8.0 or higher, cuda:0 has 7.5; usable .*n"):
+        choose_kernel(name, GPU, torch.float16, 128)
+    assert choose_kernel("auto", GPU, torch.float16, 128).name == "naive"
+    capability(monkeypatch, 8, 0)
+    assert choose_kernel(name, GPU, torch.float16, 128).name == name
+
+
+def test_every_kernel_has_facts() -> None:
+    assert list(KERNELS) == list(KERNEL_FACTS)
+    for name, kernel in KERNELS.items():
+        assert (kernel().name, kernel().bucket) == (name, KERNEL_FACTS[name].bucket)
 
 
 @pytest.mark.gpu
@@ -126,3 +151,8 @@ def test_gpu_rectangles(name: str, pieces: Pieces) -> None:
     given = [x.bfloat16() for x in tensors(pieces.q_bounds[-1], keys, 8, 2, 128, 8)]
     wanted = everything("naive", [x.double() for x in given], pieces)
     assert_close(everything(name, [x.to(GPU) for x in given], pieces), wanted, 1e-2)
+
+
+def test_facts_do_not_load_torch() -> None:
+    code = "import sys, ithaca.attention.kernels.facts; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

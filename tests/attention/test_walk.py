@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ithaca.attention.documents import Pieces
-from ithaca.attention.kernels import KERNELS
+from ithaca.attention.kernels.choose import KERNELS
 from ithaca.attention.kernels.seam import softmax_scale
 from ithaca.attention.visits import Visit, plan_visits
 from ithaca.attention.walk import Walk, merge

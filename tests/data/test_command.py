@@ -29,11 +29,11 @@ def test_prepare_then_stats(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     out = folder / "out.tokens"
     _run([folder], out)
     assert capsys.readouterr().out.splitlines() == [
-        f"{out}: 7 tokens, 1 documents, 4.02 KiB",
-        "tokens are bytes; --tokenizer names another way",
-        "left out: 1 binary files",
-        "left out: 1 empty documents",
-        f"next: ithaca data {out} --stats",
+        f"{out}: 7 tokens, 1 document, 4.02 KiB",
+        "Each byte is a token; --tokenizer uses a model's tokenizer instead",
+        "Skipped: 1 binary file",
+        "Skipped: 1 empty document",
+        f"Next: ithaca data {out} --stats",
         f"      ithaca train --set data.source={out}",
     ]
     _run([out], stats=True)
@@ -55,12 +55,12 @@ def test_tokenizer(folder: Path, bpe: Path, capsys: pytest.CaptureFixture[str]) 
     ("options", "sentence"),
     [
         ({}, "--out is missing: name the token file to write"),
-        ({"out": "o", "picture": "p.png"}, "--picture goes with --stats"),
-        ({"stats": True, "out": "o"}, "--stats reads a token file that is there: leave out --out"),
+        ({"out": "o", "picture": "p.png"}, "--picture needs --stats"),
+        ({"stats": True, "out": "o"}, "--stats reads an existing token file: leave out --out"),
         ({"stats": True, "tokenizer": "t"}, "leave out --tokenizer"),
         ({"stats": True, "bin_dtype": "uint8"}, "leave out --bin-dtype"),
         ({"stats": True}, "a.txt' is not a token file: make one with `ithaca data"),
-        ({"stats": True, "paths": []}, "--stats is given 0 paths: name 1 token file"),
+        ({"stats": True, "paths": []}, "--stats was given 0 paths: name 1 token file"),
         ({"paths": [], "out": "o"}, "no path is given"),
         ({"out": "o", "tokenizer": "none"}, "--tokenizer 'none' does not exist"),
     ],

@@ -18,8 +18,7 @@ from rich.console import Console
 
 from ithaca.base.errors import DataError
 from ithaca.data import partial
-from ithaca.data.encode import encode
-from ithaca.data.prepare import prepare
+from ithaca.data.prepare import encode, prepare
 from ithaca.data.tokenfile import open_tokens
 from ithaca.data.tokenizer import load_tokenizer
 
@@ -90,7 +89,7 @@ def test_killed_and_gone_on(inputs: Path, wanted: bytes, bpe: Path, tmp_path: Pa
     said = io.StringIO()
     prepare([inputs], out, load_tokenizer(bpe), console=Console(file=said))
     assert out.read_bytes() == wanted
-    assert said.getvalue().startswith(f"going on with '{out}' behind ")
+    assert said.getvalue().startswith(f"Continuing '{out}' after ")
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -184,7 +183,7 @@ def test_begins_anew_with_anything_else(
     prepare([top], out, load_tokenizer(tokenizer) if tokenizer else None, console=Console(file=said))
     prepare([top], tmp_path / "wanted", load_tokenizer(tokenizer) if tokenizer else None)
     assert out.read_bytes() == (tmp_path / "wanted").read_bytes()
-    going_on, anew = "going on with", "is from other inputs or another tokenizer: beginning anew\n"
+    going_on, anew = "Continuing", "the part on disk is from other inputs or another tokenizer\n"
     assert said.getvalue().startswith(going_on) is (change == "nothing")
     assert said.getvalue().endswith(anew) is (change != "nothing")
     assert said.getvalue().count("\n") == 1
@@ -225,7 +224,7 @@ def test_full_disk(inputs: Path, wanted: bytes, bpe: Path, tmp_path: Path) -> No
     _, errors = job.communicate()
     assert job.returncode == 1
     last = errors.splitlines()[-1]
-    assert f"DataError: '{out}.partial' cannot be written (File too large): what is done is kept" in last
+    assert f"DataError: '{out}.partial' cannot be written (File too large): fix that and run the same " in last
     assert _journaled(out) > 0
     prepare([inputs], out, load_tokenizer(bpe))
     assert out.read_bytes() == wanted

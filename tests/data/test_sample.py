@@ -138,3 +138,11 @@ def test_dtypes_and_places_of_a_memory_map(tmp_path) -> None:
         assert tensor.dtype == torch.int64
         assert tensor.shape == (2, 8)
         tensor += 1  # its own memory, not the file's
+
+
+def test_some_rows_of_a_step_are_those_of_all() -> None:
+    data = _file([3, 5, 2, 9, 1, 7])
+    whole = sequences(data, 6, 8, 4, 11)
+    for only in (range(2), range(2, 5), range(5, 6), range(0)):
+        for some, all_rows in zip(sequences(data, 6, 8, 4, 11, only), whole, strict=True):
+            assert torch.equal(some, all_rows[only.start : only.stop])

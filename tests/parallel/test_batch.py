@@ -5,6 +5,7 @@ import torch
 
 import ithaca
 from ithaca.attention.documents import attended_length, document_bounds, positions
+from ithaca.parallel.batch import Batch, batch_rows, join_batches, rank_batch
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +100,99 @@ def test_fewer_rows_than_data_ranks(ranks) -> None:
         )
     for found in ranks(2).run(too_few_for_copies):
         assert found == "the batch has 1 rows for 2 data ranks (replicate 2 × shard 1): give it 2 rows or more"
+
+
+def tiny(**sizes: int) -> ithaca.Model:
+    plan = ithaca.Plan(recipe="sweep", chunk=16) if sizes else ithaca.Plan()
+    return ithaca.apply(ithaca.load_model("tiny", "float32"), plan, ithaca.mesh(**sizes, device="cpu"))
+
+
+def made(rows: int, seed: int) -> list[torch.Tensor]:
+    """Tokens, labels with gaps, and documents of random lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(256, (rows, 37), generator=generator)
+    labels = torch.where(torch.rand(rows, 37, generator=generator) < 0.2, -100, tokens)
+    return [tokens, labels, (torch.rand(rows, 37, generator=generator) < 0.1).cumsum(1)]
+
+
+def own_rows(model: ithaca.Model, whole: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
+    """What a loader reads: only the rows of this rank, and nothing of the others."""
+    own = batch_rows(model.mesh, rows)
+    return [tensor[own.start : own.stop].clone() for tensor in whole]
+
+
+def both_ways(rows: list[int], **sizes: int) -> bool:
+    """Whether batches made of this rank's rows alone equal those of the whole batch, in every field."""
+    model = tiny(**sizes)
+    wholes = [made(count, seed) for seed, count in enumerate(rows)]
+    mesh, vocab = model.mesh, model.spec.vocab
+    joined = join_batches(
+        mesh,
+        lambda: [
+            rank_batch(*own_rows(model, whole, count), count, mesh, vocab, model._lay)
+            for whole, count in zip(wholes, rows, strict=True)
+        ],
+    )
+    return all(same(ours, model.shard(*whole)) for ours, whole in zip(joined, wholes, strict=True))
+
+
+def same(a: Batch, b: Batch) -> bool:
+    pairs = ((vars(a)[name], vars(b)[name]) for name in vars(a))
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
+
+
+def rings_and_rows() -> bool:
+    return both_ways([2, 5], ring=2)
+
+
+def copies_and_rows() -> bool:
+    return both_ways([4, 7, 9], replicate=2)
+
+
+@pytest.mark.parametrize("work", [rings_and_rows, copies_and_rows])
+def test_own_rows_make_the_same_batch(ranks, work) -> None:
+    assert ranks(4).run(work) == [True] * 4
+
+
+def test_own_rows_of_one_rank() -> None:
+    assert both_ways([1, 3])
+
+
+def changed_on_one(rank: int, change: str) -> str:
+    """One rank of four, two of which share a sequence, gets it wrong; what every rank is told."""
+    model = tiny(ulysses=2)
+    mesh, rows = model.mesh, 6
+    own = own_rows(model, made(rows, 1), rows)
+    if mesh.rank == rank:
+        if change == "token":
+            own[0][0, 3] = (own[0][0, 3] + 1) % 256
+        elif change == "vocabulary":
+            own[0][0, 3] = 999
+        elif change == "rows":
+            own = [tensor[1:] for tensor in own]
+        else:
+            own = [tensor[:, :-1] for tensor in own]
+    with pytest.raises(ithaca.InputError) as caught:
+        join_batches(mesh, lambda: [rank_batch(*own, rows, mesh, model.spec.vocab, model._lay)])
+    return str(caught.value).removeprefix(f"rank {rank}: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("token", "ranks 2 and 3 share a sequence, but were given different rows"),
+        ("vocabulary", "token id 999 is outside the vocabulary"),
+        ("rows", "data rank 1 was given 2 rows of a batch of 6 rows over 2 data ranks: it needs 3, rows 3 to 5"),
+        ("length", r"rank 3 has batches of shapes [(6, 36)], rank 0 [(6, 37)]: they must agree"),
+    ],
+)
+def test_a_mistake_of_one_rank_is_told_to_all(ranks, change: str, sentence: str) -> None:
+    told = ranks(4).run(changed_on_one, 3, change)
+    assert len(set(told)) == 1
+    assert sentence in told[0]
+
+
+def test_rows_in_another_order_are_another_batch(model: ithaca.Model) -> None:
+    whole = made(3, 5)
+    other = [tensor[[1, 0, 2]] for tensor in whole]
+    assert model.shard(*whole).fingerprint != model.shard(*other).fingerprint

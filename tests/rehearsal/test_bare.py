@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ithaca.attention.documents import Pieces
-from ithaca.attention.kernels import choose_kernel
+from ithaca.attention.kernels.choose import choose_kernel
 from ithaca.rehearsal import kernel_bound as bare
 
 CPU = torch.device("cpu")

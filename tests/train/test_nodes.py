@@ -138,7 +138,7 @@ def test_two_nodes(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
 def check_went_round(end: Ended) -> None:
     assert end.code == 0, end.err
     assert "Traceback" not in end.err
-    assert f"was killed by signal 9 on {socket.gethostname()}: starting again" in end.err
+    assert f"was killed by signal 9 on {socket.gethostname()}. Restarting" in end.err
     assert "(1 of 3)" in end.err
     assert "(2 of 3)" not in end.err
 
@@ -169,7 +169,7 @@ def check_killed(nursery: Nursery, model: Path, folder: Path, ends: list[Ended])
 def check_stopped(folder: Path, ends: list[Ended]) -> None:
     """One launcher was asked; the run has saved, and ended well on both nodes."""
     assert [end.code for end in ends] == [0, 0], ends
-    assert "stopped after step" in ends[0].out + ends[1].out
+    assert "Stopped after step" in ends[0].out + ends[1].out
     assert not any("Traceback" in end.err for end in ends)
     assert RunFolder(folder / "stopped").has_checkpoints()
 
@@ -207,7 +207,7 @@ def test_a_request_to_stop_that_comes_before_the_ranks(nursery, small_config: Co
     endless = replace(small_config, train=replace(small_config.train, steps=1000000))
     (end,) = nursery.job(ask_too_early, endless, tmp_path / "run")
     assert end.code == 0, end.err
-    assert "stopped after step 1;" in end.out
+    assert "Stopped after step 1." in end.out
 
 
 def die_early(config: Config, path: Path) -> None:
@@ -263,14 +263,14 @@ REFUSED: dict[str, tuple[list[str], dict[str, str]]] = {
     "--meet is missing": (["--nodes", "2", "--run", "run"], {}),
     "--run is missing": (["--nodes", "2", "--meet", "localhost"], {}),
     "--fresh cannot be given with --nodes 2": (["--nodes", "2", "--meet", "localhost", "--run", "run", "--fresh"], {}),
-    "--nodes 0 cannot train": (["--nodes", "0"], {}),
+    "--nodes is 0: 1 or more": (["--nodes", "0"], {}),
     "--meet localhost is for several nodes, but --nodes is not given": (["--meet", "localhost"], {}),
     "--meet localhost is for several nodes, but --nodes is 1": (["--nodes", "1", "--meet", "localhost"], {}),
     "names port 'x'": (["--nodes", "2", "--meet", "localhost:x", "--run", "run"], {}),
     "is not known here": (["--nodes", "2", "--meet", "node.invalid", "--run", "run"], {}),
     "--nodes 2 cannot be given under torchrun": (["--nodes", "2"], {**TORCHRUN, "RANK": "0"}),
-    "RANK is 0 in the environment, as of one of torchrun's ranks, but WORLD_SIZE is not given": ([], {"RANK": "0"}),
-    "RANK is 2 and WORLD_SIZE 2 in the environment": ([], {**TORCHRUN, "RANK": "2"}),
+    "the environment has RANK=0, as torchrun sets it, but no WORLD_SIZE": ([], {"RANK": "0"}),
+    "the environment has RANK=2 and WORLD_SIZE=2": ([], {**TORCHRUN, "RANK": "2"}),
     "--ranks 2 cannot be given under srun, which started 3": (["--ranks", "2"], slurm("2,1", 0, 0, 20001)),
     "--run is missing: under srun": ([], slurm("2,1", 0, 0, 20001)),
     "--run is missing: name the run folder, on a disk that all 2": ([], slurm("1,1", 0, 0, 20001)),

@@ -133,7 +133,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
     def run(process: Process, elsewhere: Callable[[], bool], asked: int = 0) -> str | None:
         rank = Rank("0", process, multiprocessing.Pipe()[0])  # pyrefly: ignore
         monkeypatch.setattr(processes, "_start", lambda *_: rank)
-        watch: Any = SimpleNamespace(ranks=[], asked=asked, send_recv=lambda: None)
+        watch: Any = SimpleNamespace(ranks=[], asked=asked, forward_request=lambda: None)
         return run_ranks(None, Path(), [{}], watch, elsewhere)  # pyrefly: ignore
 
     return run
@@ -164,7 +164,7 @@ def test_a_rank_that_dies_just_when_it_is_looked_at(run: Callable[..., str | Non
 def test_the_first_request_is_passed_on_and_the_second_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, rank = Watch(), Process(None)
     watch.ranks.append(rank)  # pyrefly: ignore
-    watch.send_recv()
+    watch.forward_request()
     for number in (signal.SIGINT, signal.SIGTERM):  # together: one
         watch._handle(number, None)
     assert (watch.asked, rank.heard) == (1, ["asked"])

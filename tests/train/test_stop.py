@@ -37,10 +37,10 @@ def test_only_a_rank_without_a_launcher_ends_itself(nursery: Nursery) -> None:
         (end,) = nursery.job(be_asked, launched, signal.SIGINT, signal.SIGTERM)
         assert end.code == code, end
         assert ("still there" in end.out) == launched
-        assert end.err.count("finishing this step") == 1
+        assert end.err.count("Finishing this step") == 1
     (end,) = nursery.job(be_asked, False, signal.SIGHUP)
     assert end.code == 0
-    assert "finishing this step" in end.err
+    assert "Finishing this step" in end.err
 
 
 def be_hung_up_under_nohup() -> None:

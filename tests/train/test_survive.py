@@ -23,7 +23,7 @@ from ithaca.config import Config
 from ithaca.parallel import hangs as lost
 from ithaca.parallel.batch import Batch
 from ithaca.train.checkpoint import Checkpoints
-from ithaca.train.loop import Run, train
+from ithaca.train.loop import TrainingRun, train
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.stop import SAME_SECONDS, StopRequest
 from tests.missing import survive, vanish
@@ -41,7 +41,7 @@ def alone(nursery: Nursery, small_config: Config, tmp_path_factory: pytest.TempP
     began = time.monotonic()
     ends = nursery.job(train, small_config, path, ranks=2)
     assert [end.code for end in ends] == [0, 0]
-    assert "a rank that the others wait for is given up after 10 min" in ends[0].out
+    assert "Hang timeout: 10 min (run.timeout)" in ends[0].out
     found = losses(path)
     assert [step for step, *_ in found] == list(range(1, small_config.train.steps + 1))
     return found, time.monotonic() - began
@@ -97,7 +97,7 @@ def test_ctrl_c_finishes_the_step_and_saves(nursery, small_config, alone, tmp_pa
     ends = nursery.job(train, slow, path, ranks=2, signals=((seconds * 0.7, signal.SIGINT),))
     assert [end.code for end in ends] == [0, 0], ends
     if len(losses(path)) < small_config.train.steps:  # it was quick enough to be stopped
-        assert "go on with: ithaca train --run" in ends[0].out
+        assert "Continue with: ithaca train --run" in ends[0].out
         assert len(list((path / "checkpoints").glob("step-*"))) == 1
     nursery.job(train, small_config, path, ranks=2)
     assert losses(path) == wanted
@@ -105,19 +105,19 @@ def test_ctrl_c_finishes_the_step_and_saves(nursery, small_config, alone, tmp_pa
 
 def interrupted(config: Config, path: Path, number: int, times: int) -> None:
     """Train, and be sent a signal in the middle of the first step, or twice."""
-    whole = Run._backward
+    whole = TrainingRun._backward
 
     def send() -> None:
         for _ in range(times):
             os.kill(os.getpid(), number)
             time.sleep(2 * SAME_SECONDS)
 
-    def part(run: Run, batches: list[Batch]) -> float:
-        Run._backward = whole
+    def part(run: TrainingRun, batches: list[Batch]) -> float:
+        TrainingRun._backward = whole
         threading.Thread(target=send, daemon=True).start()
         return whole(run, batches)
 
-    Run._backward = part
+    TrainingRun._backward = part
     train(config, path)
 
 
@@ -130,11 +130,11 @@ def test_ctrl_c_twice_stops_at_once(nursery, small_config, tmp_path: Path) -> No
     assert not RunFolder(tmp_path / "slow").has_checkpoints()
     (end,) = nursery.job(interrupted, endless, tmp_path / "run", signal.SIGTERM, 1)
     assert end.code == 0
-    assert "stopped after step 1;" in end.out
+    assert "Stopped after step 1." in end.out
 
 
 def test_the_expected_step_is_that_of_the_rank_with_the_most_sequences(small_config: Config) -> None:
-    run = Run.__new__(Run)
+    run = TrainingRun.__new__(TrainingRun)
     run.config = replace(small_config, train=replace(small_config.train, batch=8, micro_batch=4, tokens=100))
     run.mesh = SimpleNamespace(data_ranks=3, context_ranks=5, device=torch.device("cuda"))  # pyrefly: ignore
     run.model = SimpleNamespace(spec=SimpleNamespace(flops_per_token=lambda tokens: 1e12 * tokens))  # pyrefly: ignore
@@ -145,7 +145,7 @@ def test_the_expected_step_is_that_of_the_rank_with_the_most_sequences(small_con
 def vanish_in(place: str, turn: int, config: Config, path: Path, how: str, pid: Path) -> None:
     """Train; when a part of it begins for the so-manieth time, rank 1 is missing."""
     lost.POLL_SECONDS, lost.ANSWER_SECONDS = 0.1, 4.0
-    owner = {"_backward": Run, "_write": Checkpoints}[place]
+    owner = {"_backward": TrainingRun, "_write": Checkpoints}[place]
     whole, seen = getattr(owner, place), []
 
     def part(*args: Any) -> Any:
@@ -180,7 +180,7 @@ def test_a_rank_that_is_missing_is_named(
     for end in (first, third):
         assert end.code == 7, end
         assert "rank 1 of 3 does not answer any more (it has ended or hangs)" in end.out
-    assert f"a rank that the others wait for is given up after {format_seconds(timeout)}" in first.out
+    assert f"Hang timeout: {format_seconds(timeout)} (run.timeout)" in first.out
     assert len(losses(path)) >= 4
 
 
@@ -191,9 +191,8 @@ class KillOneAndStopOne:
     folder: Path
 
     def __call__(self, launchers: list[int]) -> None:
-        for launcher, name, number in zip(
-            launchers[:2], ("killed", "stopped"), (signal.SIGKILL, signal.SIGSTOP), strict=True
-        ):
+        disturbed = (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP))
+        for launcher, (name, number) in zip(launchers, disturbed, strict=False):
             while len(losses(self.folder / name)) < 10:
                 time.sleep(0.02)
             _, rank = ranks_of(launcher)
@@ -213,10 +212,10 @@ def test_a_rank_that_dies_or_hangs_is_started_again(nursery: Nursery, small_mode
     for name, end in ends.items():
         assert end.code == 0, end.err
         assert "Traceback" not in end.err
-        assert ("starting again from the last checkpoint (1 of 3)" in end.err) == (name != "left")
+        assert ("Restarting from the last checkpoint (1 of 3)" in end.err) == (name != "left")
         assert "(2 of 3)" not in end.err
         assert losses(tmp_path / name) == losses(tmp_path / "left")
-    assert "rank 1 was killed by signal 9: starting again" in ends["killed"].err
+    assert "Rank 1 was killed by signal 9. Restarting" in ends["killed"].err
     assert "rank 1 of 2 does not answer any more (it has ended or hangs)" in ends["stopped"].err
     assert not psutil.pid_exists(int((tmp_path / "hung").read_text()))
     assert len(losses(tmp_path / "left")) == 24
@@ -234,7 +233,7 @@ def test_ctrl_c_at_a_terminal(small_model: Path, tmp_path: Path) -> None:
     os.killpg(job.pid, signal.SIGINT)
     out, err = job.communicate(timeout=900)
     assert job.returncode == 0, err
-    assert "stopped after step" in out
+    assert "Stopped after step" in out
     assert "Traceback" not in err
     assert RunFolder(tmp_path / "run").has_checkpoints()
 

@@ -43,13 +43,16 @@ def test_a_file_then_the_folder_alone(nursery: Nursery, small_model: Path, tmp_p
     )
     end = nursery.command("train", "run.toml", "--run", "run", "--ranks", "1", *words("train.steps=5"), folder=tmp_path)
     assert end.code == 0, end.err
-    assert "4 sequences of 64 tokens a step in 2 passes" in end.out
+    assert "Each step: 4 sequences of 64 tokens in 2 passes; 5 steps" in end.out
+    saved = tmp_path / "run" / "config.toml"  # as runs had it before options were renamed
+    saved.write_text(saved.read_text().replace("micro_batch", "micro") + "patience = 900.0\n")
     end = nursery.command("train", "--run", "run", "--ranks", "1", "--set", "train.steps=9", folder=tmp_path)
     assert end.code == 0, end.err
-    assert "going on from the checkpoint of step 5" in end.out
+    assert "Continuing from the checkpoint of step 5" in end.out
+    assert end.err == ""
     assert len(losses(tmp_path / "run")) == 9
     end = nursery.command("train", "--run", "run", "--ranks", "1", "--fresh", *words("train.steps=2"), folder=tmp_path)
-    assert "the old run is now run.old1" in end.out
+    assert "Moved the old run to run.old1" in end.out
     assert len(losses(tmp_path / "run.old1")) == 9
 
 
@@ -93,7 +96,7 @@ def test_new_runs_get_new_folders(nursery: Nursery, tmp_path: Path) -> None:
 def test_no_terminal_still_sees_progress(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
     sets = words(f"model.source={small_model}", "train.steps=30")
     end = nursery.command("train", "--ranks", "1", *sets, folder=tmp_path)
-    steps = [int(number) for number in re.findall(r"^step (\d+)/30  loss [\d.]+  \d+ tokens/s/rank", end.out, re.M)]
+    steps = [int(number) for number in re.findall(r"^Step (\d+)/30  loss [\d.]+  \d+ tokens/s/rank", end.out, re.M)]
     assert steps[0] == 1
     assert steps[-1] == 30
     assert 10 <= len(steps) <= 20

@@ -1,7 +1,7 @@
 """cuDNN's attention, the fastest on Hopper: causal squares or full rectangles of one shape, GQA without copies.
 
 It builds a plan for each new shape (0.1–0.3 s), so it is for large pieces whose shapes come again; equal pieces, such
-as the rows of a batch, go in one call. Backward takes 3.5 q-sized tensors beside dq, dk, dv and is not deterministic.
+as the rows of a batch, go in one call. Backward takes a workspace (facts.py) and is not deterministic.
 It refuses one token that sees one token, so `naive` computes such pieces.
 """
 
@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from ithaca.attention.documents import Pieces
+from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.kernels.naive import Naive
-from ithaca.attention.kernels.seam import PieceByPiece, refuses_unless_half_on_cuda
+from ithaca.attention.kernels.seam import PieceByPiece
 
 aten = torch.ops.aten
 
 
 class Cudnn(PieceByPiece):
-    name = "cudnn"
-
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-        return refuses_unless_half_on_cuda(device, dtype, head_size, 128)
+    facts = KERNEL_FACTS["cudnn"]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
         count = _batch(pieces, q, k)

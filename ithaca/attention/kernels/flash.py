@@ -9,17 +9,14 @@ import torch
 from torch import Tensor
 
 from ithaca.attention.documents import Pieces
-from ithaca.attention.kernels.seam import refuses_unless_half_on_cuda
+from ithaca.attention.kernels.facts import KERNEL_FACTS
+from ithaca.attention.kernels.seam import FactsKernel
 
 aten = torch.ops.aten
 
 
-class Flash:
-    name = "flash"
-    bucket: int | None = None
-
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-        return refuses_unless_half_on_cuda(device, dtype, head_size, 256)
+class Flash(FactsKernel):
+    facts = KERNEL_FACTS["flash"]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
         q_bounds, k_bounds, q_longest, k_longest = _lengths(pieces, q)

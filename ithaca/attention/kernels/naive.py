@@ -6,15 +6,13 @@ Costs Hq × T × U numbers for a piece, a few times over. Every other kernel is 
 import torch
 from torch import Tensor
 
+from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.kernels.seam import PieceByPiece, per_kv_head, per_query_head
 from ithaca.base.precision import at_least_fp32
 
 
 class Naive(PieceByPiece):
-    name = "naive"
-
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:  # noqa: ARG002
-        return None
+    facts = KERNEL_FACTS["naive"]
 
     def one_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         scores_HTU = _scores(q, k, causal, scale)

@@ -7,13 +7,14 @@ lse = -inf.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ithaca.attention.documents import Pieces
+from ithaca.attention.kernels.facts import KernelFacts
 from ithaca.base.precision import at_least_fp32
 
 
@@ -45,10 +46,20 @@ class Kernel(Protocol):
         ...
 
 
-class PieceByPiece(ABC):
-    """A kernel that computes one rectangle at a time, called once for each piece."""
+class FactsKernel:
+    """A kernel that takes its name, its bucket and its limits from its entry in facts.py."""
 
-    bucket: int | None = None
+    facts: ClassVar[KernelFacts]
+
+    def __init__(self) -> None:
+        self.name, self.bucket = self.facts.name, self.facts.bucket
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+        return refusal(self.facts, device, dtype, head_size)
+
+
+class PieceByPiece(FactsKernel, ABC):
+    """A kernel that computes one rectangle at a time, called once for each piece."""
 
     @abstractmethod
     def one_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -98,14 +109,21 @@ class PieceByPiece(ABC):
         return dq, dk, dv
 
 
-def refuses_unless_half_on_cuda(device: torch.device, dtype: torch.dtype, head_size: int, largest: int) -> str | None:
-    """What the fused CUDA kernels have in common: 16-bit numbers, and heads of 8 to `largest` in steps of 8."""
-    if device.type != "cuda":
-        return f"it runs on a CUDA GPU, the model is on {device.type}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 or float16, the model in {str(dtype).removeprefix('torch.')}"
-    if head_size % 8 or head_size > largest:
-        return f"it takes head sizes up to {largest} in steps of 8, the model has {head_size}"
+def refusal(facts: KernelFacts, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+    """Why a kernel with these facts cannot run on this device, or None if it can."""
+    if facts.device is not None and device.type != facts.device:
+        kind = "a CUDA GPU" if facts.device == "cuda" else "a CPU"
+        return f"it runs on {kind}, the model is on {device.type}"
+    short = str(dtype).removeprefix("torch.")
+    if facts.dtypes is not None and short not in facts.dtypes:
+        return f"it computes in {' or '.join(facts.dtypes)}, the model in {short}"
+    if facts.largest_head is not None and (head_size % 8 or head_size > facts.largest_head):
+        return f"it takes head sizes up to {facts.largest_head} in steps of 8, the model has {head_size}"
+    if facts.capability is not None:
+        found = torch.cuda.get_device_capability(device)
+        if found < facts.capability:
+            needed, has = (".".join(map(str, capability)) for capability in (facts.capability, found))
+            return f"it needs a GPU of compute capability {needed} or higher, {device} has {has}"
     return None
 
 

@@ -6,16 +6,14 @@ Its backward wants as many key/value heads as query heads, so they are repeated 
 import torch
 from torch import Tensor
 
+from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.kernels.seam import PieceByPiece, bhtd, per_kv_head, per_query_head, thd
 
 aten = torch.ops.aten
 
 
 class TorchCpu(PieceByPiece):
-    name = "torch-cpu"
-
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:  # noqa: ARG002
-        return None if device.type == "cpu" else f"it runs on a CPU, the model is on {device.type}"
+    facts = KERNEL_FACTS["torch-cpu"]
 
     def one_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         q_, k_, v_ = bhtd(q), bhtd(per_query_head(k, q)), bhtd(per_query_head(v, q))

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ithaca.train.progress import Progress
+from ithaca.train.report import Progress
 from tests.nursery import Nursery
 
-METRICS = {"loss": 1.0, "tokens_per_second_per_rank": 5.0, "mfu_causal": None, "host_bytes": 1}
+METRICS = {"loss": 1.0, "tokens_per_second_per_rank": 5.0, "mfu_causal": None, "gpu_bytes": None, "host_bytes": 1}
 
 
 def lose_the_watcher(log: Path, terminal: bool) -> None:

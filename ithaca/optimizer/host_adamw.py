@@ -1,13 +1,13 @@
-"""AdamW whose moments live on the host; a step takes them through the device, tile by tile.
+"""AdamW whose moments live in host memory. A step streams them through the device, tile by tile.
 
-    memory   host: both moments, 8 bytes a parameter in fp32, of this rank's shards, in one slab
-             device: four slots of a tile for each moment, 256 MiB in fp32
-    time     8 bytes a parameter come in and 8 go out, at the same time, which nothing hides: 0.18 s for 1e9 parameters
-             of a rank (H200); the arithmetic is hidden behind the copies
+    memory   host: both moments of this rank's shards, 8 bytes a parameter in fp32, in one slab
+             device: four slots of one tile for each moment, 256 MiB in fp32
+    time     each step reads and writes 8 bytes a parameter over the link to the host, in both directions at once.
+             Nothing hides these copies: 0.18 s for 1e9 parameters of a rank (H200). They hide the arithmetic
 
-The arithmetic is torch's fused AdamW on slices, the kernel that an optimizer on the device runs, so the bits are the
-same. ZeRO-Offload updates on the host instead and halves the traffic; it has kernels of its own for that, other bits,
-and needs many cores for each GPU. What is given up: the host waits for the end of a step.
+The arithmetic is torch's fused AdamW on slices, the same kernel as for moments on the device, so the bits are the same.
+ZeRO-Offload updates on the CPU instead and halves the traffic. It needs its own kernels, gives other bits, and needs
+many cores for each GPU. Given up: the CPU waits for the end of a step.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,20 +27,20 @@ from ithaca.tape.engine import Engine
 from ithaca.tape.slab import Slab, whole_pages
 from ithaca.tape.tape import HostTape, Slots
 
-VECTOR = 16  # elements; see StreamedAdamW
+VECTOR = 16  # elements; see HostAdamW
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def state_bytes(parameters: Iterable[DTensor]) -> int:
-    """Host memory for the moments of this rank's shards."""
+    """Return the bytes of host memory that the moments of this rank's shards take."""
     return sum(len(MOMENTS) * whole_pages(parameter.to_local().nbytes) for parameter in parameters)
 
 
-class StreamedAdamW(torch.optim.Optimizer):
-    """torch's AdamW with the same states under the same names: moments that are DTensors over host memory.
+class HostAdamW(torch.optim.Optimizer):
+    """torch's AdamW with the same states under the same names. The moments are DTensors over host memory.
 
-    `tile` is a number of elements that vector instructions divide: on a CPU the last elements of a slice are computed
-    without them, and rounded otherwise.
+    `tile` is in elements and must be a multiple of `VECTOR`: on a CPU, the elements behind the last whole vector of a
+    slice are computed without vector instructions, which round differently.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class StreamedAdamW(torch.optim.Optimizer):
         tile: int = MOMENT_TILE,
     ):
         assert tile % VECTOR == 0
-        # AdamW's own defaults, each of them, so that a state_dict says the same of both
+        # AdamW's own defaults, so that the state_dict of both has the same options
         defaults = torch.optim.AdamW([torch.empty(0)], lr=learning_rate, betas=betas, fused=True).defaults
         super().__init__(groups, defaults)
         self._engine = engine
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         dtype, mesh = parameters[0].dtype, host_mesh(parameters[0].device_mesh)
         sizes = [parameter.to_local().nbytes for parameter in parameters for _ in MOMENTS]
-        slab = Slab(sizes, engine.device, lambda _: None)  # zeros, as AdamW's moments are before its first step
+        slab = Slab(sizes, engine.device, lambda _: None)  # zeros, like AdamW's moments before its first step
         slab.belong_to(self, engine)
         rows = max(1, min(tile, max(sizes) // dtype.itemsize))
         self._slots = [Slots(engine, rows, (), dtype, MOMENT_SLOTS) for _ in MOMENTS]
         parts = iter(slab.parts)
-        self._tapes: dict[DTensor, list[HostTape]] = {}  # of shards that have elements
+        self._tapes: dict[DTensor, list[HostTape]] = {}  # only for shards that have elements
         for parameter in parameters:
             assert parameter.dtype == dtype
             memory = [next(parts).view(dtype) for _ in MOMENTS]
@@ -80,27 +80,27 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; the moments are in host memory again when this returns."""
+        """Update every parameter that has a gradient. The moments are back in host memory when this returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        learned = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        here = [(parameter, group) for parameter, group in learned if parameter in self._tapes]
+        updated = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        local = [(parameter, group) for parameter, group in updated if parameter in self._tapes]
         try:
-            for number, (parameter, group) in enumerate(here, start=1):
-                following = self._tapes[here[number][0]] if number < len(here) else []
+            for number, (parameter, group) in enumerate(local, start=1):
+                following = self._tapes[local[number][0]] if number < len(local) else []
                 self._update(parameter, group, following)
         except BaseException:
-            self._mend()
+            self._release_slots()
             raise
-        for parameter, _ in learned:
+        for parameter, _ in updated:
             self.state[parameter]["step"] += 1
-        self._engine.settle()  # checkpoints and users read the moments as they read any tensor of a CPU
+        self._engine.settle()  # from here on, checkpoints and users may read the moments like any CPU tensor
         return loss
 
-    def _mend(self) -> None:
-        """Give back what a step that broke off still holds; what it has updated stays so."""
+    def _release_slots(self) -> None:
+        """Free the slots that a failed step still holds. Parameters that it has updated stay updated."""
         for tape in (tape for tapes in self._tapes.values() for tape in tapes):
             tape.drop()
         self._engine.settle()
@@ -108,7 +108,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             slots.reclaim()
 
     def _update(self, parameter: DTensor, group: dict[str, Any], following: list[HostTape]) -> None:
-        """One parameter, tile by tile; while its last tile is computed, the first of the `following` one is fetched."""
+        """Update one parameter, tile by tile. Its last tile overlaps with the first copy of the `following` tapes."""
         assert isinstance(parameter.grad, DTensor)
         weights, gradients = parameter.to_local().detach().view(-1), parameter.grad.to_local().reshape(-1)
         tapes, tiles = self._tapes[parameter], self._tapes[parameter][0].tiles
@@ -117,21 +117,22 @@ class StreamedAdamW(torch.optim.Optimizer):
             if index == tiles.count - 1:
                 for tape in following:
                     tape.prefetch(0)
-            # The kernel's caller counts a step with each call: of a copy, since a parameter's tiles are of one step
+            # A copy: torch counts a step with each call, but all tiles of a parameter belong to one step
             count = self.state[parameter]["step"].clone()
             _fused(weights[rows], gradients[rows], moments, count, group)
             for tape, moment in zip(tapes, moments, strict=True):
                 tape.write(index, moment)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """States of an AdamW, here or on the device, cut over ranks as these: copied into the memory that is there.
+        """Copy the states of another AdamW, sharded in the same way, into this one's host memory.
 
-        The other way, from the host to a GPU's AdamW, torch cannot load; a checkpoint moves states either way.
+        The other AdamW may be on the host or on the device. torch cannot load this one's states into an AdamW on a
+        GPU; a checkpoint moves states either way.
         """
         for group in state_dict["param_groups"]:
             for option in ("amsgrad", "maximize"):
                 if group.get(option):
-                    raise InputError(f"the state_dict has {option}=True, and states on the host know only False")
+                    raise InputError(f"the state_dict has {option}=True: states in host memory support only False")
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
         given = [(parameter, state_dict["state"].get(index, {})) for index, parameter in zip(saved, own, strict=False)]
@@ -145,12 +146,14 @@ class StreamedAdamW(torch.optim.Optimizer):
         self.state = states
         for parameter, values in given:
             for name, own_value in states[parameter].items():
-                # One that never had a gradient has no states yet: zeros
+                # A parameter that never had a gradient has no states yet: zeros
                 _local(own_value).copy_(_local(values[name])) if name in values else _local(own_value).zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_tapes"):
-            raise InputError("the states of this optimizer are in place, for its parameters alone: make another one")
+            raise InputError(
+                "an optimizer with states in host memory takes no further parameters: make a new one with all of them"
+            )
         super().add_param_group(param_group)
 
 

@@ -18,10 +18,10 @@ from ithaca.planner.hardware import read_gpus
 from ithaca.planner.memory import predict_memory
 from ithaca.planner.search import search
 from ithaca.plans.plan import Plan
-from ithaca.train import auto, start
-from ithaca.train.auto import Chosen, choose_plan, find_room
+from ithaca.train import start
 from ithaca.train.loop import train
 from ithaca.train.run_folder import RunFolder
+from ithaca.train.start import Chosen, choose_plan, free_memory
 from tests.nursery import Nursery
 
 K, M = 2**10, 2**20
@@ -85,8 +85,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         lambda _: SimpleNamespace(name=said["name"], total_memory=said["memory"]),
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (said["memory"] - said["taken"], said["memory"]))
-    monkeypatch.setattr(auto, "host_budget", lambda: (said["host"], "free memory"))
-    monkeypatch.setattr(auto, "least", lambda _, *amounts: amounts)
+    monkeypatch.setattr(start, "host_budget", lambda: (said["host"], "free memory"))
+    monkeypatch.setattr(start, "least", lambda _, *amounts: amounts)
     return said
 
 
@@ -95,7 +95,7 @@ def chosen(
 ) -> Chosen:
     config = read_config(None, [f"model.source={model}", *overrides])
     grid: Any = SimpleNamespace(device=torch.device("cuda"), size=ranks, node_ranks=node, group=None)
-    return choose_plan(config, read_spec(find_config(model)[0]), grid, tokens, find_room(grid))
+    return choose_plan(config, read_spec(find_config(model)[0]), grid, tokens, free_memory(grid))
 
 
 def cluster(count: int, host: float = 1.9e12, node: int = 8) -> Cluster:

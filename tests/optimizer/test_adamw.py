@@ -10,7 +10,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,16 +20,11 @@ from torch.distributed.tensor import DTensor
 
 import ithaca
 from ithaca.base.errors import InputError, PlanError
-from ithaca.config import Config
+from ithaca.optimizer import host_adamw
+from ithaca.optimizer.adamw import _refuse_states
+from ithaca.optimizer.host_adamw import MOMENTS, HostAdamW
 from ithaca.tape.engine import ThreadEngine
 from ithaca.tape.slab import Slab
-from ithaca.train import streamed
-from ithaca.train.loop import train
-from ithaca.train.optimizer import _refuse_states
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.snapshot import Snapshot, training_state
-from ithaca.train.stop import StopRequest
-from ithaca.train.streamed import MOMENTS, StreamedAdamW
 from tests.models import make_model, save
 
 OPTIONS = {"learning_rate": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -90,11 +84,11 @@ def compare(folder: Path, dtype: str, replicate: int, tile: int | None) -> tuple
     assert isinstance(theirs, torch.optim.AdamW)
     if tile is None:
         ours = ithaca.make_optimizer(hosted, **OPTIONS)
-        assert isinstance(ours, StreamedAdamW)
+        assert isinstance(ours, HostAdamW)
     else:
         own = dict(zip(plain.parameters(), hosted.parameters(), strict=True))
         groups = [{**group, "params": [own[p] for p in group["params"]]} for group in theirs.param_groups]
-        ours = StreamedAdamW(groups, hosted.engine, learning_rate=1e-2, betas=(0.9, 0.95), tile=tile)
+        ours = HostAdamW(groups, hosted.engine, learning_rate=1e-2, betas=(0.9, 0.95), tile=tile)
     for step in range(5):
         for model, optimizer in ((hosted, ours), (plain, theirs)):
             for group in optimizer.param_groups:
@@ -127,23 +121,23 @@ def test_the_bits_of_the_optimizer_on_the_device(ranks, folder, world, replicate
         assert tiles > 30 if tile else tiles > 10
 
 
-def alone(folder: Path, plan: ithaca.Plan = HOST) -> tuple[ithaca.Model, StreamedAdamW]:
+def alone(folder: Path, plan: ithaca.Plan = HOST) -> tuple[ithaca.Model, HostAdamW]:
     model = make(folder, plan, replicate=None)
     optimizer = ithaca.make_optimizer(model, **OPTIONS)
-    assert isinstance(optimizer, StreamedAdamW if plan is HOST else torch.optim.AdamW)
+    assert isinstance(optimizer, HostAdamW if plan is HOST else torch.optim.AdamW)
     return model, optimizer  # pyrefly: ignore
 
 
 def test_the_next_tile_is_fetched_while_one_is_computed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also over the border of two parameters."""
     model, optimizer = alone(folder)
-    fused, ahead = streamed._fused, []
+    fused, ahead = host_adamw._fused, []
 
     def watched(*args: object) -> None:
         ahead.append(sum(len(tape._arriving) for tapes in optimizer._tapes.values() for tape in tapes))
         fused(*args)  # pyrefly: ignore
 
-    monkeypatch.setattr(streamed, "_fused", watched)
+    monkeypatch.setattr(host_adamw, "_fused", watched)
     give_gradients(model, 0)
     optimizer.step()
     assert ahead == [2] * (len(ahead) - 1) + [0]
@@ -197,7 +191,7 @@ def test_states_move_by_state_dict(folder: Path, begun: str) -> None:
 
 def test_no_parameters_can_be_added(folder: Path) -> None:
     model, optimizer = alone(folder)
-    with pytest.raises(InputError, match="make another one"):
+    with pytest.raises(InputError, match="make a new one"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     give_gradients(model, 0)
     optimizer.step()
@@ -208,7 +202,7 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(folder: Path, monkeypatch:
     (hosted, ours), (plain, theirs) = (alone(folder, plan) for plan in (HOST, ithaca.Plan()))
     saved = [parameter.to_local().clone() for parameter in plain.parameters()]
     states = copy.deepcopy(theirs.state_dict())
-    fused = streamed._fused
+    fused = host_adamw._fused
     for broken in (1, 2, 3, 9, 9, 9):  # more often than there are slots
         calls = itertools.count(1)
 
@@ -218,10 +212,10 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(folder: Path, monkeypatch:
             fused(*args)
 
         give_gradients(hosted, 0)
-        monkeypatch.setattr(streamed, "_fused", break_off)
+        monkeypatch.setattr(host_adamw, "_fused", break_off)
         with pytest.raises(RuntimeError, match="out of memory"):
             ours.step()
-    monkeypatch.setattr(streamed, "_fused", fused)
+    monkeypatch.setattr(host_adamw, "_fused", fused)
     with torch.no_grad():
         for parameter, value in zip(hosted.parameters(), saved, strict=True):
             parameter.to_local().copy_(value)
@@ -271,7 +265,7 @@ def test_state_dicts_that_do_not_fit(folder: Path) -> None:
     for wrong, sentence in (
         (
             changed(lambda state: state["param_groups"][0].update(maximize=True)),
-            "maximize=True, and states on the host",
+            "maximize=True: states in host memory support only False",
         ),
         (changed(lambda state: state["state"][0].update(exp_avg=torch.zeros(1))), r"exp_avg of shape \(1,\) where"),
     ):
@@ -342,14 +336,14 @@ def refused(folder: Path, free: list[int], reserved_bytes: int) -> str:
     whole = psutil.virtual_memory
     psutil.virtual_memory = with_free(free[model.mesh.rank])
     made: list[object] = []
-    streamed.Slab, slab = (lambda *args: made.append(args)), Slab
+    host_adamw.Slab, slab = (lambda *args: made.append(args)), Slab
     try:
         ithaca.make_optimizer(model, **OPTIONS, reserved_bytes=reserved_bytes)
     except PlanError as problem:
         assert not made
         return str(problem)
     finally:
-        psutil.virtual_memory, streamed.Slab = whole, slab
+        psutil.virtual_memory, host_adamw.Slab = whole, slab
     raise AssertionError("it was not refused")
 
 
@@ -393,110 +387,6 @@ def taken(folder: Path) -> tuple[int, int]:
 def test_bytes_of_tapes(ranks, folder: Path, world: int) -> None:
     found = ranks(world).run(taken, folder)
     assert {said for said, _ in found} == {sum(own for _, own in found)}
-
-
-def in_little_memory(config: Config, path: Path, free: int) -> None:
-    psutil.virtual_memory = with_free(free)
-    train(config, path)
-
-
-def test_a_copy_for_checkpoints_leaves_tapes_their_memory(nursery, small_config: Config, tmp_path: Path) -> None:
-    """Either would fit; the tapes come later, and a run that cannot have them would be refused."""
-    config = replace(
-        small_config,
-        plan=ithaca.Plan(recipe="sweep", chunk=32),
-        train=replace(small_config.train, steps=2, tokens=512, batch=1),
-    )
-    for name, free in (("little", 1_200_000), ("enough", 3_000_000)):
-        (end,) = nursery.job(in_little_memory, config, tmp_path / name, free)
-        assert end.code == 0, end.err
-    said = [(tmp_path / name / "log.txt").read_text() for name in ("little", "enough")]
-    assert "a copy of the state for checkpoints takes " in said[0]
-    assert "of tapes, and free memory is 1.14 MiB: training will wait while checkpoints are written" in said[0]
-    assert "training will wait" not in said[1]
-
-
-# Checkpoints
-
-
-def late_snapshot(monkeypatch: pytest.MonkeyPatch, model: ithaca.Model, optimizer: StreamedAdamW) -> Snapshot:
-    copy = Snapshot._copy
-
-    def late(snapshot: Snapshot, names: list[str]) -> None:
-        time.sleep(0.1)
-        copy(snapshot, names)
-
-    monkeypatch.setattr(Snapshot, "_copy", late)
-    return Snapshot(training_state(model, optimizer))
-
-
-def test_a_snapshot_is_of_the_moment_it_was_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late its copies are: the optimizer waits for them, and so does whoever reads them."""
-    model, optimizer = alone(folder)
-    make_late(model)
-    snapshot = late_snapshot(monkeypatch, model, optimizer)
-    for step in range(3):
-        give_gradients(model, step)
-        snapshot.before_update()
-        optimizer.step()
-        wanted = {name: tensor.to_local().clone() for name, tensor in training_state(model, optimizer).items()}
-        began = time.perf_counter()
-        snapshot.take()
-        assert time.perf_counter() - began < 0.1  # training goes on
-    with snapshot.finished() as found:
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name].to_local(), tensor) for name, tensor in wanted.items())
-    give_gradients(model, 3)
-    snapshot.take()
-    snapshot.before_update()
-    optimizer.step()
-    with snapshot.finished() as found:
-        assert all(torch.equal(found[name].to_local(), tensor) for name, tensor in wanted.items())
-    snapshot.close()
-
-
-def test_a_snapshot_without_memory_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise ithaca.IthacaError("no memory")
-
-    monkeypatch.setattr("ithaca.train.snapshot.Slab", fail)
-    snapshot = Snapshot(training_state(*alone(folder)))
-    with pytest.raises(ithaca.IthacaError, match="no memory"):
-        snapshot.take()
-    snapshot.close()
-
-
-def train_some(config: Config, path: Path, steps: int) -> None:
-    """Stop after some steps as Ctrl-C does."""
-    asked = iter(range(1, steps + 1))
-    StopRequest.agreed = lambda _: next(asked) == steps
-    train(config, path)
-
-
-def losses(path: Path) -> list[tuple[int, float, float]]:
-    return [(line["step"], line["loss"], line["gradient_norm"]) for line in RunFolder(path).read_metrics()]
-
-
-def go_through(nursery, config: Config, path: Path, parts: tuple[tuple[str, int, int], ...]) -> list:
-    for place, ranks, steps in parts:
-        hosted = replace(config, plan=ithaca.Plan(optimizer=place))
-        for end in nursery.job(train_some, hosted, path, steps, ranks=ranks):
-            assert end.code == 0, end.err
-    return losses(path)
-
-
-def test_a_run_goes_on_with_its_states_elsewhere(nursery, small_config: Config, tmp_path: Path) -> None:
-    """The same losses bit for bit, and on other numbers of ranks but for the order of sums."""
-    config = replace(small_config, train=replace(small_config.train, steps=9))
-    wanted = go_through(nursery, config, tmp_path / "left", (("device", 2, 9),))
-    assert len(wanted) == 9
-    parts = (("device", 2, 3), ("host", 2, 3), ("device", 2, 3))
-    assert go_through(nursery, config, tmp_path / "moved", parts) == wanted
-    parts = (("host", 2, 5), ("host", 1, 4))
-    found = go_through(nursery, config, tmp_path / "others", parts)
-    assert [step for step, *_ in found] == [step for step, *_ in wanted]
-    for (_, loss, _), (_, other, _) in zip(found, wanted, strict=True):
-        assert loss == pytest.approx(other, rel=1e-5)
 
 
 def test_moments_are_whole_over_ranks(ranks, folder: Path) -> None:

@@ -1,0 +1,103 @@
+"""AdamW over this rank's shards, with its moments where the Plan puts them, and the clipping of gradients."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ithaca.base.errors import InputError, PlanError
+from ithaca.base.sizes import format_bytes
+from ithaca.optimizer.host_adamw import MOMENTS, HostAdamW, state_bytes
+from ithaca.parallel.agree import on_this_node, together
+from ithaca.parallel.mesh import Mesh
+from ithaca.plans.plan import Plan
+from ithaca.tape.budget import host_budget
+from ithaca.tape.engine import Engine
+
+
+class Sharded(Protocol):
+    """The parts of a model that an optimizer needs; `ithaca.Model` has them."""
+
+    plan: Plan
+    mesh: Mesh
+    engine: Engine
+
+    def parameters(self) -> Iterable[Any]: ...
+
+
+def make_optimizer(
+    model: Sharded,
+    *,
+    learning_rate: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.1,
+    reserved_bytes: int = 0,
+) -> torch.optim.Optimizer:
+    """Return a fused AdamW for this rank's shards. Collective.
+
+    The moments exist from the start, as zeros, on the GPU or in host memory (`plan.optimizer`). Norms and biases do not
+    decay. Parameters that are frozen now are left out.
+
+    Moments that do not fit in host memory raise a PlanError. `reserved_bytes` is memory of this node that something
+    else will take later, such as tapes that are not allocated yet (`model.host_bytes`).
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    together(model.mesh.group, lambda: _check_options(trained, learning_rate, betas, weight_decay))
+    both: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in both if group["params"]]
+    if model.plan.optimizer == "host":
+        _check_memory(model.mesh, state_bytes(trained), reserved_bytes)
+        return together(
+            model.mesh.group,
+            lambda: HostAdamW(groups, model.engine, learning_rate=learning_rate, betas=betas),
+        )
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+    for parameter in trained:
+        # As AdamW makes them in its first step. A checkpoint can then be read into them at any time
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            **{name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS},
+        }
+    return optimizer
+
+
+def _check_options(trained: list[Any], rate: float, betas: tuple[float, float], decay: float) -> None:
+    if not trained:
+        raise InputError("every parameter of the model is frozen: an optimizer needs one with requires_grad")
+    for name, value in (("learning_rate", rate), ("weight_decay", decay)):
+        if not 0 <= value < math.inf:
+            raise InputError(f"{name} is {value}: a number of 0 or more is needed")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise InputError(f"betas are {betas}: two numbers from 0 to below 1 are needed")
+
+
+def _check_memory(mesh: Mesh, own_bytes: int, reserved_bytes: int) -> None:
+    """Raise a PlanError on all ranks if one node lacks host memory for the moments of its ranks. Collective."""
+    needed, ranks = on_this_node(mesh.group, own_bytes)
+    gpu = mesh.device.type == "cuda"
+    together(mesh.group, lambda: _refuse_states(needed, ranks, reserved_bytes, *host_budget(), gpu))
+
+
+def _refuse_states(needed: int, ranks: int, reserved_bytes: int, free: int, reason: str, gpu: bool) -> None:
+    missing = needed + reserved_bytes - free
+    if missing <= 0:
+        return
+    text = f"optimizer states on the host (plan.optimizer=host) need {format_bytes(needed)}"
+    text += f" for the {ranks} ranks of this node" if ranks > 1 else ""
+    text += f", beside {format_bytes(reserved_bytes)} of tapes" if reserved_bytes else ""
+    text += f", and {reason} is {format_bytes(free)}: {format_bytes(missing)} are missing; "
+    ways = ["plan.optimizer=device keeps them on the GPU"] if gpu else []
+    if needed < free:
+        ways.append(f"tapes of at most {format_bytes(free - needed)}, for fewer tokens, leave room")
+    raise PlanError(text + (", or ".join(ways) or "a smaller model or more nodes would fit"))
+
+
+def clip(model: Sharded, largest: float) -> float:
+    """Scale the gradients down to a norm of at most `largest`, over all ranks. Return the norm before that."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()

@@ -1,0 +1,49 @@
+"""The launcher restarts a run that fails, and counts failures in a row without progress."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ithaca.base.errors import RunError
+from ithaca.config import Config
+from ithaca.train import launch
+from ithaca.train.nodes import ALONE
+from ithaca.train.run_folder import RunFolder
+
+
+def start(monkeypatch: pytest.MonkeyPatch, path: Path, attempt: Callable[[int], str | None]) -> list[int]:
+    """Launch a run whose attempts end as given; return their numbers."""
+    attempts = []
+
+    def once(config: Config, path: Path, number: int, *_: object) -> str | None:  # noqa: ARG001
+        attempts.append(number)
+        return attempt(number)
+
+    monkeypatch.setattr(launch, "_attempt", once)
+    launch._start(Config(), 1, path, ALONE, 1)
+    return attempts
+
+
+def save(path: Path, step: int) -> None:
+    (RunFolder(path).checkpoints / f"step-{step:08d}").mkdir(parents=True)
+
+
+def test_a_new_checkpoint_gives_restarts_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def attempt(number: int) -> str | None:
+        if number % 3 == 2:
+            save(tmp_path, number)
+        return "rank 1 was killed by signal 9" if number < 9 else None
+
+    assert start(monkeypatch, tmp_path, attempt) == list(range(10))
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "Rank 1 was killed by signal 9. Restarting from the last checkpoint (1 of 3)"
+    assert [line[-7:-6] for line in said] == ["1", "2", "1", "2", "3", "1", "2", "3", "1"]
+
+
+def test_failures_without_progress_end_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    save(tmp_path, 40)  # an old checkpoint is no progress
+    with pytest.raises(RunError, match="signal 9, and 3 restarts in a row made no new checkpoint: fix the cause"):
+        start(monkeypatch, tmp_path, lambda _: "rank 1 was killed by signal 9")
