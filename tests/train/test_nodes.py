@@ -18,8 +18,8 @@ from ithaca.train.loop import train
 from ithaca.train.processes import Watch, run_ranks, worker
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import FIRST_PORT, PORTS
-from ithaca.train.stop import StopRequest
-from tests.nursery import Ended, Nursery, ranks_of
+from ithaca.train.stop import SAME_SECONDS, StopRequest
+from tests.nursery import SECONDS, Ended, Nursery, ranks_of
 from tests.train.conftest import SMALL
 from tests.train.test_mistakes import assert_one_sentence
 
@@ -68,7 +68,7 @@ def losses(path: Path) -> list[tuple[int, float, float]]:
 
 
 def wait_for_steps(path: Path, steps: int) -> None:
-    until = time.monotonic() + 300
+    until = time.monotonic() + SECONDS
     while len(losses(path)) < steps:
         assert time.monotonic() < until, f"{path} has {len(losses(path))} steps"
         time.sleep(0.02)
@@ -111,7 +111,7 @@ class StopAtOnce:
         ranks_of(launchers[0])[0].suspend()  # else one request would do
         for _ in range(2):
             os.kill(launchers[0], signal.SIGTERM)
-            time.sleep(1)
+            time.sleep(4 * SAME_SECONDS)
 
 
 def train_some(config: Config, path: Path, steps: int) -> None:

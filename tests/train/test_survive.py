@@ -28,6 +28,7 @@ from ithaca.train.run_folder import RunFolder
 from ithaca.train.stop import SAME_SECONDS, StopRequest
 from tests.missing import survive, vanish
 from tests.nursery import Nursery, ranks_of
+from tests.train.test_nodes import nobody, wait_for_steps
 
 
 def losses(path: Path) -> list[tuple[int, float, float]]:
@@ -193,8 +194,7 @@ class KillOneAndStopOne:
     def __call__(self, launchers: list[int]) -> None:
         disturbed = (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP))
         for launcher, (name, number) in zip(launchers, disturbed, strict=False):
-            while len(losses(self.folder / name)) < 10:
-                time.sleep(0.02)
+            wait_for_steps(self.folder / name, 10)
             _, rank = ranks_of(launcher)
             rank.send_signal(number)
         (self.folder / "hung").write_text(str(rank.pid))
@@ -245,8 +245,7 @@ class InterruptTwice:
     folder: Path
 
     def __call__(self, launchers: list[int]) -> None:
-        while not losses(self.folder / "run"):
-            time.sleep(0.05)
+        wait_for_steps(self.folder / "run", 1)
         hung, _ = ranks_of(launchers[0])
         hung.suspend()
         (self.folder / "hung").write_text(str(hung.pid))
@@ -275,6 +274,3 @@ def test_under_torchrun(nursery: Nursery, small_model: Path, tmp_path: Path) -> 
     for end in nursery.commands(node, node, folder=tmp_path, disturb=nobody):
         assert end.code == 0, end.err
     assert len(losses(tmp_path / "run")) == 2
-
-
-def nobody(_: list[int]) -> None: ...
