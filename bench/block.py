@@ -35,13 +35,14 @@ from ithaca.attention.walk import Walk
 from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.base.tiles import Tiles
 from ithaca.model.decoder import Unit
-from ithaca.model.rotary import rotation_at
+from ithaca.model.rotary import Rotary
 from ithaca.model.source import load_model
 from ithaca.model.spec import Heads, Spec
-from ithaca.parallel.collectives import LoopedBack
+from ithaca.parallel.collectives import Group
 from ithaca.parallel.exchange import Alone, Ulysses
 from ithaca.parallel.head_split import head_rounds, split_heads
 from ithaca.parallel.layout import Layout, hops
+from ithaca.parallel.loopback import Loopback
 from ithaca.parallel.ring import Ring, ring_runs
 from ithaca.plans.plan import Plan
 from ithaca.plans.tape_specs import layout_of, rebuilds_of, tape_specs, tiles_of
@@ -73,8 +74,8 @@ class Blocks:
         self.bounds = (*bounds[:-1], self.layout.padded)
         everywhere = positions(self.bounds)
         self.positions = torch.cat([everywhere[place.start : place.stop] for place in self.layout.places(0)]).to(DEVICE)
-        self.exchange = Alone() if ranks == 1 else Ulysses(LoopedBack(ranks, DEVICE), self.layout.runs)
-        self.ring = Ring(None if ring == 1 else LoopedBack(ring, DEVICE))
+        self.exchange = Alone() if ranks == 1 else Ulysses(Group(Loopback(0, ranks)), self.layout.runs)
+        self.ring = Ring(None if ring == 1 else Group(Loopback(0, ring)))
         self.split = split_heads(spec.heads, spec.kv_heads, ranks)
         self.mine = Heads(self.split.q[0], self.split.kv[0])
 
@@ -119,6 +120,7 @@ class Swept(Blocks):
                 layer,
                 self.run,
                 self.walk,
+                Rotary(self.spec.rope, self.spec.head_size),
                 self.positions,
                 self.plan.tile or 0,
                 self.exchange,
@@ -170,7 +172,7 @@ class Whole(Blocks):
         torch.cuda.synchronize()
 
     def timed_forward(self) -> None:
-        rope = rotation_at(self.spec.rope, self.spec.head_size, self.positions, BF16)
+        rope = Rotary(self.spec.rope, self.spec.head_size).at(self.positions, BF16)
         y = self.x
         del self.x  # as a model's, it is kept by the block alone, if at all
         for layer, unit in enumerate(self.units):

@@ -4,6 +4,8 @@ import os
 
 import torch
 
+from ithaca.base import torch_private
+
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -14,4 +16,4 @@ def use_expandable_segments() -> None:
     one kind frees is of no use to another. A user's own allocator settings are left alone.
     """
     if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyrefly: ignore
+        torch_private.use_expandable_segments()

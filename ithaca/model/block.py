@@ -10,7 +10,6 @@ tensors. Shapes: T tokens, H heads, D head size, E hidden.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ithaca.base.precision import fusable
-from ithaca.model.linear import Part, linear
+from ithaca.model.linear import linear
 from ithaca.model.rotary import Rotation, rotate
-from ithaca.model.spec import Heads, Spec
+from ithaca.model.spec import Heads, Spec, runs
 
 Weights = Mapping[str, Tensor]
 
@@ -62,19 +61,8 @@ def norm(spec: Spec, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _head_rows(spec: Spec, w: Weights, name: str, x_TE: Tensor, heads: Sequence[int]) -> Tensor:
-    rows = _rows(heads, spec.head_size, x_TE.device)
-    return linear(w, name, x_TE, rows=rows).view(len(x_TE), len(heads), spec.head_size)
-
-
-def _rows(heads: Sequence[int], size: int, device: torch.device) -> Part:
-    if isinstance(heads, range):
-        return slice(heads.start * size, heads.stop * size)
-    return _row_indices(tuple(heads), size, device)
-
-
-@lru_cache(maxsize=1024)  # rounds of heads, the same ones in every layer; a miss would have the host wait
-def _row_indices(heads: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    return (torch.tensor(heads)[:, None] * size + torch.arange(size)).flatten().to(device)
+    rows = [slice(run.start * spec.head_size, run.stop * spec.head_size) for run in runs(heads)]
+    return linear(w, name, x_TE, rows=rows[0] if len(rows) == 1 else rows).view(len(x_TE), len(heads), spec.head_size)
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ithaca.base.precision import at_least_fp32
+from ithaca.model.rotary import Rotary
 from ithaca.model.spec import Spec
 
 
@@ -24,7 +25,7 @@ class Unit(nn.Module):
             *path, leaf = name.split(".")
             owner: nn.Module = self
             for part in path:
-                if part not in owner._modules:
+                if not hasattr(owner, part):
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
             owner.register_parameter(leaf, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
@@ -38,7 +39,7 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: Spec, dtype: torch.dtype, device: torch.device | str = "meta"):
         super().__init__()
-        self.spec = spec
+        self.spec, self.rotary = spec, Rotary(spec.rope, spec.head_size)
         self.embedding = Unit({"weight": (spec.vocab, spec.hidden)}, dtype, device)
         self.blocks = nn.ModuleList(Unit(spec.block_shapes(), dtype, device) for _ in range(spec.layers))
         head: dict[str, tuple[int, ...]] = {"norm.weight": (spec.hidden,)}

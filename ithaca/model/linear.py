@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 from ithaca.base.precision import at_least_fp32
 
 ALL = slice(None)
-Part = slice | Tensor  # some rows or columns of a weight: a slice, or their indices
+Rows = slice | Sequence[slice]  # some rows of a weight: one run, or several runs one after the other
 
 
 class Summed(dict[str, Tensor]):
@@ -50,11 +50,11 @@ class Summed(dict[str, Tensor]):
         return list(found[: len(inputs)])  # pyrefly: ignore
 
 
-def linear(w: Mapping[str, Tensor], name: str, x: Tensor, rows: Part = ALL, columns: slice = ALL) -> Tensor:
-    """x on some rows and columns of a named weight; a bias, where there is one, comes with the first column."""
-    weight = w[f"{name}.weight"][rows, columns]
+def linear(w: Mapping[str, Tensor], name: str, x: Tensor, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
+    """x times some rows and columns of a named weight; the bias, where there is one, comes with the first column."""
+    weight = take_rows(w[f"{name}.weight"][:, columns], rows)
     bias = w.get(f"{name}.bias") if not columns.start else None
-    bias = None if bias is None else bias[rows]
+    bias = None if bias is None else take_rows(bias, rows)
     if not isinstance(w, Summed):
         return F.linear(x, weight, bias)
     weight_sum = w.sums.get(f"{name}.weight")
@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         weight_sum: Tensor | None,
         bias_sum: Tensor | None,
-        part: tuple[Part, slice],
+        part: tuple[Rows, slice],
         read: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -84,13 +84,25 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (weight_sum, bias_sum), (rows, columns) = ctx.sums, ctx.part
         if weight_sum is not None:
-            total = weight_sum[rows, columns]
+            total = take_rows(weight_sum[:, columns], rows)
             add_product(total, dy.T, x)
-            if isinstance(rows, Tensor):
-                weight_sum[rows, columns] = total  # which indices have copied
+            if not isinstance(rows, slice):  # the sums of several runs were copied
+                _put_rows(weight_sum[:, columns], rows, total)
         if bias_sum is not None:
-            bias_sum[rows] += dy.sum(0, dtype=bias_sum.dtype)
+            total = take_rows(bias_sum, rows) + dy.sum(0, dtype=bias_sum.dtype)
+            _put_rows(bias_sum, rows, total)
         return dy @ weight, None, None, None, None, None, None
+
+
+def take_rows(x: Tensor, rows: Rows) -> Tensor:
+    """Rows of a tensor: a view of one run, a copy of several. Slices, unlike indices, need nothing on the device."""
+    return x[rows] if isinstance(rows, slice) else torch.cat([x[run] for run in rows])
+
+
+def _put_rows(x: Tensor, rows: Rows, values: Tensor) -> None:
+    runs = [x[run] for run in ([rows] if isinstance(rows, slice) else rows)]
+    for run, part in zip(runs, values.split([len(run) for run in runs]), strict=True):
+        run.copy_(part)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -65,10 +65,24 @@ class Rotation:
     sin: Tensor
 
 
-def rotation_at(rope: Rope, head_size: int, positions: Tensor, dtype: torch.dtype) -> Rotation:
-    inverse = inverse_frequencies(rope, head_size).to(positions.device, torch.float64)
-    angles = positions.to(torch.float64)[:, None, None] * inverse
-    return Rotation((angles.cos() * rope.attention_factor).to(dtype), (angles.sin() * rope.attention_factor).to(dtype))
+class Rotary:
+    """The rotary embedding of one model. It copies the inverse frequencies to a device once, when they are first used.
+
+    A copy for each chunk would make the host wait for the GPU each time.
+    """
+
+    def __init__(self, rope: Rope, head_size: int):
+        self._rope, self._head_size = rope, head_size
+        self._inverse: dict[torch.device, Tensor] = {}  # [head_size / 2] float64
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """Cosines and sines of tokens at these positions, in this dtype."""
+        device = positions.device
+        if device not in self._inverse:
+            inverse = inverse_frequencies(self._rope, self._head_size).to(torch.float64)
+            self._inverse[device] = inverse.to(device, non_blocking=True)
+        angles, factor = positions.to(torch.float64)[:, None, None] * self._inverse[device], self._rope.attention_factor
+        return Rotation((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
 
 
 def rotate(x_THD: Tensor, rotation: Rotation) -> Tensor:

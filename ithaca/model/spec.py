@@ -7,6 +7,7 @@ could not honour (a sliding window, another activation, quantized weights) is re
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from ithaca.base.errors import ModelError
@@ -226,3 +227,11 @@ class Heads:
     def keys_only(spec: Spec) -> "Heads":
         """No query: what K and V cost alone."""
         return Heads(range(0), range(spec.kv_heads))
+
+
+def runs(heads: Sequence[int]) -> list[range]:
+    """Heads in ascending order as runs of consecutive ones; no heads are one empty run."""
+    if isinstance(heads, range):
+        return [heads]
+    edges = [0, *(at for at in range(1, len(heads)) if heads[at] != heads[at - 1] + 1), len(heads)]
+    return [range(heads[start], heads[stop - 1] + 1) for start, stop in pairwise(edges)] if heads else [range(0)]

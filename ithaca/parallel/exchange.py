@@ -11,36 +11,19 @@ that what arrives is used as it lies. It travels beside the computation, from th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ithaca.base.precision import at_least_fp32
-from ithaca.parallel.collectives import Transport
+from ithaca.parallel.collectives import Group, Pending
 from ithaca.parallel.head_split import HeadSplit
 
 Tensors = tuple[Tensor, ...]
 
 
-class Pending:
-    """Tensors on their way: query-like ones and key-like ones.
-
-    What is sent is kept until it has arrived: its memory belongs to the stream of the computation, and would be used
-    for something else by it.
-    """
-
-    def __init__(self, arrive: Callable[[], tuple[Tensors, Tensors]], sent: Tensor | None = None):
-        self._arrive: Callable[[], tuple[Tensors, Tensors]] | None = arrive
-        self._sent = sent
-        self._here: tuple[Tensors, Tensors] | None = None
-
-    def wait(self) -> tuple[Tensors, Tensors]:
-        if self._here is None:
-            assert self._arrive is not None
-            self._here = self._arrive()
-            self._arrive = self._sent = None
-        return self._here
+Exchanged = Pending[tuple[Tensors, Tensors]]  # query-like and key-like tensors
 
 
 class Exchange(ABC):
@@ -51,10 +34,10 @@ class Exchange(ABC):
     rank: int
 
     @abstractmethod
-    def to_heads(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Pending: ...
+    def to_heads(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Exchanged: ...
 
     @abstractmethod
-    def to_tokens(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Pending: ...
+    def to_tokens(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Exchanged: ...
 
 
 class Alone(Exchange):
@@ -62,20 +45,20 @@ class Alone(Exchange):
 
     ranks, rank = 1, 0
 
-    def to_heads(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Pending:  # noqa: ARG002
+    def to_heads(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Exchanged:  # noqa: ARG002
         return Pending(lambda: (tuple(queries), tuple(keys)))
 
-    def to_tokens(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Pending:
+    def to_tokens(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Exchanged:
         return self.to_heads(split, queries, keys)
 
 
 class Ulysses(Exchange):
     """`runs`: pieces of the sequence that a rank's tile is made of; on the heads' side each is whole, and in order."""
 
-    def __init__(self, transport: Transport, runs: int = 1):
-        self._transport, self.ranks, self.rank, self._runs = transport, transport.ranks, transport.rank, runs
+    def __init__(self, group: Group, runs: int = 1):
+        self._group, self.ranks, self.rank, self._runs = group, group.ranks, group.rank, runs
 
-    def to_heads(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Pending:
+    def to_heads(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Exchanged:
         tokens, size, example = *_tokens_and_size(queries, keys), (*queries, *keys)[0]
         widths = self._widths(split, len(queries), len(keys))
         sent = example.new_empty(tokens * sum(widths) * size)
@@ -85,20 +68,19 @@ class Ulysses(Exchange):
         mine = widths[self.rank]
         here = example.new_empty(self.ranks * tokens, mine, size)
         head, q_count = tokens * size, len(queries)
-        wait = self._transport.all_to_all(
+        coming = self._group.all_to_all(
             here.view(-1), sent, [mine * head] * self.ranks, [width * head for width in widths]
         )
         counts = [len(split.q[self.rank])] * q_count + [len(split.kv[self.rank])] * len(keys)
 
-        def arrive() -> tuple[Tensors, Tensors]:
-            wait()
+        def arrived(_: Tensor) -> tuple[Tensors, Tensors]:
             tokens = here if self._runs == 1 else _reordered(here, self.ranks, self._runs)
             parts = tokens.split(counts, 1)
             return tuple(parts[:q_count]), tuple(parts[q_count:])
 
-        return Pending(arrive, sent)
+        return coming.then(arrived)
 
-    def to_tokens(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Pending:
+    def to_tokens(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Exchanged:
         rows, size = _tokens_and_size(queries, keys)
         tokens, widths = rows // self.ranks, self._widths(split, len(queries), len(keys))
         tensors = (*queries, *keys)
@@ -106,13 +88,12 @@ class Ulysses(Exchange):
         sent = sent if self._runs == 1 else _reordered(sent, self._runs, self.ranks)
         here = sent.new_empty(tokens * sum(widths) * size)
         head = tokens * size
-        wait = self._transport.all_to_all(
+        coming = self._group.all_to_all(
             here, sent.view(-1), [width * head for width in widths], [widths[self.rank] * head] * self.ranks
         )
         q_count, kv_count = len(queries), len(keys)
 
-        def arrive() -> tuple[Tensors, Tensors]:
-            wait()
+        def arrived(_: Tensor) -> tuple[Tensors, Tensors]:
             blocks = _blocks(here, tokens, widths, size)
             parts = [
                 block.split([len(q)] * q_count + [len(kv)] * kv_count, 1)
@@ -122,7 +103,7 @@ class Ulysses(Exchange):
             sums = tuple(_joined(split, [part[q_count + index] for part in parts]) for index in range(kv_count))
             return back, sums
 
-        return Pending(arrive, sent)
+        return coming.then(arrived)
 
     @staticmethod
     def _widths(split: HeadSplit, queries: int, keys: int) -> list[int]:

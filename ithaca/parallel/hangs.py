@@ -16,18 +16,14 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    _get_default_store,  # there is no public way to the job's own store
-    _set_pg_timeout,
-)
 
 from ithaca.base.errors import LostRankError
 from ithaca.base.sizes import MOST_SECONDS
+from ithaca.base.torch_private import job_store, set_group_timeout
 
 # FLOP/s that a step reaches even where it is slow, by the plain count that gives recomputation no credit
 GPU_RATE = 200e12  # 20 % of Hopper's peak in bfloat16; with STEPS, any rank at 7 % of it is still waited for
@@ -50,8 +46,7 @@ def timeout(step: float) -> float:
 def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
     """From now on, let collectives over these groups fail after so many seconds. Nothing collective."""
     for group in groups:
-        # torch has no public way to change it once a group is there, and a step's length is known only later
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+        set_group_timeout(group, seconds)
 
 
 POLL_SECONDS = 1.0  # between two looks whether the roll is called
@@ -97,7 +92,7 @@ def answering(group: dist.ProcessGroup) -> Iterator[None]:
 class _Roll:
     def __init__(self, group: dist.ProcessGroup):
         self._ranks = dist.get_process_group_ranks(group)
-        self._rank, self._store = dist.get_rank(), _get_default_store()
+        self._rank, self._store = dist.get_rank(), job_store()
         self._worker = threading.get_ident()  # whose whereabouts the others may want to know
         self._failed, self._ended = threading.Event(), False
         self._too_long = False

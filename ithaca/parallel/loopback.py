@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from ithaca.base.torch_private import Work, group_name
+
 NAME = "looped"
 
 
@@ -37,7 +39,7 @@ class Loopback(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
+        return group_name(self)
 
     def getBackendName(self) -> str:
         return NAME
@@ -92,7 +94,7 @@ class Loopback(dist.ProcessGroup):
         return _Done(result, self._stream.record_event())
 
 
-class _Done(dist._Work):
+class _Done(Work):
     def __init__(self, result: Any, event: torch.Event | torch.cuda.Event | None = None):
         super().__init__()
         self._result, self._event = result, event

@@ -1,14 +1,16 @@
-"""The ranks of a job as a grid: replicate × shard × ring × ulysses, the last axis within a node.
+"""The ranks of a job as a grid with the axes replicate × shard × ring × ulysses.
 
-`ring` and `ulysses` together are the context ranks, which share one sequence; `replicate` and `shard` together are the
+`ring` and `ulysses` together are the context ranks, which share one sequence. `replicate` and `shard` together are the
 data ranks, which take different sequences. Parameters are cut over shard × ring × ulysses and copied over replicate.
+Ulysses ranks have neighbouring numbers, so they lie within a node where a node has enough ranks.
 """
 
 import atexit
 import math
 import os
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -16,32 +18,70 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ithaca.base.errors import PlanError
 from ithaca.parallel.agree import same_everywhere
+from ithaca.parallel.axes import Axes
 
 
 @dataclass(frozen=True)
 class Mesh:
     """A grid of ranks, seen from one of them."""
 
-    replicate: int
-    shard: int
-    ring: int
-    ulysses: int
+    axes: Axes
     rank: int
     device: torch.device
-    parameters: DeviceMesh  # shard · ring · ulysses, what FSDP2 cuts over; before it replicate, if more than one
+    parameters: DeviceMesh  # shard · ring · ulysses, which FSDP2 cuts over; before it replicate, if more than one
     group: dist.ProcessGroup  # all ranks of the grid
-    ulysses_group: dist.ProcessGroup | None = None  # None: of one rank; so for the others
+    ulysses_group: dist.ProcessGroup | None = None  # None: a group of one rank; likewise the next two
     ring_group: dist.ProcessGroup | None = None
-    context_group: dist.ProcessGroup | None = None  # all that share this rank's sequence
+    context_group: dist.ProcessGroup | None = None  # all ranks that share this rank's sequence
     node_ranks: int | None = None  # how many of the job's ranks this node has; None: all
 
     @property
+    def replicate(self) -> int:
+        return self.axes.replicate
+
+    @property
+    def shard(self) -> int:
+        return self.axes.shard
+
+    @property
+    def ring(self) -> int:
+        return self.axes.ring
+
+    @property
+    def ulysses(self) -> int:
+        return self.axes.ulysses
+
+    @property
     def size(self) -> int:
-        return self.replicate * self.shard * self.ring * self.ulysses
+        return self.axes.size
+
+    @property
+    def context_ranks(self) -> int:
+        return self.axes.context
+
+    @property
+    def context_rank(self) -> int:
+        return self.rank % self.axes.context
+
+    @property
+    def data_ranks(self) -> int:
+        return self.axes.data
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.axes.context
+
+    @property
+    def parameter_ranks(self) -> int:
+        return self.axes.parameter
+
+    @property
+    def parameter_rank(self) -> int:
+        return self.rank % self.axes.parameter
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups that collectives of this grid go over, each once."""
+        """The groups that collectives of this grid use, each once."""
         context = (self.ulysses_group, self.ring_group, self.context_group)
         used = (self.group, *self.parameters.get_all_groups(), *(group for group in context if group is not None))
         return list(dict.fromkeys(used))
@@ -56,32 +96,8 @@ class Mesh:
 
     @property
     def first_on_node(self) -> bool:
-        """Whether this rank may speak for its node; nodes are taken to have the same number of ranks."""
+        """Whether this rank is the first of its node. Every node is assumed to have the same number of ranks."""
         return self.rank % (self.node_ranks or self.size) == 0
-
-    @property
-    def context_ranks(self) -> int:
-        return self.ring * self.ulysses
-
-    @property
-    def data_ranks(self) -> int:
-        return self.replicate * self.shard
-
-    @property
-    def data_rank(self) -> int:
-        return self.rank // self.context_ranks
-
-    @property
-    def context_rank(self) -> int:
-        return self.rank % self.context_ranks
-
-    @property
-    def parameter_ranks(self) -> int:
-        return self.shard * self.ring * self.ulysses
-
-    @property
-    def parameter_rank(self) -> int:
-        return self.rank % self.parameter_ranks
 
 
 def mesh(
@@ -92,56 +108,54 @@ def mesh(
     replicate: int = 1,
     device: str | None = None,
 ) -> Mesh:
-    """Lay a grid over this job's ranks; `shard` takes what the other axes leave when it is not given.
+    """Lay a grid over this job's ranks. Without `shard`, that axis takes the ranks that the others leave.
 
-    Joins the job (torchrun's environment) where that was not done yet. `device` is 'cuda' where there is one, else
-    'cpu'.
+    Joins the job (torchrun's environment) if this process has not joined one. `device` is 'cuda' or 'cpu'; without it,
+    'cuda' is used where there is a GPU.
     """
     place = _device(device)
     _join(place)
-    world = dist.get_world_size()
-    given = {"replicate": replicate, "ring": ring, "ulysses": ulysses}
-    for name, size in given.items() | ({"shard": shard}.items() if shard is not None else set()):
-        if not isinstance(size, int) or size < 1:
-            raise PlanError(f"{name}={size} is not a number of ranks: 1 or more is")
-    others = replicate * ring * ulysses
-    if shard is None:
-        if world % others:
-            product = " × ".join(f"{name} {size}" for name, size in given.items())
-            fitting = ", ".join(str(count) for count in range(1, world + 1) if world % count == 0)
-            raise PlanError(f"{product} is {others}, which does not divide the job's {world} ranks: {fitting} would")
-        shard = world // others
-    if others * shard != world:
-        product = f"replicate {replicate} × shard {shard} × ring {ring} × ulysses {ulysses}"
-        fitting = f"; shard={world // others} would fit" if world % others == 0 else ""
-        raise PlanError(f"{product} is {others * shard}, but the job has {world} ranks{fitting}")
+    axes = _fitted(replicate, shard, ring, ulysses, dist.get_world_size())
     assert dist.group.WORLD is not None
     if "cpu" not in dist.get_backend_config():
         raise PlanError(
             f"torch.distributed was begun with {dist.get_backend_config()} alone, and ranks also agree in host memory: "
             "begin it with 'cpu:gloo,cuda:nccl', or leave that to ithaca.mesh"
         )
-    same_everywhere(dist.group.WORLD, "mesh", (replicate, shard, ring, ulysses, place.type))
-    sizes = {"parameters": world} if replicate == 1 else {"replicate": replicate, "parameters": world // replicate}
-    parameters = _grid(dist.group.WORLD, place.type, **sizes)
-    axes = {name: size for name, size in (("ring", ring), ("ulysses", ulysses)) if size > 1}
-    groups = _context_groups(dist.group.WORLD, place.type, **axes)
+    same_everywhere(dist.group.WORLD, "mesh", (axes, place.type))
+    copies = {} if axes.replicate == 1 else {"replicate": axes.replicate}
     return Mesh(
-        replicate,
-        shard,
-        ring,
-        ulysses,
+        axes,
         dist.get_rank(),
         place,
-        parameters,
+        _device_mesh(place.type, **copies, parameters=axes.parameter),
         dist.group.WORLD,
-        **groups,
-        node_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        **_context_groups(place.type, axes),
+        node_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", axes.size)),
     )
 
 
+def _fitted(replicate: int, shard: int | None, ring: int, ulysses: int, world: int) -> Axes:
+    """The axes that were asked for, over all ranks of the job."""
+    asked = {"replicate": replicate, "shard": 1 if shard is None else shard, "ring": ring, "ulysses": ulysses}
+    for name, size in asked.items():
+        if not isinstance(size, int) or size < 1:
+            raise PlanError(f"{name}={size} is not a number of ranks: 1 or more is")
+    axes = Axes(**asked)
+    others = axes.size // axes.shard
+    if shard is None:
+        if world % others:
+            fitting = ", ".join(str(count) for count in range(1, world + 1) if world % count == 0)
+            raise PlanError(f"{axes} needs {others} ranks, which do not divide the job's {world}: {fitting} would")
+        return Axes(replicate, world // others, ring, ulysses)
+    if axes.size != world:
+        fitting = f"; shard={world // others} would fit" if world % others == 0 else ""
+        raise PlanError(f"{axes} needs {axes.size} ranks, but the job has {world}{fitting}")
+    return axes
+
+
 def describe_crossing(mesh: Mesh, rings: bool) -> list[str]:
-    """What all-to-alls pay where the Ulysses ranks of a sequence lie on several nodes, and how they need not."""
+    """A warning if all-to-alls cross nodes, with axes that keep them inside; `rings`: the recipe can use a ring."""
     here, ulysses = mesh.node_ranks, mesh.ulysses
     if here is None or not mesh.several_nodes or here % ulysses == 0:
         return []
@@ -149,53 +163,71 @@ def describe_crossing(mesh: Mesh, rings: bool) -> list[str]:
     inside = math.gcd(ulysses, here)
     recipe = "" if rings else "plan.recipe=sweep, "
     return [
-        f"the {ulysses} Ulysses ranks of a sequence lie on {nodes} nodes of {here} ranks: their all-to-alls cross "
+        f"the {ulysses} Ulysses ranks of a sequence lie on {nodes} nodes of {here} ranks, so their all-to-alls cross "
         f"nodes; {recipe}mesh.ulysses={inside} and mesh.ring={mesh.ring * ulysses // inside} would keep them inside"
     ]
 
 
 def alone(device: str | None = None) -> Mesh:
-    """A grid of this process only, also within a larger job; outside of one it starts a job of one rank."""
+    """A grid of this process only, even within a larger job. Without a job, it starts one of one rank."""
     place = _device(device)
     if not dist.is_initialized():
         _start_alone(place)
-    assert dist.group.WORLD is not None
-    group, parameters = _alone(dist.group.WORLD, place.type)
-    return Mesh(1, 1, 1, 1, 0, place, parameters, group)
 
+    def make() -> list[dist.ProcessGroup]:
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return [group]
 
-# Groups are made once for a job and shared by all its meshes: each has threads and sockets of its own, for good
-
-
-@lru_cache
-def _grid(job: dist.ProcessGroup, device: str, **sizes: int) -> DeviceMesh:  # noqa: ARG001
-    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def _context_groups(job: dist.ProcessGroup, device: str, **axes: int) -> dict[str, dist.ProcessGroup]:
-    """One for each axis along which a sequence is shared, and one for all that share it."""
-    context = math.prod(axes.values())
-    others = dist.get_world_size(job) // context
-    grid = _grid(job, device, others=others, **axes) if axes else None
-    groups = {f"{name}_group": grid.get_group(name) for name in axes} if grid else {}
-    if len(axes) == 1:
-        (groups["context_group"],) = groups.values()
-    elif axes:
-        groups["context_group"] = _grid(job, device, others=others, context=context).get_group("context")
-    return groups
-
-
-@lru_cache
-def _alone(job: dist.ProcessGroup, device: str) -> tuple[dist.ProcessGroup, DeviceMesh]:  # noqa: ARG001
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group, DeviceMesh.from_group(group, device, mesh_dim_names=("parameters",))
+    (group,) = _made_once("alone", make)
+    return Mesh(Axes(), 0, place, DeviceMesh.from_group(group, place.type, mesh_dim_names=("parameters",)), group)
 
 
 def host_mesh(parameters: DeviceMesh) -> DeviceMesh:
-    """The same ranks, for tensors in host memory. Nothing collective: the groups are those that are there."""
+    """The same ranks for tensors in host memory. Not collective: it uses the groups that exist."""
     groups = parameters.get_all_groups()
     return DeviceMesh.from_group(groups, "cpu", parameters.mesh, mesh_dim_names=parameters.mesh_dim_names)
+
+
+# Groups have threads and sockets of their own until the job ends, so all meshes of a job share them. torch owns them;
+# here are only weak references, so that they end with the job.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, list[weakref.ref[dist.ProcessGroup]]]]
+_made = weakref.WeakKeyDictionary()
+
+
+def _made_once(key: object, make: Callable[[], list[dist.ProcessGroup]]) -> list[dist.ProcessGroup]:
+    """The groups that `make` made for this key in this job."""
+    assert dist.group.WORLD is not None
+    of_job = _made.setdefault(dist.group.WORLD, {})
+    groups = [group for ref in of_job.get(key, ()) if (group := ref()) is not None]
+    if not groups:
+        groups = make()
+        of_job[key] = [weakref.ref(group) for group in groups]
+    return groups
+
+
+def _device_mesh(device: str, **sizes: int) -> DeviceMesh:
+    """A torch DeviceMesh over all ranks of the job."""
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    groups = _made_once(
+        (device, *sizes.items()), lambda: init_device_mesh(device, shape, mesh_dim_names=names).get_all_groups()
+    )
+    ranks = torch.arange(math.prod(shape)).view(shape)
+    return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
+
+
+def _context_groups(device: str, axes: Axes) -> dict[str, dist.ProcessGroup]:
+    """A group for each axis along which a sequence is shared, and one for all ranks that share it."""
+    shared = {name: size for name, size in (("ring", axes.ring), ("ulysses", axes.ulysses)) if size > 1}
+    if not shared:
+        return {}
+    grid = _device_mesh(device, data=axes.data, **shared)
+    groups = {f"{name}_group": grid.get_group(name) for name in shared}
+    if len(shared) == 1:
+        (groups["context_group"],) = groups.values()
+    else:
+        groups["context_group"] = _device_mesh(device, data=axes.data, context=axes.context).get_group("context")
+    return groups
 
 
 def _device(name: str | None) -> torch.device:

@@ -1,19 +1,19 @@
-"""Between ring ranks, which hold different tokens' K and V for the same heads.
+"""Exchanges between ring ranks, which hold the K and V of different tokens for the same heads.
 
-Under `sweep`, K and V stay where they were made. A chunk's queries are gathered from all ranks, each attends to the
-keys that it has, and what it found goes back to the rank that the query came from:
+Under `sweep`, K and V stay on the rank that computed them. The queries of a chunk are gathered from all ring ranks,
+each rank attends with them to the keys that it holds, and its result returns to the rank that the query came from:
 
-    gather    [L, heads, D] of this rank's two runs of a chunk  ->  [R · L, heads, D], the chunk in order
-    merge     (o, log-sum-exp) of the chunk on this rank's keys ->  those of its own runs on everybody's keys
-    reduce    dq of the chunk by this rank's keys               ->  that of its own runs, by everybody's
+    gather    q of this rank's two runs of a chunk [L, H, D]           ->  q of the chunk in order [R · L, H, D]
+    merge     (o, log-sum-exp) of the chunk on this rank's keys        ->  of this rank's own queries on all keys
+    reduce    dq of the chunk from this rank's keys                    ->  of this rank's own queries, from all keys
 
-Each begins at the call and travels beside the computation; what arrives is asked for by another call. Bytes depend on
-the chunk, not on how many there were before it. Where blocks run over all tokens, K and V travel (`pass_on`,
-`everyones`), and their gradients go home (`homeward`). One ring rank has everything.
+The bytes depend on the chunk alone, not on the chunks before it. Where blocks run over all tokens, K and V move instead
+(`send_recv`, `all_gather`), and the sums of their gradients return to the ranks that own them (`kv_gradient_sums`).
+Every call returns a handle and overlaps with the computation until its `wait()`. A ring of one rank sends nothing.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,110 +21,91 @@ from torch import Tensor
 from ithaca.attention.visits import Segment, Segments
 from ithaca.attention.walk import merge
 from ithaca.base.precision import at_least_fp32
-from ithaca.parallel.collectives import Transport, Wait
+from ithaca.parallel.collectives import Group, Pending
 from ithaca.parallel.layout import Layout
-
-T = TypeVar("T")
-
-
-Arrive = Callable[[], T]  # what was sent is kept until then: its memory belongs to the stream of the computation
 
 
 class Ring:
-    def __init__(self, transport: Transport | None):
-        self._transport = transport
-        self.ranks, self.rank = (transport.ranks, transport.rank) if transport else (1, 0)
+    """The ring ranks of this rank's sequence; `group` is None for a ring of one."""
 
-    def gather(self, *tensors: Tensor) -> Arrive[Sequence[Tensor]]:
-        """The chunk's, of tensors with the same tokens and the same dtype."""
-        if self._transport is None:
-            return lambda: tensors
+    def __init__(self, group: Group | None):
+        self._group = group
+        self.ranks, self.rank = (group.ranks, group.rank) if group else (1, 0)
+
+    def gather(self, *tensors: Tensor) -> Pending[Sequence[Tensor]]:
+        """The chunk's tensors in the order of its tokens; all given ones have the same tokens and dtype."""
+        if self._group is None:
+            return Pending(lambda: tensors)
         widths = [tensor.shape[1] for tensor in tensors]
-        everyone = self._all_gather(torch.cat(tensors, 1) if len(tensors) > 1 else tensors[0].contiguous())
 
-        def arrive() -> Sequence[Tensor]:
-            # Of each rank one run from the front of the chunk, one from the back; put in order without a third copy
-            runs = everyone().unflatten(1, (2, -1))
+        def in_order(parts_RLHD: Tensor) -> Sequence[Tensor]:
+            # Each rank has one run from the front of the chunk and one from the back
+            runs = parts_RLHD.unflatten(1, (2, -1))
             chunk = torch.empty_like(runs).view(-1, *runs.shape[2:])
             for rank in range(self.ranks):
                 chunk[rank], chunk[-1 - rank] = runs[rank]
             return chunk.flatten(0, 1).split(widths, 1)
 
-        return arrive
+        return self.all_gather(torch.cat(tensors, 1) if len(tensors) > 1 else tensors[0].contiguous()).then(in_order)
 
-    def merge(self, o: Tensor, lse: Tensor) -> Arrive[tuple[Tensor, Tensor]]:
-        """o [T, H, D], lse [H, T] of the chunk on this rank's keys -> of its own tokens on all keys."""
-        if self._transport is None:
-            return lambda: (o, lse)
+    def merge(self, o: Tensor, lse: Tensor) -> Pending[tuple[Tensor, Tensor]]:
+        """o [T, H, D] and lse [H, T] of the chunk on this rank's keys -> of its own tokens on all keys."""
+        if self._group is None:
+            return Pending(lambda: (o, lse))
         outputs, sums = self._scatter(o), self._scatter(lse.T)
 
-        def arrive() -> tuple[Tensor, Tensor]:
-            parts, lses = outputs(), sums().transpose(1, 2).contiguous()  # as the merge wants them
-            # One's own first: it alone has seen something of every row, and what has not is -inf
+        def merged() -> tuple[Tensor, Tensor]:
+            parts, lses = outputs.wait(), sums.wait().transpose(1, 2).contiguous()
+            # This rank's part comes first: it alone has a key for every row. A row without any key has lse -inf
             total, whole = parts[self.rank].to(at_least_fp32(parts.dtype)), lses[self.rank].clone()
             for rank in (rank for rank in range(self.ranks) if rank != self.rank):
                 merge(total, whole, parts[rank], lses[rank])
             return total.to(parts.dtype), whole
 
-        return arrive
+        return Pending(merged)
 
-    def reduce(self, dq: Tensor) -> Arrive[Tensor]:
-        if self._transport is None:
-            return lambda: dq
-        parts, dtype = self._scatter(dq), dq.dtype
-        return lambda: parts().sum(0, dtype=at_least_fp32(dtype)).to(dtype)
+    def reduce(self, dq: Tensor) -> Pending[Tensor]:
+        """dq of the chunk from this rank's keys -> of its own tokens, from all keys, summed in at least fp32."""
+        if self._group is None:
+            return Pending(lambda: dq)
+        dtype = dq.dtype
+        return self._scatter(dq).then(lambda parts: parts.sum(0, dtype=at_least_fp32(dtype)).to(dtype))
 
-    def send_recv(self, kv: Tensor) -> Arrive[Tensor]:
-        """Send K and V, or their gradients, [2, …] to the next rank; from the one before come its."""
+    def send_recv(self, kv: Tensor) -> Pending[Tensor]:
+        """Send K and V, or their gradients, [2, …] to the next rank and receive those of the rank before."""
         after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         sizes = [[kv.numel() * (rank == peer) for rank in range(self.ranks)] for peer in (before, after)]
         return self._all_to_all(kv, *sizes)
 
-    def all_gather(self, kv: Tensor) -> Tensor:
-        """[R, 2, …]: K and V of all ranks."""
-        return self._all_gather(kv)()
+    def all_gather(self, sent: Tensor) -> Pending[Tensor]:
+        """[R, …]: the tensors of all ranks."""
+        assert self._group is not None
+        here = sent.new_empty(self.ranks, *sent.shape)
+        return self._group.all_gather(here.view(-1), sent.view(-1)).then(lambda _: here)
 
-    def homeward(self, at_once: bool) -> "Homeward":
-        """For the gradients of everybody's K and V, a block after the other."""
-        return _AllAtOnce(self) if at_once else _Travelling(self)
-
-    def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """[R, …]: a part for each rank -> the sum of those for this one."""
-        assert self._transport is not None
+    def reduce_scatter(self, parts: Tensor) -> Pending[Tensor]:
+        """[R, …], a part for each rank -> the sum of all ranks' parts for this one."""
+        assert self._group is not None
         total = torch.empty_like(parts[0])
-        self._transport.reduce_scatter(total.view(-1), parts.view(-1))()
-        return total
+        return self._group.reduce_scatter(total.view(-1), parts.view(-1)).then(lambda _: total)
 
-    def _scatter(self, chunk: Tensor) -> Arrive[Tensor]:
-        """[R, L, …]: what each rank has for this rank's tokens."""
+    def kv_gradient_sums(self, at_once: bool) -> "KVGradientSums":
+        """Where the gradients of all ranks' K and V are summed, one rank's block after the other."""
+        return _SumsAtOnce(self) if at_once else _TravellingSums(self)
+
+    def _scatter(self, chunk: Tensor) -> Pending[Tensor]:
+        """[R, L, …]: what each rank computed for this rank's tokens."""
         runs = chunk.unflatten(0, (2 * self.ranks, -1))
         parts = chunk.new_empty(self.ranks, 2, *runs.shape[1:])
         for rank in range(self.ranks):
             parts[rank, 0], parts[rank, 1] = runs[rank], runs[-1 - rank]
         sizes = [parts[0].numel()] * self.ranks
-        coming = self._all_to_all(parts, sizes, sizes)
-        return lambda: coming().flatten(1, 2)
+        return self._all_to_all(parts, sizes, sizes).then(lambda here: here.flatten(1, 2))
 
-    def _all_to_all(self, sent: Tensor, here_sizes: list[int], sent_sizes: list[int]) -> Arrive[Tensor]:
-        assert self._transport is not None
+    def _all_to_all(self, sent: Tensor, here_sizes: list[int], sent_sizes: list[int]) -> Pending[Tensor]:
+        assert self._group is not None
         here = torch.empty_like(sent)
-        return _arriving(here, sent, self._transport.all_to_all(here.view(-1), sent.view(-1), here_sizes, sent_sizes))
-
-    def _all_gather(self, sent: Tensor) -> Arrive[Tensor]:
-        assert self._transport is not None
-        here = sent.new_empty(self.ranks, *sent.shape)
-        return _arriving(here, sent, self._transport.all_gather(here.view(-1), sent.view(-1)))
-
-
-def _arriving(here: Tensor, sent: Tensor, wait: Wait) -> Arrive[Tensor]:
-    kept = [sent]
-
-    def arrive() -> Tensor:
-        wait()
-        kept.clear()
-        return here
-
-    return arrive
+        return self._group.all_to_all(here.view(-1), sent.view(-1), here_sizes, sent_sizes).then(lambda _: here)
 
 
 def ring_runs(layout: Layout, rank: int) -> Segments:
@@ -136,29 +117,29 @@ def ring_runs(layout: Layout, rank: int) -> Segments:
     return runs
 
 
-class Homeward(Protocol):
-    """Sums of the gradients of K and V, [2, …] in at least fp32; owners come in the order of the ring."""
+class KVGradientSums(Protocol):
+    """Sums of the gradients of K and V, [2, …] in at least fp32; blocks come in the order of the ring."""
 
     def begin(self, owner: int, kv: Tensor) -> Tensor:
-        """Zeros, to which this rank adds what its queries give to the gradients of a rank's K and V."""
+        """Zeros, to which this rank adds the gradients that its queries give to the K and V of rank `owner`."""
         ...
 
     def end(self) -> None:
-        """That has been done."""
+        """Say that this block is done."""
         ...
 
     def wait(self) -> Tensor:
-        """The sums over all ranks for one's own."""
+        """The sums over all ranks for this rank's own K and V."""
         ...
 
 
-class _Travelling:
-    """The sums of a block go with it, one step behind."""
+class _TravellingSums:
+    """The sums of a block travel around the ring with it, one step behind."""
 
     def __init__(self, ring: Ring):
         self._ring = ring
         self._mine: Tensor | None = None
-        self._coming: Arrive[Tensor] | None = None
+        self._coming: Pending[Tensor] | None = None
 
     def begin(self, owner: int, kv: Tensor) -> Tensor:  # noqa: ARG002
         self._mine = torch.zeros_like(kv, dtype=at_least_fp32(kv.dtype))
@@ -167,16 +148,16 @@ class _Travelling:
     def end(self) -> None:
         assert self._mine is not None
         if self._coming is not None:
-            self._mine += self._coming()
+            self._mine += self._coming.wait()
         self._coming, self._mine = self._ring.send_recv(self._mine), None
 
     def wait(self) -> Tensor:
         assert self._coming is not None
-        return self._coming()
+        return self._coming.wait()
 
 
-class _AllAtOnce:
-    """All blocks' wait here, and are scattered together."""
+class _SumsAtOnce:
+    """The sums of all blocks are held here and scattered together."""
 
     def __init__(self, ring: Ring):
         self._ring = ring
@@ -191,4 +172,4 @@ class _AllAtOnce:
 
     def wait(self) -> Tensor:
         assert self._parts is not None
-        return self._ring.reduce_scatter(self._parts)
+        return self._ring.reduce_scatter(self._parts).wait()

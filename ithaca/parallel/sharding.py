@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ithaca.base.errors import InputError, RunError
 from ithaca.base.precision import at_least_fp32
+from ithaca.base.torch_private import discard_fsdp_gradients, fsdp_backward_unfinished
 from ithaca.model.decoder import Decoder, stored_name
 from ithaca.model.source import Weights
 from ithaca.parallel.layout import row_range
@@ -76,8 +77,8 @@ def whole_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 def prepare_pass(decoder: Decoder, zero: int, first: bool, last: bool) -> None:
     """Before a forward pass, the `first` or `last` of its step: what FSDP2 keeps between it and the next one."""
     assert isinstance(decoder, FSDPModule)
-    # FSDP2 has no public way to ask. It would give no gradient any more, and no word
-    if decoder._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+    # FSDP2 would give no gradient any more, and no error
+    if fsdp_backward_unfinished(decoder):
         raise RunError(
             "the last backward pass broke off with an error, after which gradients are no longer right: "
             "apply the model anew, or start the run again from its last checkpoint"
@@ -109,14 +110,10 @@ def free_gathered(decoder: Decoder) -> None:
 
 
 def discard_unreduced(decoder: Decoder) -> None:
-    """Forget gradients that ZeRO-1 holds back for the last pass of a step; FSDP2 has no public way to."""
+    """Forget the gradients that ZeRO-1 holds back for the last pass of a step."""
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            for parameter in group.fsdp_params if group else ():
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+            discard_fsdp_gradients(module)
 
 
 class _Total(torch.autograd.Function):

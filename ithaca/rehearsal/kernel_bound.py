@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
+from ithaca.base.torch_private import TorchDispatchMode
 
 SAMPLED = 0.3  # seconds of each product
 ATTENDED = 1.0  # seconds of each attention call; it comes after a step, so the clock has settled

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ithaca.base.owners import (
     ATTENTION,
@@ -32,6 +30,7 @@ from ithaca.base.owners import (
     STATES,
     TAPES,
 )
+from ithaca.base.torch_private import TorchDispatchMode, local_tensor, storage_key, tree_leaves
 
 # The end of a file's path, or a part of it for a folder, and a function in it where that matters -> the owner
 _FILES: dict[tuple[str, str], str] = {
@@ -72,9 +71,9 @@ class Meter(TorchDispatchMode):
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             """FSDP2 frees gathered weights by giving their storage no size."""
             result = resize(storage, size)
-            if storage._cdata in self._live:
-                owner, before = self._live[storage._cdata]
-                self._live[storage._cdata] = owner, size
+            if storage_key(storage) in self._live:
+                owner, before = self._live[storage_key(storage)]
+                self._live[storage_key(storage)] = owner, size
                 self._add(owner, size - before)
             return result
 
@@ -89,13 +88,13 @@ class Meter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, DTensor):
-                tensor = tensor._local_tensor
+                tensor = local_tensor(tensor)
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device:
                 self._note(tensor.untyped_storage())
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._live:
             return
         owner, size = _owner(sys._getframe(2)), storage.nbytes()

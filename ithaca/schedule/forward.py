@@ -15,7 +15,6 @@ from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
 from ithaca.attention.walk import Walk
 from ithaca.model.decoder import Decoder
-from ithaca.model.rotary import rotation_at
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.exchange import Exchange
 from ithaca.parallel.head_split import Rounds
@@ -77,7 +76,7 @@ def _through_blocks(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tens
 def _whole(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
     spec, plan = decoder.spec, job.plan
     x = decoder.embed(lambda table: F.embedding(batch.tokens, table))
-    rope = rotation_at(spec.rope, spec.head_size, batch.positions, x.dtype)
+    rope = decoder.rotary.at(batch.positions, x.dtype)
     kernel = job.kernel
     if job.ring.ranks > 1:
         kernel = RingKernel(kernel, job.ring, job.layout, batch.bounds, plan.travel == "gather")
@@ -101,7 +100,9 @@ def _swept(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
         return opened(decoder.blocks[layer])
 
     for layer, block in enumerate(decoder.blocks):
-        call = SweepCall(spec, layer, tapes, walk, batch.positions, tile, job.exchange, job.ring, split, weights_of)
+        call = SweepCall(
+            spec, layer, tapes, walk, decoder.rotary, batch.positions, tile, job.exchange, job.ring, split, weights_of
+        )
         carrier = block(run_sweep, carrier, call)
     return carrier
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ithaca.model.rotary import rotation_at
+from ithaca.model.rotary import Rotary
 from ithaca.model.spec import Spec
 
 
@@ -19,7 +19,7 @@ def logits(spec: Spec, w: Mapping[str, Tensor], tokens_S: Tensor, documents_S: T
     same = documents_S[:, None] == documents_S[None, :]
     visible = same & (places[None, :] <= places[:, None])
     starts = torch.stack([places[documents_S == document].min() for document in documents_S])
-    rope = rotation_at(spec.rope, spec.head_size, places - starts, w["model.embed_tokens.weight"].dtype)
+    rope = Rotary(spec.rope, spec.head_size).at(places - starts, w["model.embed_tokens.weight"].dtype)
     x = w["model.embed_tokens.weight"][tokens_S]
     for layer in range(spec.layers):
         block = {

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,9 @@ class CheckpointFolder:
         reader = dcp.FileSystemReader(self.path(step))
         for name, (shape, dtype) in wanted.items():
             tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-            dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as no_dist=True asks for
+                dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
             yield name, tensor
             del tensor  # the caller's is the only one now
 

@@ -1,6 +1,4 @@
-"""Linear layers that sum their weight gradients over tiles, against plain autograd over all rows at once; and rotate,
-whose gradient is written by hand as theirs is.
-"""
+"""Linear layers that sum their weight gradients over tiles, against plain autograd over all rows at once."""
 
 import pytest
 import torch
@@ -9,8 +7,6 @@ from torch import Tensor
 
 from ithaca.base.tiles import Tiles
 from ithaca.model.linear import Summed, add_product, linear
-from ithaca.model.rope import Rope
-from ithaca.model.rotary import Rotation, rotate, rotation_at
 
 ROWS, HIDDEN, INNER = 23, 6, 9
 HALVES = slice(0, 4), slice(4, INNER)
@@ -77,6 +73,8 @@ def test_linear_is_the_product_on_rows_and_columns(biased: bool, summed: bool) -
     both = linear(w, "layer", x[:, 1:3], rows=slice(2, 6), columns=slice(1, 3))
     assert_close(both, x[:, 1:3] @ weight[2:6, 1:3].T)
     assert linear(w, "layer", x, rows=slice(0, 0)).shape == (4, 0)
+    runs = [slice(0, 2), slice(3, 4), slice(5, 7)]
+    assert_close(linear(w, "layer", x, rows=runs), (x @ weight.T + offset)[:, [0, 1, 3, 5, 6]])
 
 
 def test_plain_weights_are_differentiated_by_autograd() -> None:
@@ -109,6 +107,22 @@ def test_sums_over_tiles_equal_autograd_over_all_rows(tile: int, wanted: str) ->
     # Neither the values nor the leaves of whoever gave the weights are touched
     assert all(torch.equal(given[name], fresh) for name, fresh in make_weights().items())
     assert not any(weight.requires_grad or weight.grad is not None for weight in given.values())
+
+
+def test_sums_of_several_runs_of_rows() -> None:
+    """Only their rows get something, and on top of what was there."""
+    given = make_weights()
+    x, dy = numbers((ROWS, HIDDEN), (ROWS, 5), seed=4)
+    runs, rows = [slice(1, 3), slice(4, 6), slice(8, 9)], [1, 2, 4, 5, 8]
+    w = Summed(given, SHAPES)
+    for _ in range(2):
+        part = x.clone().requires_grad_()
+        (dx,) = w.differentiate(linear(w, "first", part, rows=runs), (part,), (dy,))
+    assert_close(dx, dy @ given["first.weight"][rows])
+    wanted = {name: torch.zeros_like(given[name]) for name in ("first.weight", "first.bias")}
+    wanted["first.weight"][rows], wanted["first.bias"][rows] = 2 * dy.T @ x, 2 * dy.sum(0)
+    for name, total in wanted.items():
+        assert_close(w.sums[name], total)
 
 
 def test_only_what_is_wanted_of_norms_is_differentiated() -> None:
@@ -182,45 +196,3 @@ def test_products_of_half_precision_are_summed_in_fp32() -> None:
     found = total.float()
     add_product(found, a.half(), b.half())
     assert torch.equal(found, wanted.float())
-
-
-def make_turn(tokens: int) -> Rotation:
-    """Positions that are not the rows' own, and a factor: cosines and sines are then no rotation by themselves."""
-    rope = Rope(kind="default", theta=100.0, attention_factor=1.3)
-    return rotation_at(rope, 8, 3 * torch.arange(tokens) + 2, torch.float64)
-
-
-def by_parts(x: Tensor, rotation: Rotation) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat(
-        (first * rotation.cos - second * rotation.sin, second * rotation.cos + first * rotation.sin), dim=-1
-    )
-
-
-@pytest.mark.parametrize("heads", [0, 1, 3])
-def test_rotate_is_the_rotation_of_pairs(heads: int) -> None:
-    x, dy = numbers((5, heads, 8), (5, heads, 8))
-    before = x.clone()
-    x.requires_grad_()
-    found, wanted = rotate(x, make_turn(5)), by_parts(x, make_turn(5))
-    assert torch.equal(x, before)
-    assert found.shape == x.shape
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    grads = [torch.autograd.grad(y, x, dy)[0] for y in (found, wanted)]
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
-
-
-def test_rotate_takes_any_strides() -> None:
-    """Heads of a projection are a view; what comes back from a sum is one number, expanded."""
-    (wide,) = numbers((5, 2, 3, 8))
-    x = wide[:, 1].requires_grad_()
-    assert not x.is_contiguous()
-    found, wanted = rotate(x, make_turn(5)), by_parts(x, make_turn(5))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    grads = [torch.autograd.grad(y.sum(), x)[0] for y in (found, wanted)]
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
-
-
-def test_gradient_of_rotate() -> None:
-    (x,) = numbers((3, 2, 8))
-    assert torch.autograd.gradcheck(lambda x: rotate(x, make_turn(3)), (x.requires_grad_(),))

@@ -12,8 +12,8 @@ import transformers
 from ithaca.base.errors import ModelError
 from ithaca.model.block import output_projection, project
 from ithaca.model.presets import PRESETS
-from ithaca.model.rotary import rotation_at
-from ithaca.model.spec import FAMILIES, Heads, read_spec
+from ithaca.model.rotary import Rotary
+from ithaca.model.spec import FAMILIES, Heads, read_spec, runs
 
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 SIZES = {
@@ -136,7 +136,7 @@ def test_slices_of_heads_make_up_the_whole() -> None:
     torch.manual_seed(0)
     w = {name: torch.randn(shape, dtype=torch.float64) for name, shape in spec.block_shapes().items()}
     x = torch.randn(7, spec.hidden, dtype=torch.float64)
-    rope = rotation_at(spec.rope, spec.head_size, torch.arange(7), torch.float64)
+    rope = Rotary(spec.rope, spec.head_size).at(torch.arange(7), torch.float64)
     whole = project(spec, w, x, rope, Heads.all(spec))
     o = torch.randn(7, spec.heads, spec.head_size, dtype=torch.float64)
     mixed = x
@@ -147,3 +147,10 @@ def test_slices_of_heads_make_up_the_whole() -> None:
             assert torch.allclose(found, wanted[:, heads.start : heads.stop], rtol=1e-12)
         mixed = output_projection(spec, w, mixed, o[:, q.start : q.stop], Heads(q, kv))
     assert torch.allclose(mixed, output_projection(spec, w, x, o, Heads.all(spec)), rtol=1e-12)
+
+
+def test_runs_of_heads() -> None:
+    assert runs(range(3, 7)) == [range(3, 7)]
+    assert runs((0, 1, 4, 6, 7, 8)) == [range(2), range(4, 5), range(6, 9)]
+    assert runs((5,)) == [range(5, 6)]
+    assert runs(range(0)) == runs(()) == [range(0)]

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaca.parallel.collectives import Group, LoopedBack
+from ithaca.parallel.collectives import Group
 from ithaca.parallel.exchange import Alone, Ulysses
 from ithaca.parallel.head_split import head_rounds, split_heads, usable_rounds
+from ithaca.parallel.loopback import Loopback
 
 TOKENS, SIZE = 5, 4  # of each rank, and of each head
 
@@ -190,7 +191,7 @@ def test_one_rank_alone_sends_nothing() -> None:
 @pytest.mark.parametrize("counts", [(8, 8, 4), (14, 2, 4), (6, 3, 4)], ids=str)
 def test_one_rank_that_stands_for_all_gets_the_same_shapes(ranks, counts: tuple[int, int, int]) -> None:
     heads, kv_heads, count = counts
-    split, over = split_heads(*counts), Ulysses(LoopedBack(count, torch.device("cpu")))
+    split, over = split_heads(*counts), Ulysses(Group(Loopback(0, count)))
     q, k = numbers(1, TOKENS, heads, SIZE), numbers(2, TOKENS, kv_heads, SIZE)
     found = over.to_heads(split, (q,), (k,)).wait()
     back = over.to_tokens(split, *found).wait()

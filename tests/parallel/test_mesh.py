@@ -1,5 +1,7 @@
 """Meshes that do not fit, and ranks that do not agree: the same sentence on every rank, no hang."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,11 @@ import torch.distributed as dist
 
 import ithaca
 from ithaca.parallel.agree import least, same_everywhere, together
-from ithaca.parallel.mesh import Mesh, describe_crossing
+from ithaca.parallel.axes import Axes
+from ithaca.parallel.loopback import start_loopback
+from ithaca.parallel.mesh import Mesh, alone, describe_crossing
 from tests.models import make_model, save
+from tests.nursery import Nursery
 
 
 def sentence(call, *args, **kwargs) -> str:
@@ -27,9 +32,9 @@ def mesh_sentence(sizes: dict[str, int]) -> str:
 @pytest.mark.parametrize(
     ("sizes", "wanted"),
     [
-        ({"shard": 3}, "replicate 1 × shard 3 × ring 1 × ulysses 1 is 3, but the job has 4 ranks; shard=4 would fit"),
-        ({"shard": 2, "ulysses": 4}, "is 8, but the job has 4 ranks; shard=1 would fit"),
-        ({"ulysses": 3}, "replicate 1 × ring 1 × ulysses 3 is 3, which does not divide the job's 4 ranks"),
+        ({"shard": 3}, "shard 3 needs 3 ranks, but the job has 4; shard=4 would fit"),
+        ({"shard": 2, "ulysses": 4}, "shard 2 × ulysses 4 needs 8 ranks, but the job has 4; shard=1 would fit"),
+        ({"ulysses": 3}, "ulysses 3 needs 3 ranks, which do not divide the job's 4: 1, 2, 4 would"),
         ({"ring": 0}, "ring=0 is not a number of ranks: 1 or more is"),
         ({"shard": -4}, "shard=-4 is not a number of ranks"),
         ({"device": "tpu"}, "device 'tpu' is not known"),
@@ -170,13 +175,13 @@ def test_a_process_alone_within_a_job(ranks) -> None:
 
 def crossing(world: int, node_ranks: int | None, ulysses: int, ring: int = 1, rings: bool = True) -> list[str]:
     data = world // (ulysses * ring)
-    mesh = Mesh(1, data, ring, ulysses, 0, torch.device("cpu"), None, None, node_ranks=node_ranks)  # pyrefly: ignore
+    mesh = Mesh(Axes(1, data, ring, ulysses), 0, torch.device("cpu"), None, None, node_ranks=node_ranks)  # pyrefly: ignore
     return describe_crossing(mesh, rings)
 
 
 def test_ulysses_ranks_that_lie_on_several_nodes() -> None:
     assert crossing(8, 4, ulysses=8) == [
-        "the 8 Ulysses ranks of a sequence lie on 2 nodes of 4 ranks: their all-to-alls cross nodes; "
+        "the 8 Ulysses ranks of a sequence lie on 2 nodes of 4 ranks, so their all-to-alls cross nodes; "
         "mesh.ulysses=4 and mesh.ring=2 would keep them inside"
     ]
     (found,) = crossing(24, 8, ulysses=6, ring=2)
@@ -196,10 +201,31 @@ def test_ulysses_ranks_inside_a_node() -> None:
 def test_who_speaks_for_a_node() -> None:
     def spokesmen(world: int, node_ranks: int | None) -> list[int]:
         grids = [
-            Mesh(1, world, 1, 1, rank, torch.device("cpu"), None, None, node_ranks=node_ranks)  # pyrefly: ignore
+            Mesh(Axes(1, world), rank, torch.device("cpu"), None, None, node_ranks=node_ranks)  # pyrefly: ignore
             for rank in range(world)
         ]
         return [grid.rank for grid in grids if grid.first_on_node]
 
     assert spokesmen(8, 4) == [0, 4]
     assert spokesmen(8, None) == spokesmen(8, 8) == [0]
+
+
+def groups_of_a_job() -> None:
+    start_loopback(8)
+    meshes = [ithaca.mesh(device="cpu", ring=2, ulysses=2), ithaca.mesh(device="cpu", ring=2, ulysses=2), alone("cpu")]
+    first, second, own = ([group.group_name for group in mesh.groups] for mesh in meshes)
+    assert first == second  # made once for a job
+    assert own != first
+    seen = [weakref.ref(group) for mesh in meshes for group in mesh.groups]
+    assert len(seen) == 9  # four of each grid, and one
+    del meshes
+    gc.collect()
+    assert all(ref() is not None for ref in seen)  # torch keeps them for the next mesh
+    dist.destroy_process_group()
+    gc.collect()
+    assert all(ref() is None for ref in seen)
+
+
+def test_groups_end_with_their_job(nursery: Nursery) -> None:
+    (end,) = nursery.job(groups_of_a_job)
+    assert end.code == 0, end.err

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.walk import merge
-from ithaca.parallel.collectives import Group, Wait
+from ithaca.parallel.collectives import Group
 from ithaca.parallel.head_split import split_heads
 from ithaca.parallel.layout import Layout
+from ithaca.parallel.loopback import Loopback
 from ithaca.parallel.ring import Ring
 from ithaca.plans.plan import Plan
 from ithaca.plans.traffic import Sender, block_traffic
@@ -55,12 +56,12 @@ NUMBERS = (256.0, 1.0, 1.0, 1.0)  # of each rank; 256 + 1 is 256 in bfloat16
 def sums_in_bfloat16() -> dict[str, list[float]]:
     ring = group_ring()
     chunk = torch.full((8, 1, 2), NUMBERS[ring.rank], dtype=BF16)
-    found = {"dq": ring.reduce(chunk)()}
+    found = {"dq": ring.reduce(chunk).wait()}
     tokens, lse, pieces = chunk[:2], torch.zeros(1, 2), Pieces.documents((0, 2))
     with pytest.MonkeyPatch.context() as patch:
         for module in ("parallel.ring", "schedule.whole.ring_kernel"):
             patch.setattr(f"ithaca.{module}.merge", merge_in_fp32)
-        found["o"], _ = ring.merge(chunk, torch.zeros(1, 8))()
+        found["o"], _ = ring.merge(chunk, torch.zeros(1, 8)).wait()
         for way in ("around", "gather"):
             attention = around(ring, (0, 8), way == "gather")
             found[f"o {way}"], _ = attention.forward(*[tokens] * 3, pieces, 1.0)
@@ -87,31 +88,44 @@ def rounded(numbers: list[float]) -> list[float]:
     return torch.tensor(numbers).to(BF16).tolist()
 
 
-class Watched:
-    """A transport that brings zeros, counts bytes, and looks whether what was sent is still there when it waits."""
+class Watched(Loopback):
+    """Receives zeros, counts the bytes that are sent, and checks at the wait that what was sent still exists."""
 
     def __init__(self, ranks: int):
-        self.ranks, self.rank, self.bytes = ranks, 0, 0
+        super().__init__(0, ranks)
+        self.bytes = 0
 
-    def all_to_all(self, target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int]) -> Wait:
+    def all_to_all_single(
+        self,
+        target: Tensor,
+        source: Tensor,
+        target_sizes: list[int],
+        source_sizes: list[int],
+        opts: Any = None,  # noqa: ARG002
+    ) -> dist.Work:
         assert (sum(target_sizes), sum(source_sizes)) == (target.numel(), source.numel())
-        return self._carry(target, source, sum(source_sizes[1:]))
+        return self._send(target, source, sum(source_sizes[1:]))
 
-    def all_gather(self, target: Tensor, source: Tensor) -> Wait:
-        return self._carry(target, source, (self.ranks - 1) * source.numel())
+    def all_gather_single(self, target: Tensor, source: Tensor, opts: Any = None) -> dist.Work:  # noqa: ARG002
+        return self._send(target, source, (self.size() - 1) * source.numel())
 
-    def reduce_scatter(self, target: Tensor, source: Tensor) -> Wait:
-        return self._carry(target, source, source.numel() - target.numel())
+    def reduce_scatter_single(self, target: Tensor, source: Tensor, opts: Any = None) -> dist.Work:  # noqa: ARG002
+        return self._send(target, source, source.numel() - target.numel())
 
-    def _carry(self, target: Tensor, source: Tensor, leaving: int) -> Wait:
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+
+    def _send(self, target: Tensor, source: Tensor, leaving: int) -> Any:
         self.bytes += leaving * source.element_size()
-        sent = weakref.ref(source._base)
+        return _Watch(target, weakref.ref(source.untyped_storage()))
 
-        def wait() -> None:
-            assert sent() is not None, "what was sent is gone before it arrived"
-            target.zero_()
 
-        return wait
+class _Watch:
+    def __init__(self, target: Tensor, sent: weakref.ref):
+        self._target, self._sent = target, sent
+
+    def wait(self) -> None:
+        assert self._sent() is not None, "the tensor that is sent was freed before the wait"
+        self._target.zero_()
 
 
 TOKENS, HEADS, KV_HEADS, SIZE = 8, 4, 2, 16
@@ -122,11 +136,11 @@ def passes(plan: Plan, ring: Ring) -> None:
     q, o, do, k, v = (torch.zeros(TOKENS, heads, SIZE, dtype=BF16) for heads in (HEADS,) * 3 + (KV_HEADS,) * 2)
     lse = torch.zeros(HEADS, TOKENS)
     if plan.sweeps:
-        (queries,) = ring.gather(q)()
-        ring.merge(queries, torch.zeros(HEADS, len(queries)))()
+        (queries,) = ring.gather(q).wait()
+        ring.merge(queries, torch.zeros(HEADS, len(queries))).wait()
         gradients = ring.gather(q, o, do)
-        ring.gather(lse.T[..., None])()
-        ring.reduce(gradients()[0])()
+        ring.gather(lse.T[..., None]).wait()
+        ring.reduce(gradients.wait()[0]).wait()
     else:
         pieces = Pieces.documents((0, TOKENS))
         attention = around(ring, (0, TOKENS * ring.ranks), plan.travel == "gather")
@@ -145,8 +159,8 @@ def passes(plan: Plan, ring: Ring) -> None:
 )
 def test_what_is_sent_in_bfloat16(options: dict, ranks: int) -> None:
     """Sums and log-sum-exps are fp32 in it; and it is kept until it has arrived."""
-    plan, transport = Plan(**options), Watched(ranks)
-    passes(plan, Ring(transport))
+    plan, group = Plan(**options), Watched(ranks)
+    passes(plan, Ring(Group(group)))
     rounds = ((split_heads(HEADS, KV_HEADS, 1),),)
     said = block_traffic(plan, 0, 1, rounds, Sender(0, TOKENS, 1, SIZE, 2, 4, ranks))
-    assert transport.bytes == sum(way.bytes for way in said)
+    assert group.bytes == sum(way.bytes for way in said)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ithaca
-from ithaca.parallel.collectives import Group, Wait
+from ithaca.parallel.collectives import Group, Pending
 from ithaca.schedule import reference as naive
 from ithaca.schedule.sweep.run import SweepCall
 from tests.models import make_model, relative, save
@@ -144,18 +144,18 @@ class LateGroup(Group):
 
     late = staticmethod(random_delays(7))
 
-    def all_to_all(self, *args) -> Wait:
+    def all_to_all(self, *args) -> Pending:
         return self._later(super().all_to_all(*args))
 
-    def all_gather(self, *args) -> Wait:
+    def all_gather(self, *args) -> Pending:
         return self._later(super().all_gather(*args))
 
-    def _later(self, wait: Wait) -> Wait:
-        def later() -> None:
+    def _later(self, coming: Pending) -> Pending:
+        def later() -> Tensor:
             self.late()
-            wait()
+            return coming.wait()
 
-        return later
+        return Pending(later)
 
 
 def late_step(folder: Path, plan: ithaca.Plan, mesh: dict[str, int], batches: list[Rows], seed: int) -> Outcome:
@@ -163,7 +163,7 @@ def late_step(folder: Path, plan: ithaca.Plan, mesh: dict[str, int], batches: li
     model.engine.before_copy = random_delays(seed + model.mesh.rank)
     for sender, group in ((model.exchange, model.mesh.ulysses_group), (model.ring, model.mesh.ring_group)):
         if group is not None:
-            sender._transport = LateGroup(group)  # pyrefly: ignore
+            sender._group = LateGroup(group)  # pyrefly: ignore
     return model_step(model, batches)
 
 

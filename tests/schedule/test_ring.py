@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ithaca
 from ithaca.attention.walk import merge
-from ithaca.parallel.collectives import Group, Wait
+from ithaca.parallel.collectives import Group, Pending
 from ithaca.plans.traffic import Sender, Traffic, block_traffic
 from ithaca.schedule import reference as naive
 from tests.models import make_model, relative, save
@@ -181,7 +181,7 @@ def sent(folder: Path, plan: ithaca.Plan, mesh: dict[str, int], tokens: int) -> 
     def count(name: str) -> None:
         whole = getattr(Group, name)
 
-        def counted(over: Group, target: Tensor, source: Tensor, *sizes: list[int]) -> Wait:
+        def counted(over: Group, target: Tensor, source: Tensor, *sizes: list[int]) -> Pending:
             leaving = (over.ranks - 1) * min(source.numel(), target.numel())
             if name == "all_to_all":
                 leaving = sum(sizes[1]) - sizes[1][over.rank]

@@ -46,7 +46,7 @@ def trained(nursery: Nursery, small_config: Config, tmp_path_factory: pytest.Tem
 
 def test_the_bits_of_save_model(nursery: Nursery, trained: Path, tmp_path: Path) -> None:
     (end,) = nursery.job(export, trained / "run", tmp_path / "out", None)
-    assert end.code == 0, end.err
+    assert (end.code, end.err) == (0, "")
     names = sorted(file.name for file in (trained / "saved").iterdir())
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == names
     for name in names:

@@ -54,4 +54,4 @@ def test_the_first_fifty_losses(nursery, small_config: Config, dense: list[float
         assert "ring ranks attend" not in said
     else:  # documents end where they like
         assert max(waiting) > 0
-        assert said.count("in this step ring ranks attend to") == 1
+        assert said.count("In this step ring ranks attend to") == 1

@@ -39,9 +39,9 @@ from torch.autograd.function import once_differentiable
 from ithaca.attention.walk import Walk
 from ithaca.model.block import Weights, project
 from ithaca.model.linear import Summed
-from ithaca.model.rotary import Rotation, rotation_at
+from ithaca.model.rotary import Rotary, Rotation
 from ithaca.model.spec import Heads, Spec
-from ithaca.parallel.exchange import Exchange, Pending
+from ithaca.parallel.exchange import Exchange, Exchanged
 from ithaca.parallel.head_split import HeadSplit
 from ithaca.parallel.layout import hops
 from ithaca.parallel.ring import Ring
@@ -60,6 +60,7 @@ class SweepCall:
     layer: int
     tapes: Pass
     walk: Walk  # over the chunks of the whole sequence
+    rotary: Rotary
     positions: Tensor  # of the local tokens
     tile: int
     exchange: Exchange
@@ -82,7 +83,7 @@ class SweepCall:
         if not self.spec.rope_layers[self.layer]:
             return None
         positions = self.positions[self.tapes.residual.tiles.rows(chunk)]
-        return rotation_at(self.spec.rope, self.spec.head_size, positions, dtype)
+        return self.rotary.at(positions, dtype)
 
     def project(self, w: Summed, chunk: int, x: Tensor) -> Projection:
         return Projection(self.spec, w, x, self.rotation(chunk, x.dtype), Heads.all(self.spec))
@@ -138,11 +139,11 @@ def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> St
     del q, coming
     yield from _meanwhile(call.ring)
     keys.put(chunk, *kv)
-    (queries,) = gathering()
+    (queries,) = gathering.wait()
     merging = call.ring.merge(*call.walk.forward(chunk, queries, keys))
     del kv, queries, gathering
     yield from _meanwhile(call.ring)
-    o, lse = merging()
+    o, lse = merging.wait()
     going = call.exchange.to_tokens(call.split, (o,))
     del o, merging
     yield from _meanwhile(call.exchange)
@@ -190,7 +191,7 @@ def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_Rebu
     gathering_lse = call.ring.gather(lse.T[..., None])
     del there, coming
     yield from _meanwhile(call.ring)
-    (q, o, do), (lse,) = gathering(), gathering_lse()
+    (q, o, do), (lse,) = gathering.wait(), gathering_lse.wait()
     dq = call.walk.backward(chunk, do, q, o, lse[..., 0].T, KVWithGradients(keys, sums), sums.add)
     reducing = call.ring.reduce(dq)
     del q, o, do, dq, lse, gathering, gathering_lse
@@ -199,7 +200,7 @@ def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_Rebu
     # The walk may have read x tiles for K and V, among them the one that comes next
     xs.prefetch(chunk - 1 - call.hops)
     yield from _meanwhile(call.ring)
-    dq = reducing()
+    dq = reducing.wait()
     going = call.exchange.to_tokens(call.split, (dq,), sums.take(chunk, dq.dtype))
     del dq, reducing
     yield from _meanwhile(call.exchange)
@@ -216,8 +217,8 @@ def _attend_again(
     coming = keys.send(chunk, (projection.q,), projection.kv)
     projection.let_go()
     ((q,), _) = coming.wait()
-    (queries,) = call.ring.gather(q)()
-    o, lse = call.ring.merge(*call.walk.forward(chunk, queries, keys))()
+    (queries,) = call.ring.gather(q).wait()
+    o, lse = call.ring.merge(*call.walk.forward(chunk, queries, keys)).wait()
     (mine,), _ = call.exchange.to_tokens(call.split, (o,)).wait()
     return (q, o), mine, lse
 
@@ -229,9 +230,9 @@ class _RebuiltKV(KVTiles):
         still_there = range(call.walk.tiles.count) if call.tapes.kv_of_layer == call.layer else ()
         super().__init__(call.tapes.kv, still_there)
         self._call, self._w, self._xs = call, w, xs
-        self._coming: dict[int, Pending] = {}
+        self._coming: dict[int, Exchanged] = {}
 
-    def send(self, chunk: int, queries: Sequence[Tensor], kv: Sequence[Tensor]) -> Pending:
+    def send(self, chunk: int, queries: Sequence[Tensor], kv: Sequence[Tensor]) -> Exchanged:
         """Send query-like tensors of a chunk to their heads; its K and V go with them if nobody has asked for those."""
         missing = not self.has(chunk) and chunk not in self._coming
         coming = self._call.exchange.to_heads(self._call.split, queries, kv if missing else ())
@@ -254,7 +255,7 @@ class _RebuiltKV(KVTiles):
         _, (k, v) = coming.wait()
         return k, v
 
-    def _begin(self, index: int) -> Pending:
+    def _begin(self, index: int) -> Exchanged:
         call, x = self._call, self._xs.read(index)
         with torch.no_grad():
             _, *kv = project(call.spec, self._w, x, call.rotation(index, x.dtype), Heads.keys_only(call.spec))

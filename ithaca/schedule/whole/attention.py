@@ -12,7 +12,6 @@ attention runs again first; if it is one round, its tensors are kept in between.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +25,7 @@ from ithaca.base.precision import at_least_fp32
 from ithaca.model.block import Weights, project
 from ithaca.model.linear import Summed
 from ithaca.model.rotary import Rotation
-from ithaca.model.spec import Heads, Spec
+from ithaca.model.spec import Heads, Spec, runs
 from ithaca.parallel.exchange import Exchange
 from ithaca.parallel.head_split import HeadSplit, Rounds
 from ithaca.schedule.pre_post_attention import Projection
@@ -105,7 +104,9 @@ class _Outputs:
         if self._all is None:
             self.whole = o
         else:
-            self._all[:, _part(split, o.device)] = o
+            targets = _heads(self._all, split)
+            for target, part in zip(targets, o.split([target.shape[1] for target in targets], 1), strict=True):
+                target.copy_(part)
 
 
 class AttentionAgain:
@@ -204,22 +205,17 @@ class AttentionAgain:
         """o and do of a round's heads."""
         if self._call.one_round:
             return self.o, self.do
-        part = _part(split, self.o.device)
-        return self.o[:, part], self.do[:, part]
+        (o, *others), (do, *more) = _heads(self.o, split), _heads(self.do, split)
+        return (torch.cat((o, *others), 1), torch.cat((do, *more), 1)) if others else (o, do)
 
 
-def _part(split: HeadSplit, device: torch.device) -> slice | Tensor:
-    """A round's query heads among all: a slice where they are evenly apart, which copies nothing; else indices."""
+def _heads(x_THD: Tensor, split: HeadSplit) -> list[Tensor]:
+    """A round's query heads among all, as views: one where they are evenly apart, else one for each run of them."""
     heads = split.q_heads
     steps = {after - before for before, after in pairwise(heads)} or {1}
     if len(steps) == 1:
-        return slice(heads[0], heads[-1] + 1, steps.pop())
-    return _indices(tuple(heads), device)
-
-
-@lru_cache(maxsize=1024)  # made once: an index from the host would have the host wait for the device
-def _indices(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(heads).to(device)
+        return [x_THD[:, heads[0] : heads[-1] + 1 : steps.pop()]]
+    return [x_THD[:, run.start : run.stop] for run in runs(heads)]
 
 
 def _add(sums: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:

@@ -60,7 +60,7 @@ class RingKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)"""
-        dq, home = torch.zeros_like(q, dtype=at_least_fp32(q.dtype)), self._ring.homeward(self._gathers)
+        dq, home = torch.zeros_like(q, dtype=at_least_fp32(q.dtype)), self._ring.kv_gradient_sums(self._gathers)
         for owner, kv in self._blocks(k, v):
             (key, value), (dk, dv) = kv, home.begin(owner, kv)
             for visit in self._visits(owner):
@@ -80,14 +80,14 @@ class RingKernel:
         """Everybody's K and V, one's own first."""
         mine = torch.stack((k, v))
         if self._gathers:
-            every = self._ring.all_gather(mine)
+            every = self._ring.all_gather(mine).wait()
             yield from ((owner, every[owner]) for owner in self._owners())
             return
         for step, owner in enumerate(self._owners()):
             coming = self._ring.send_recv(mine) if step < self._ring.ranks - 1 else None
             yield owner, mine
             if coming is not None:
-                mine = coming()
+                mine = coming.wait()
 
     def _owners(self) -> list[int]:
         return [(self._ring.rank - step) % self._ring.ranks for step in range(self._ring.ranks)]

@@ -1,0 +1,143 @@
+"""Each private name of torch that Ithaca uses does what it is used for. Seen with torch 2.11 and 2.13."""
+
+import ast
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import ithaca
+from ithaca.base import torch_private
+from ithaca.parallel.loopback import Loopback
+
+PACKAGE = Path(ithaca.__file__).parent
+
+
+class Counting(torch_private.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_mode_sees_operations() -> None:
+    with Counting() as counting:
+        torch.ones(2) + 1
+    assert counting.calls == 2
+
+
+def test_tree_leaves() -> None:
+    assert torch_private.tree_leaves({"a": [1, (2,)], "b": 3}) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", torch_private.ATTENTION_OPERATORS)
+def test_attention_operators_exist(name: str) -> None:
+    assert getattr(torch.ops.aten, name).default
+
+
+def test_storage_key_is_of_the_storage() -> None:
+    a, b = torch.ones(4), torch.ones(4)
+    keys = [torch_private.storage_key(tensor.untyped_storage()) for tensor in (a, a[1:], b)]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_expandable_segments() -> None:
+    torch_private.use_expandable_segments()
+
+
+def in_a_job() -> None:
+    group, store = dist.group.WORLD, torch_private.job_store()
+    assert group is not None
+    assert torch_private.group_name(group) == group.group_name
+    store.set(f"here/{dist.get_rank()}", "yes")
+    store.wait(["here/0", "here/1"], timedelta(seconds=60))
+    torch_private.set_group_timeout(group, 1234)
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=1234)
+    torch_private.set_group_timeout(group, 1800)
+
+    mesh = init_device_mesh("cpu", (2,))
+    cut = DTensor.from_local(torch.ones(3), mesh, [Shard(0)])
+    assert torch.equal(torch_private.local_tensor(cut), torch.ones(3))
+
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    model.set_requires_gradient_sync(False)
+    assert not torch_private.fsdp_backward_unfinished(model)
+    model(torch.ones(1, 4)).sum().backward()
+    assert not torch_private.fsdp_backward_unfinished(model)
+    torch_private.discard_fsdp_gradients(model)
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 4)).sum().backward()
+    # Of the second pass alone: the first one's gradients are forgotten
+    assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4, 4))
+
+    failing = model(Fails.apply(torch.ones(1, 4, requires_grad=True)))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        failing.sum().backward()
+    assert torch_private.fsdp_backward_unfinished(model)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ARG004
+        raise RuntimeError("on purpose")
+
+
+def test_of_a_job(ranks) -> None:
+    ranks(2).run(in_a_job)
+
+
+def test_work_of_a_group_in_python() -> None:
+    work = Loopback(0, 2).barrier()
+    assert isinstance(work, torch_private.Work)
+    assert work.wait()
+
+
+def test_no_other_file_uses_private_names_of_torch() -> None:
+    """A private attribute that no file of ours defines belongs to somebody else."""
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")}
+    ours = {name for tree in trees.values() for name in defined(tree)} | {"_getframe", "_current_frames"}  # of sys
+    kernels = PACKAGE / "attention" / "kernels"
+    for file, tree in trees.items():
+        if file == PACKAGE / "base" / "torch_private.py":
+            continue
+        allowed = ours | set(torch_private.ATTENTION_OPERATORS if file.parent == kernels else ())
+        foreign = sorted(set(used(tree)) - allowed)
+        assert not foreign, f"{file.relative_to(PACKAGE)} uses {foreign}: give it a function in base/torch_private.py"
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def used(tree: ast.Module) -> Iterator[str]:
+    """Private attributes, and private modules and names that are imported from outside of Ithaca."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("ithaca"):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+        else:
+            names = []
+        yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
