@@ -12,7 +12,11 @@ from tests.ranks import Ranks
 torch.set_num_threads(1)
 
 
+LONGEST = ("train", "schedule")  # tests that come first, so that no worker is left alone with one of them at the end
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in LONGEST)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

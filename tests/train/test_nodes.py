@@ -223,7 +223,7 @@ def die_early(config: Config, path: Path) -> None:
 @pytest.mark.full
 def test_no_rank_outlives_a_launcher_that_dies_early(nursery, small_config: Config, tmp_path: Path) -> None:
     (end,) = nursery.job(die_early, small_config, tmp_path)
-    _, alive = psutil.wait_procs([psutil.Process(int(end.out))], timeout=60)
+    _, alive = psutil.wait_procs([psutil.Process(int(end.out))], timeout=SECONDS)
     for rank in alive:
         rank.kill()
     assert not alive

@@ -105,7 +105,7 @@ def test_ctrl_c_finishes_the_step_and_saves(nursery, small_config, alone, tmp_pa
 
 
 def interrupted(config: Config, path: Path, number: int, times: int) -> None:
-    """Train, and be sent a signal in the middle of the first step, or twice."""
+    """Train, and be sent a signal in the middle of the first step, once or again and again."""
     whole = TrainingRun._backward
 
     def send() -> None:
@@ -125,7 +125,7 @@ def interrupted(config: Config, path: Path, number: int, times: int) -> None:
 def test_ctrl_c_twice_stops_at_once(nursery, small_config, tmp_path: Path) -> None:
     endless = replace(small_config, train=replace(small_config.train, steps=100000))
     slow = replace(endless, train=replace(endless.train, tokens=8192, batch=16))  # a step takes many seconds
-    (end,) = nursery.job(interrupted, slow, tmp_path / "slow", signal.SIGINT, 2)
+    (end,) = nursery.job(interrupted, slow, tmp_path / "slow", signal.SIGINT, 1000)
     assert end.code == -signal.SIGKILL  # it left no code of its own behind
     assert "Ctrl-C again stops at once" in end.err
     assert not RunFolder(tmp_path / "slow").has_checkpoints()
