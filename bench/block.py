@@ -23,6 +23,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from ithaca.plans.tape_specs import layout_of, rebuilds_of, tape_specs, tiles_of
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -45,7 +46,6 @@ from ithaca.parallel.layout import Layout, hops
 from ithaca.parallel.loopback import Loopback
 from ithaca.parallel.ring import Ring, ring_runs
 from ithaca.plans.plan import Plan
-from ithaca.plans.tape_specs import layout_of, rebuilds_of, tape_specs, tiles_of
 from ithaca.schedule.sweep.run import SweepCall, run_sweep
 from ithaca.schedule.tapes import Tapes
 from ithaca.schedule.whole.attention import Attention

@@ -1,11 +1,12 @@
 """A model put together: weights cut over ranks, a Plan to run it by, and the calls that train it.
 
-The order is fixed: modules without memory, then FSDP2, then this rank's shards from the source. Parallelism is applied
-here and nowhere else.
+`apply` works in a fixed order: modules without memory, then FSDP2, then this rank's shards from the source. Parallelism
+is applied here and nowhere else.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ithaca.attention.kernels.choose import choose_kernel
+from ithaca.attention.kernels.seam import Kernel
 from ithaca.base.errors import InputError, ModelError, PlanError
 from ithaca.base.precision import at_least_fp32
-from ithaca.base.tiles import Tiles
 from ithaca.model.decoder import Decoder
 from ithaca.model.save import check_vacant, write_folder
 from ithaca.model.source import DTYPES, ModelSource
-from ithaca.model.spec import Heads, Spec
-from ithaca.parallel.agree import on_this_node, same_batch, same_everywhere, together
+from ithaca.model.spec import Spec
+from ithaca.parallel.agree import same_batch, same_everywhere, together
 from ithaca.parallel.batch import Batch, RankBatch, gather_tokens, rank_batch, split_batch, whole_batch
 from ithaca.parallel.collectives import Group
 from ithaca.parallel.exchange import Alone, Ulysses
@@ -30,45 +31,41 @@ from ithaca.parallel.mesh import Mesh, alone, describe_crossing
 from ithaca.parallel.ring import Ring
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
 from ithaca.plans.plan import Plan
-from ithaca.plans.tape_specs import (
-    TapeSpec,
-    describe,
-    disk_bytes,
-    host_bytes,
-    layout_of,
-    rebuilds_of,
-    tape_specs,
-    tiles_of,
-)
 from ithaca.schedule.forward import ForwardContext, logits, loss_sum
-from ithaca.schedule.memory_check import Node, check_memory
-from ithaca.schedule.tapes import Tapes
+from ithaca.schedule.reservation import BUSY, Reservation
 from ithaca.tape.engine import make_engine
 
-BUSY = (
-    "a second forward pass began before the backward pass of the first, whose tapes it would overwrite: "
-    "call backward, or drop the loss, or use torch.no_grad() where no gradient is wanted"
-)
+
+@dataclass(frozen=True)
+class Substitutes:
+    """What a rehearsal puts in the place of the real thing."""
+
+    kernel: Callable[[Kernel], Kernel] = lambda kernel: kernel  # wraps the attention kernel
+    tiles_held: int | None = None  # tiles of each host or disk tape that are in memory; None: all
+    visits: int | None = None  # visits at either end of a walk that are made; None: all
 
 
 class Model(nn.Module):
     """A decoder that runs by a Plan over a mesh. Made by `ithaca.apply`; every call is collective."""
 
-    def __init__(self, source: ModelSource, plan: Plan, mesh: Mesh):
+    def __init__(self, source: ModelSource, plan: Plan, mesh: Mesh, substitutes: Substitutes):
         super().__init__()
         self.source, self.plan, self.mesh = source, plan.settled(), mesh
-        self.plan.placement(source.spec.layers)  # whose mistakes are better told before there is a model
+        spec = source.spec
+        self.plan.placement(spec.layers)  # raises the Plan's mistakes before anything is made
         self.dtype = source.compute_dtype(mesh.device)
-        self.kernel = choose_kernel(plan.kernel, mesh.device, self.dtype, source.spec.head_size)
-        self.decoder = Decoder(source.spec, at_least_fp32(self.dtype))
+        self.kernel = substitutes.kernel(choose_kernel(plan.kernel, mesh.device, self.dtype, spec.head_size))
+        self.visits = substitutes.visits
+        self.decoder = Decoder(spec, at_least_fp32(self.dtype))
         self.engine = make_engine(mesh.device)
-        runs = Layout(1, 1, mesh.ulysses, mesh.ring).runs
-        self.exchange = Ulysses(Group(mesh.ulysses_group), runs) if mesh.ulysses_group else Alone()
+        segments = Layout(1, 1, mesh.ulysses, mesh.ring).runs
+        self.exchange = Ulysses(Group(mesh.ulysses_group), segments) if mesh.ulysses_group else Alone()
         self.ring = Ring(Group(mesh.ring_group) if mesh.ring_group else None)
-        self.split = split_heads(source.spec.heads, source.spec.kv_heads, mesh.ulysses)
+        self.split = split_heads(spec.heads, spec.kv_heads, mesh.ulysses)
         self.rounds = head_rounds(self.split, plan.heads_at_once(mesh.ulysses))
-        self.tiles_held: int | None = None  # of each host or disk tape, in a rehearsal of memory; None: all
-        self._tapes: dict[bool, Tapes] = {}  # for passes that are kept for backward, and for those that are not
+        self.reservation = Reservation(
+            spec, self.plan, mesh, self.dtype, self.engine, substitutes.tiles_held, _outside_inference_mode
+        )
         self._begins_step = True
         cut(self.decoder, mesh, plan.zero, self.dtype)
 
@@ -85,54 +82,44 @@ class Model(nn.Module):
         documents  the same shape; a new id begins a new document, which sees nothing before it. Each row is a document
                    of its own in any case
         """
-        return split_batch(tokens, labels, documents, self.mesh, self.spec.vocab, self._lay)
+        return split_batch(tokens, labels, documents, self.mesh, self.spec.vocab, self.reservation.layout)
 
     def rank_batch(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, rows: int) -> RankBatch:
-        """Return this rank's part of a batch of `rows` rows, given only its own rows (parallel/batch.py)."""
-        return rank_batch(tokens, labels, documents, rows, self.mesh, self.spec.vocab, self._lay)
-
-    def _lay(self, tokens: int, shorten: bool = True) -> Layout:
-        """Who holds which of so many tokens. A chunk that is too long is refused when all ranks can be told."""
-        return layout_of(self.plan, tokens, self.mesh.ulysses, self.mesh.ring, shorten)
+        """This rank's part of a batch of `rows` rows, given only its own rows (parallel/batch.py)."""
+        return rank_batch(tokens, labels, documents, rows, self.mesh, self.spec.vocab, self.reservation.layout)
 
     def allocate(self, rows: int, tokens: int, say: Callable[[str], None] = lambda _: None) -> None:
-        """Take, before training begins, the memory that passes over `rows` sequences of `tokens` tokens need.
+        """Allocate the tapes for passes over `rows` sequences of `tokens` tokens before training begins.
 
-        A first pass does the same; `say` is told how far it is. Refused while a pass waits for its backward.
+        Otherwise a first pass does it. `say` is told the progress. Raises an error while a pass waits for its backward.
         """
-        self._allocate(self._cut(rows, tokens), True, say)
+        self.reservation.allocate(self._pass_tokens(rows, tokens), True, say=say)
 
     def check_memory(self, rows: int, tokens: int) -> None:
-        """Refuse now what `reserve` would refuse for want of memory, and take nothing yet."""
-        asked = self._needs(True)
-        tiles = together(self.mesh.group, self._cut(rows, tokens))
-        if asked:
-            self._check_memory(asked, tiles)
+        """Raise the error that `allocate` would raise if memory is short, without allocating."""
+        self.reservation.check_memory(self._pass_tokens(rows, tokens))
 
     def host_bytes(self, rows: int, tokens: int) -> int:
         """Bytes of this node's memory that tapes for such passes take, those of all its ranks together."""
-        tiles = together(self.mesh.group, self._cut(rows, tokens))
-        return on_this_node(self.mesh.group, host_bytes(self._needs(True), tiles, self.mesh.gpu))[0]
+        return self.reservation.host_bytes(self._pass_tokens(rows, tokens))
 
-    def _cut(self, rows: int, tokens: int) -> Callable[[], Tiles]:
-        """How this rank's tapes are cut for passes over so many sequences."""
+    def _pass_tokens(self, rows: int, tokens: int) -> int:
+        """Tokens of a pass on the ranks that share this one's sequences."""
         same_everywhere(self.mesh.group, "number of rows or tokens", (rows, tokens))
         for name, number in (("rows", rows), ("tokens", tokens)):
             if type(number) is not int or number < 1:
                 raise InputError(f"{name}={number} is no number of {name}: 1 or more is")
-        mine = max(len(batch_range(rows, self.mesh.data_rank, self.mesh.data_ranks)), 1) * tokens
-        return lambda: tiles_of(self.plan, self._lay(mine, shorten=False))
+        return max(len(batch_range(rows, self.mesh.data_rank, self.mesh.data_ranks)), 1) * tokens
 
     def describe_ranks(self) -> list[str]:
-        """Which ranks share a sequence, and how; nothing where each has its own."""
+        """Which ranks share a sequence, and how; nothing if each has its own."""
         if self.mesh.context_ranks == 1:
             return []
-        return [describe_share(self.split, self.mesh.ring), *describe_crossing(self.mesh, self.plan.rings)]
+        return [describe_share(self.split, self.mesh.ring), *describe_crossing(self.mesh, self.plan.entry.ring)]
 
     def describe_tapes(self) -> list[str]:
-        """What the Plan keeps outside of tensors, and where; nothing where it keeps nothing so."""
-        tapes = self._tapes.get(True)
-        return describe(self._needs(True), tapes.tiles, self.plan, self.spec) if tapes else []
+        """Where saved tensors live; nothing if the Plan needs no tapes."""
+        return self.reservation.describe()
 
     def forward(self, batch: Batch, valid_tokens: int | None = None, last: bool = True) -> Tensor:
         """The mean cross-entropy over the valid tokens of all ranks: the same number on each of them.
@@ -144,38 +131,35 @@ class Model(nn.Module):
         """
         if valid_tokens is not None and valid_tokens < 0:
             raise InputError(f"valid_tokens is {valid_tokens}: the number of valid tokens of the step is needed")
-        job = self._job(
-            batch,
-            lambda: tiles_of(self.plan, self._lay(batch.layout.tokens, shorten=False)),
-            torch.is_grad_enabled(),
-        )
+        context = self._begin(batch, torch.is_grad_enabled())
         prepare_pass(self.decoder, self.plan.zero, self._begins_step, last)
         self._begins_step = last
         with _outside_inference_mode():
-            mine = total(self.decoder(loss_sum, batch, job), self.mesh)
+            loss = total(self.decoder(loss_sum, batch, context), self.mesh)
             if not torch.is_grad_enabled():
                 free_gathered(self.decoder)
         valid = batch.valid_tokens if valid_tokens is None else valid_tokens
-        return mine / max(valid, 1)
+        return loss / max(valid, 1)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """[S, vocabulary] or [B, S, vocabulary], the same on every rank. For small inputs: all logits exist at once."""
-        batch = whole_batch(tokens, documents, self.mesh, self.spec.vocab, self._lay)
-        job = self._job(batch, lambda: tiles_of(self.plan, batch.layout), False)
+        batch = whole_batch(tokens, documents, self.mesh, self.spec.vocab, self.reservation.layout)
+        context = self._begin(batch, False, shorten=True)
         with _outside_inference_mode():
-            flat = self.decoder(logits, batch, job)
+            flat = self.decoder(logits, batch, context)
             free_gathered(self.decoder)
             if self.mesh.context_group:
                 flat = gather_tokens(flat, batch.layout, self.mesh.context_group)
         return flat.view(*torch.as_tensor(tokens).shape, -1)
 
-    def _job(self, batch: Batch, cut: Callable[[], Tiles], training: bool) -> ForwardContext:
-        """Check that every rank has the same batch, and begin a pass over its tokens, cut as `cut` says."""
-        asked, mine = self._needs(training), self._tapes.get(True)
-        missing = bool(asked) and self._tapes_for(cut, training) is None
-        busy = training and mine is not None and mine.busy
-        layout = self._lay(batch.layout.tokens)
+    def _begin(self, batch: Batch, training: bool, shorten: bool = False) -> ForwardContext:
+        """Check that every rank has the same batch, and begin a pass over its tokens."""
+        reservation, tokens = self.reservation, batch.layout.tokens
+        needed = bool(reservation.specs(training))
+        missing = needed and reservation.find(tokens, training, shorten) is None
+        busy = training and reservation.busy
+        layout = reservation.layout(tokens)
         # One rank has its tokens in order, whatever they were cut for
         foreign = batch.layout != layout and max(batch.layout.ranks, layout.ranks) > 1
         any_missing, any_busy, any_foreign, some, others = same_batch(
@@ -190,73 +174,33 @@ class Model(nn.Module):
         if any_busy:
             raise InputError(BUSY)
         if any_missing:
-            self._allocate(cut, training, lambda _: None)
-        tapes = self._tapes_for(cut, training) if asked else None
-        begun = tapes.begin(training) if tapes else None
-        return ForwardContext(self.plan, self.kernel, layout, self.exchange, self.ring, self.rounds, begun)
-
-    def _needs(self, training: bool) -> list[TapeSpec]:
-        rank, ranks = self.exchange.rank, self.exchange.ranks
-        mine = Heads(self.split.q[rank], self.split.kv[rank])
-        asked = tape_specs(self.plan, self.spec, self.dtype.itemsize, mine, ranks, self.mesh.ring)
-        return [need for need in asked if training or not need.training]
-
-    def _tapes_for(self, cut: Callable[[], Tiles], training: bool) -> Tapes | None:
-        """What is there for such a pass; one that keeps nothing can also use what training has, between its passes."""
-        candidates = [self._tapes.get(True)]
-        if not training:
-            candidates = [tapes for tapes in candidates if tapes and not tapes.busy] + [self._tapes.get(False)]
-        try:
-            return next((tapes for tapes in candidates if tapes and tapes.tiles == cut()), None)
-        except PlanError:
-            return None  # this rank's tokens cannot be cut so: `_reserve` tells all ranks
-
-    def _allocate(self, cut: Callable[[], Tiles], training: bool, say: Callable[[str], None]) -> None:
-        """Make tapes for such passes, in place of those for others. Collective."""
-        asked, before = self._needs(training), self._tapes.get(training)
-
-        def check() -> Tiles:
-            if before and before.busy:
-                raise InputError(BUSY)
-            return cut()
-
-        tiles = together(self.mesh.group, check)
-        if before:
-            self._tapes.pop(training).close()
-        if asked:
-            self._check_memory(asked, tiles)
-            rebuilds = rebuilds_of(self.plan, self.spec) if training else {}
-            with _outside_inference_mode():
-                made = together(
-                    self.mesh.group,
-                    lambda: Tapes(
-                        asked, rebuilds, tiles, self.dtype, self.engine, say, self.tiles_held, self.plan.disk
-                    ),
-                )
-            self._tapes[training] = made
-
-    def _check_memory(self, asked: list[TapeSpec], tiles: Tiles) -> None:
-        """Refuse, on all ranks, tapes that one of them has no room for. Collective."""
-        group, device, sharing = self.mesh.group, self.mesh.device, self.mesh.context_ranks
-        mine = (0, 0) if self.tiles_held else (host_bytes(asked, tiles, self.mesh.gpu), disk_bytes(asked, tiles))
-        (memory, ranks), (disk, _) = (on_this_node(group, amount) for amount in mine)
-        node = Node(memory, ranks, disk)
-        together(group, lambda: check_memory(asked, tiles, sharing, self.plan, self.spec, device, node))
+            reservation.allocate(tokens, training, shorten)
+        tapes = reservation.find(tokens, training, shorten) if needed else None
+        return ForwardContext(
+            plan=self.plan,
+            kernel=self.kernel,
+            layout=layout,
+            exchange=self.exchange,
+            ring=self.ring,
+            rounds=self.rounds,
+            tapes=tapes.begin(training) if tapes else None,
+            visits=self.visits,
+        )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards, whenever they are asked for: never the gathered copies that ZeRO-1 and 2 keep a while."""
+        """This rank's shards, never the gathered copies that ZeRO-1 and 2 keep for a while."""
         free_gathered(self.decoder)
         return super().named_parameters(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those that ZeRO-1 has not reduced yet among them."""
+        """Drop all gradients, also those that ZeRO-1 has not reduced yet."""
         super().zero_grad(set_to_none)
         discard_unreduced(self.decoder)
 
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    """FSDP2 cannot gather into inference tensors, nor tapes outlive them: run as under `no_grad` instead."""
+    """Run as under `no_grad` in inference mode: FSDP2 cannot gather into inference tensors, and tapes outlive them."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             yield
@@ -264,8 +208,11 @@ def _outside_inference_mode() -> Iterator[None]:
         yield
 
 
-def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None) -> Model:
-    """Put a named model onto the ranks of a mesh (None: this process alone) and read its weights. Collective."""
+def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None, substitutes: Substitutes | None = None) -> Model:
+    """Put a named model onto the ranks of a mesh (None: this process alone) and read its weights. Collective.
+
+    `substitutes` are for rehearsals alone.
+    """
     mesh = mesh or alone()
     same_everywhere(mesh.group, "model or Plan", (source.spec, source.dtype, source.weights.identity(), plan))
     if mesh.context_ranks > 1 and not plan.shares:
@@ -273,12 +220,12 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None) -> Model:
             f"recipe '{plan.recipe}' has no context parallelism, but the mesh has ulysses {mesh.ulysses} × ring "
             f"{mesh.ring}: set both to 1 and shard to {mesh.shard * mesh.context_ranks}, or use recipe 'sweep'"
         )
-    if mesh.ulysses > 1 and not plan.shares_heads:
+    if mesh.ulysses > 1 and not plan.entry.ulysses:
         raise PlanError(
             f"recipe 'ring' shares a sequence over ring ranks only, but the mesh has ulysses {mesh.ulysses}: "
             f"set ulysses to 1 and ring to {mesh.context_ranks}, or use recipe 'hybrid'"
         )
-    if mesh.ring > 1 and not plan.rings:
+    if mesh.ring > 1 and not plan.entry.ring:
         by_heads = f"set ring to 1 and ulysses to {mesh.context_ranks}, or " * (mesh.context_ranks <= source.spec.heads)
         raise PlanError(
             f"recipe '{plan.recipe}' shares a sequence by heads only, but the mesh has ring {mesh.ring}: "
@@ -286,7 +233,7 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None) -> Model:
         )
 
     def assemble() -> Model:
-        model = Model(source, plan, mesh)
+        model = Model(source, plan, mesh, substitutes or Substitutes())
         load(model.decoder, mesh, source.weights)
         return model
 

@@ -105,55 +105,56 @@ def data(
     run(paths, out, tokenizer, stats, picture, bin_dtype)
 
 
-@app.command()
+@app.command(hidden=True)
 def mesh(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b.")],
-    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
     gpus: Annotated[int, typer.Option(help="GPUs on each node.")] = 8,
     tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M.")] = "1M",
-    recipe: Annotated[str, typer.Option(help="A recipe that shares sequences: sweep, hybrid, ulysses…")] = "sweep",
-    share: Annotated[int | None, typer.Option(help="GPUs that share each sequence. Default: all.")] = None,
-    inside: Annotated[str, typer.Option(help="Bytes a second from a GPU to others in its node.")] = "450GB",
-    across: Annotated[str, typer.Option(help="Bytes a second from a GPU to other nodes.")] = "50GB",
+    recipe: Annotated[str, typer.Option(help="A recipe that shares sequences: sweep, hybrid, ulysses …")] = "sweep",
+    share: Annotated[int | None, typer.Option(help="GPUs that share a sequence; every number by default.")] = None,
+    inside: Annotated[str, typer.Option(help="Bytes per second from a GPU to the others of its node.")] = "450GB",
+    across: Annotated[str, typer.Option(help="Bytes per second from a GPU to other nodes.")] = "50GB",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compare the meshes that can share a sequence, by the bytes that each link carries."""
+    """The old name of `ithaca plan --meshes`."""
     from ithaca.base.sizes import parse_bytes, parse_tokens
-    from ithaca.planner.machine import Machine
-    from ithaca.planner.show_mesh import run
+    from ithaca.planner.command import run_mesh
+    from ithaca.planner.hardware import Machine
 
     machine = Machine(nodes=nodes, gpus=gpus, inside=parse_bytes(inside), across=parse_bytes(across))
-    run(model, machine, parse_tokens(tokens), recipe, share, json)
+    run_mesh(model, machine, parse_tokens(tokens), recipe, share, json)
 
 
 @app.command()
 def plan(
-    model: Annotated[
-        str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b. Weights are not read.")
-    ],
-    gpus: Annotated[str | None, typer.Option(help="Number and kind of GPU. Default: 8xH100-80GB.")] = None,
-    tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M. max: the longest that fits.")] = "max",
-    host: Annotated[
-        str | None, typer.Option(help="Host memory of a node, as 1.9TB. Default: typical for the GPU.")
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b. Only sizes are read.")],
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="Number and kind, as 8xH100-80GB (the default); with nodes, as 4x8xH100-80GB."),
     ] = None,
-    disk: Annotated[str, typer.Option(help="Disk space of a node for tapes, as 28TB. 0: none.")] = "0",
-    recipe: Annotated[str | None, typer.Option(help="The recipe. Default: the fastest that fits.")] = None,
-    node_gpus: Annotated[int, typer.Option(help="GPUs on a node.")] = 8,
-    hardware: Annotated[
-        Path | None, typer.Option(help="A TOML file with more GPUs, or other numbers for known ones.")
-    ] = None,
+    tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M; max: the longest that fits.")] = "max",
+    host: Annotated[str | None, typer.Option(help="Memory of each node, as 1.9TB; by default what is usual.")] = None,
+    disk: Annotated[str, typer.Option(help="Disk of each node for saved activations, as 28TB; 0: none.")] = "0",
+    recipe: Annotated[str | None, typer.Option(help="The recipe; by default the fastest that fits.")] = None,
+    meshes: Annotated[
+        bool, typer.Option("--meshes", help="Compare all meshes: which GPUs share a sequence, and what they send.")
+    ] = False,
+    hardware: Annotated[Path | None, typer.Option(help="A TOML file with more GPUs, or other numbers for one.")] = None,
     measure: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Measure this machine's GPU, write the numbers to FILE and use them."),
+        typer.Option(metavar="FILE", help="Measure this machine's GPU, write its numbers to the file, use them."),
     ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw memory and speed over context lengths into this file.")
-    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw memory and speed over lengths into this file.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="List the speeds and reserves that are assumed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    node_gpus: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Show what fits on some GPUs, and how long a step takes. Needs no GPU."""
-    from ithaca.planner.command import run
+    """Show what fits on some GPUs before you rent them: the fastest Plan, the longest context, and why."""
+    from ithaca.planner.command import Output, run
 
+    if node_gpus is not None:
+        print("--node-gpus is now part of --gpus, as 4x8xH100-80GB: the old option still works", file=sys.stderr)
     if measure:
         from ithaca.rehearsal.measure import measure_here
 
@@ -161,7 +162,8 @@ def plan(
             raise PlanError(f"--measure {measure} and --hardware {hardware} both name rates: give one of them")
         found, hardware = measure_here(measure), measure
         gpus = f"8x{found}" if gpus is None else gpus
-    run(model, gpus, tokens, host, disk, recipe, node_gpus, hardware, picture, json)
+    output = Output(as_json=json, verbose=verbose, meshes=meshes, picture=picture)
+    run(model, gpus, tokens, host, disk, recipe, hardware, output, node_gpus)
 
 
 @app.command()

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from ithaca.base.errors import ConfigError, suggestion
 from ithaca.base.sizes import MOST_SECONDS, parse_tokens
 from ithaca.plans.places import REBUILD
-from ithaca.plans.plan import RECIPE_OPTIONS, RECIPES, Plan
+from ithaca.plans.plan import RECIPE_OPTIONS, Plan
+from ithaca.plans.recipes import RECIPES
 
 Section = TypeVar("Section")
 
@@ -249,7 +250,7 @@ def _change_recipe(content: dict[str, Any], recipe: Any, tell: Callable[[str], N
             tell(f"Ignoring plan.{name}={plan.pop(name)}: the planner chooses the Plan")
         return
     for name in [name for name in RECIPE_OPTIONS if plan.get(name) is not None]:
-        if name not in RECIPES[recipe]:
+        if name not in RECIPES[recipe].options:
             tell(f"Ignoring plan.{name}={plan.pop(name)}: recipe '{recipe}' has no such option")
         elif name == "x" and REBUILD in str(plan[name]) and recipe != "sweep":
             tell(f"Ignoring plan.x={plan.pop(name)}: recipe '{recipe}' cannot rebuild x")

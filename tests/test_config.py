@@ -6,8 +6,10 @@ import pytest
 
 from ithaca.base.errors import IthacaError
 from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens, parse_bytes, parse_tokens
+from ithaca.cli import _tell_once
 from ithaca.config import read_config
-from ithaca.plans.plan import RECIPES, Plan
+from ithaca.plans.plan import Plan
+from ithaca.plans.recipes import RECIPES
 
 
 def test_file_and_overrides(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_a_configuration_comes_back_from_its_file(tmp_path: Path, overrides: lis
 def test_a_settled_plan_says_everything_and_comes_back(recipe: str) -> None:
     plan = Plan(recipe=recipe).settled()
     assert plan.settled() == plan
-    assert all(getattr(plan, name) == value for name, value in RECIPES[recipe].items())
+    assert all(getattr(plan, name) == value for name, value in RECIPES[recipe].options.items())
     assert Plan(recipe="sweep", chunk=100).settled().tile == 100
 
 
@@ -232,3 +234,16 @@ def test_sizes() -> None:
     assert [format_bytes(n) for n in (1000, 1010 * 2**20, 2**60)] == ["1000 B", "1010 MiB", "1048576 TiB"]
     assert [format_seconds(n) for n in (0.0012, 999 * 3600, 12345 * 3600)] == ["0.0012 s", "999 h", "12345 h"]
     assert [format_seconds(n) for n in (2, 90, 600, 1431, 12600)] == ["2 s", "90 s", "10 min", "23.9 min", "3.5 h"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"), [({}, 1), ({"RANK": "0"}, 1), ({"RANK": "1"}, 0), ({"SLURM_PROCID": "3"}, 0)]
+)
+def test_one_rank_tells_of_old_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, environ: dict[str, str], told: int
+) -> None:
+    """Under torchrun and srun every rank reads the configuration."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    read_config(None, ["train.micro=1"], _tell_once)
+    assert capsys.readouterr().err.count("train.micro is now train.micro_batch") == told

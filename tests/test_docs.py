@@ -53,7 +53,7 @@ def test_what_planning_shows() -> None:
 def test_hardware_as_planning_has_it(tmp_path: Path) -> None:
     (file,) = re.findall(r"```toml\n(.*?)```", PLANNING, re.DOTALL)
     (tmp_path / "gpus.toml").write_text(file, encoding="utf-8")
-    said = planned("llama3-8b --gpus 8xMyGPU-96GB --tokens 64K", "--hardware", str(tmp_path / "gpus.toml"))
+    said = planned("llama3-8b --gpus 8xMyGPU-96GB --tokens 64K", "--hardware", str(tmp_path / "gpus.toml"), "--verbose")
     assert "on 8xMyGPU-96GB: fits" in said
     assert "68 % of the peak, as measured on the H200-141GB" in said
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ithaca.attention.kernels.seam import Kernel, softmax_scale
 from ithaca.attention.visits import Segments, TileVisits, Visit, plan_visits
+from ithaca.base.owners import ATTENTION, owned_by
 from ithaca.base.precision import at_least_fp32, fusable
 from ithaca.base.tiles import Tiles
 
@@ -37,9 +38,15 @@ class Walk:
     bounds: tuple[int, ...]  # of the documents
     runs: Segments | None = None  # which keys a key tile holds; None: those of the query tile with the same number
 
-    def visits(self, index: int) -> list[TileVisits]:
-        return plan_visits(self.tiles, self.bounds, index, self.kernel.bucket, self.runs)
+    ends: int | None = None  # a rehearsal of memory makes so many visits at either end of a walk; None: all are made
 
+    def visits(self, index: int) -> list[TileVisits]:
+        visits = plan_visits(self.tiles, self.bounds, index, self.kernel.bucket, self.runs)
+        if self.ends is None or len(visits) <= 2 * self.ends:
+            return visits
+        return visits[: self.ends] + visits[-self.ends :]
+
+    @owned_by(ATTENTION)
     def forward(self, index: int, q: Tensor, keys: KVSource) -> tuple[Tensor, Tensor]:
         """(o, lse) of a query tile; of a row that sees no key here, zeros and -inf."""
         high = at_least_fp32(q.dtype)
@@ -62,6 +69,7 @@ class Walk:
         assert o is not None
         return o.to(q.dtype), lse
 
+    @owned_by(ATTENTION)
     def backward(
         self,
         index: int,

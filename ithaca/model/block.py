@@ -1,11 +1,13 @@
-"""One transformer block as mathematics on slices: pure functions of weights, a token tile and a slice of heads.
+"""One transformer block as mathematics on slices: pure functions of weights, a tile of tokens and a slice of heads.
 
-    project   x  -> q, k, v      norm, q/k/v rows of the heads, bias, q/k-norm, rope
-    mix       x, o -> x          output projection of the heads' columns, added to the residual
-    feed      x  -> x            norm, gated MLP, added to the residual
+    project             x     -> q, k, v   norm, rows of q_proj, k_proj, v_proj for the heads, bias, q/k-norm, rotary
+    output_projection   x, o  -> x         columns of o_proj for the heads, added to the residual
+    mlp                 x     -> x         norm, gated MLP, added to the residual
 
-They know nothing of ranks, chunks or where tensors live; a schedule decides over which tokens and heads they run,
-and differentiates a tile by running it again under autograd. `w` maps the Hugging Face names within a layer to
+A post-norm block (`spec.post_norm`) norms the outputs of attention and MLP instead of their inputs.
+
+The functions know nothing of ranks, chunks or where tensors live. A schedule decides which tokens and heads they run
+on, and differentiates a tile by running it again under autograd. `w` maps the Hugging Face names within a layer to
 tensors. Shapes: T tokens, H heads, D head size, E hidden.
 """
 
@@ -28,8 +30,8 @@ Weights = Mapping[str, Tensor]
 def project(
     spec: Spec, w: Weights, x_TE: Tensor, rotation: Rotation | None, heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, Hq, D], k and v [T, Hkv, D] of these heads; `turn` is None in a layer without rope."""
-    normed = norm(spec, x_TE, w["input_layernorm.weight"])
+    """q [T, Hq, D], k and v [T, Hkv, D] of these heads; `rotation` is None in a layer without rotary embedding."""
+    normed = x_TE if spec.post_norm else norm(spec, x_TE, w["input_layernorm.weight"])
     q = _head_rows(spec, w, "self_attn.q_proj", normed, heads.q)
     k = _head_rows(spec, w, "self_attn.k_proj", normed, heads.kv)
     v = _head_rows(spec, w, "self_attn.v_proj", normed, heads.kv)
@@ -42,21 +44,38 @@ def project(
 
 
 def output_projection(spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads: Heads) -> Tensor:
-    """Add what these heads, which follow each other, say; the bias comes with head 0.
+    """x plus the output projection of these consecutive heads; the bias comes with head 0.
 
-    Over slices: mix(mix(x, o1, h1), o2, h2)."""
+    The sum over slices of heads is the whole: output_projection(output_projection(x, o1, h1), o2, h2). Only a post-norm
+    block needs all heads at once.
+    """
     columns = slice(heads.q[0] * spec.head_size, (heads.q[-1] + 1) * spec.head_size)
-    return x_TE + linear(w, "self_attn.o_proj", o_THD.flatten(1), columns=columns)
+    y_TE = linear(w, "self_attn.o_proj", o_THD.flatten(1), columns=columns)
+    if spec.post_norm:
+        assert len(heads.q) == spec.heads
+        y_TE = norm(spec, y_TE, w["post_attention_layernorm.weight"])
+    return x_TE + y_TE
 
 
 def mlp(spec: Spec, w: Weights, x_TE: Tensor) -> Tensor:
-    normed = norm(spec, x_TE, w["post_attention_layernorm.weight"])
+    """x plus the gated MLP of x."""
+    normed = x_TE if spec.post_norm else norm(spec, x_TE, w["post_attention_layernorm.weight"])
     gate, up = linear(w, "mlp.gate_proj", normed), linear(w, "mlp.up_proj", normed)
-    return x_TE + linear(w, "mlp.down_proj", gated(gate, up))
+    y_TE = linear(w, "mlp.down_proj", gated(gate, up))
+    return x_TE + (norm(spec, y_TE, w["post_feedforward_layernorm.weight"]) if spec.post_norm else y_TE)
+
+
+def final_linear(spec: Spec) -> str | None:
+    """The linear layer whose output is only added to the block's result; None if a norm reads it.
+
+    No gradient depends on the value of that output, so a block that is run again for its backward pass need not
+    compute it.
+    """
+    return None if spec.post_norm else "mlp.down_proj"
 
 
 def norm(spec: Spec, x: Tensor, weight: Tensor) -> Tensor:
-    """RMS norm over the last dimension; torch keeps its statistics in at least fp32."""
+    """RMS norm over the last dimension; torch computes its statistics in at least fp32."""
     return F.rms_norm(x, (x.shape[-1],), weight, spec.norm_eps)
 
 

@@ -23,17 +23,17 @@ Rows = slice | Sequence[slice]  # some rows of a weight: one run, or several run
 
 
 class Summed(dict[str, Tensor]):
-    """Weights for backward passes over tiles; `sums` holds what they have given for the wanted ones so far.
+    """Weights for backward passes over tiles. `sums` holds the gradients of the wanted ones so far.
 
-    `unread` names layers whose outputs nobody reads, such as the last one of what is run again: they are differentiated
-    all the same, but their product is left out.
+    `final` names a linear layer whose output no gradient depends on (block.py, `final_linear`). It is differentiated
+    like the others, but zeros without memory stand for its output.
     """
 
-    def __init__(self, w: Mapping[str, Tensor], wanted: Iterable[str], unread: Sequence[str] = ()):
+    def __init__(self, w: Mapping[str, Tensor], wanted: Iterable[str], final: str | None = None):
         super().__init__({name: weight.detach() for name, weight in w.items()})
-        self.unread = unread
+        self.final = final
         self.sums = {name: torch.zeros_like(self[name], dtype=at_least_fp32(self[name].dtype)) for name in wanted}
-        # Matrices and biases act in linear layers, which add to the sums themselves
+        # Linear layers add the gradients of matrices and biases to the sums themselves
         self._leaves = [name for name in self.sums if self[name].dim() == 1 and not name.endswith(".bias")]
         for name in self._leaves:
             self[name].requires_grad_()
@@ -59,7 +59,7 @@ def linear(w: Mapping[str, Tensor], name: str, x: Tensor, rows: Rows = ALL, colu
         return F.linear(x, weight, bias)
     weight_sum = w.sums.get(f"{name}.weight")
     bias_sum = None if bias is None else w.sums.get(f"{name}.bias")
-    return _Linear.apply(x, weight, bias, weight_sum, bias_sum, (rows, columns), name not in w.unread)
+    return _Linear.apply(x, weight, bias, weight_sum, bias_sum, (rows, columns), name != w.final)
 
 
 class _Linear(torch.autograd.Function):
@@ -72,11 +72,11 @@ class _Linear(torch.autograd.Function):
         weight_sum: Tensor | None,
         bias_sum: Tensor | None,
         part: tuple[Rows, slice],
-        read: bool,
+        computed: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sums, ctx.part = (weight_sum, bias_sum), part
-        return F.linear(x, weight, bias) if read else x.new_zeros(1, 1).expand(len(x), len(weight))
+        return F.linear(x, weight, bias) if computed else x.new_zeros(1, 1).expand(len(x), len(weight))
 
     @staticmethod
     @once_differentiable

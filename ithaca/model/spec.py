@@ -70,7 +70,8 @@ class Spec:
     o_bias: bool
     mlp_bias: bool
     rope: Rope
-    rope_layers: tuple[bool, ...]  # which layers turn their queries and keys
+    rope_layers: tuple[bool, ...]  # which layers rotate their queries and keys
+    post_norm: bool = False  # attention's and the MLP's outputs are normed instead of their inputs, as in OLMo 2
 
     @property
     def group(self) -> int:
@@ -93,7 +94,7 @@ class Spec:
             "mlp.up_proj": (self.mlp, self.hidden, self.mlp_bias),
             "mlp.down_proj": (self.hidden, self.mlp, self.mlp_bias),
         }
-        shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (self.hidden,)}
+        shapes: dict[str, tuple[int, ...]] = {} if self.post_norm else {"input_layernorm.weight": (self.hidden,)}
         for name, (rows, columns, bias) in linear.items():
             shapes[f"{name}.weight"] = (rows, columns)
             if bias:
@@ -101,6 +102,8 @@ class Spec:
         if self.qk_norm:
             shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_size,)
         shapes["post_attention_layernorm.weight"] = (self.hidden,)
+        if self.post_norm:
+            shapes["post_feedforward_layernorm.weight"] = (self.hidden,)
         return shapes
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:

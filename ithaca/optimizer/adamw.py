@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ithaca.base.errors import InputError, PlanError
+from ithaca.base.owners import STATES, owned_by
 from ithaca.base.sizes import format_bytes
 from ithaca.optimizer.host_adamw import MOMENTS, HostAdamW, state_bytes
 from ithaca.parallel.agree import on_this_node, together
@@ -27,6 +28,7 @@ class Sharded(Protocol):
     def parameters(self) -> Iterable[Any]: ...
 
 
+@owned_by(STATES)
 def make_optimizer(
     model: Sharded,
     *,

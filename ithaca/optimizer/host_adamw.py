@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from ithaca.base.errors import InputError
+from ithaca.base.owners import HOST, TAPES, owned_by
 from ithaca.base.tiles import Tiles
 from ithaca.parallel.mesh import host_mesh
 from ithaca.parallel.sharding import host_twin
-from ithaca.plans.tape_specs import MOMENT_SLOTS, MOMENT_TILE
+from ithaca.schedule.step_memory import MOMENT_SLOTS, MOMENT_TILE
 from ithaca.tape.engine import Engine
 from ithaca.tape.slab import Slab, whole_pages
 from ithaca.tape.tape import HostTape, Slots
@@ -60,10 +61,12 @@ class HostAdamW(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         dtype, mesh = parameters[0].dtype, host_mesh(parameters[0].device_mesh)
         sizes = [parameter.to_local().nbytes for parameter in parameters for _ in MOMENTS]
-        slab = Slab(sizes, engine.device, lambda _: None)  # zeros, like AdamW's moments before its first step
+        with owned_by(HOST):
+            slab = Slab(sizes, engine.device, lambda _: None)  # zeros, like AdamW's moments before its first step
         slab.belong_to(self, engine)
         rows = max(1, min(tile, max(sizes) // dtype.itemsize))
-        self._slots = [Slots(engine, rows, (), dtype, MOMENT_SLOTS) for _ in MOMENTS]
+        with owned_by(TAPES):
+            self._slots = [Slots(engine, rows, (), dtype, MOMENT_SLOTS) for _ in MOMENTS]
         parts = iter(slab.parts)
         self._tapes: dict[DTensor, list[HostTape]] = {}  # only for shards that have elements
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Ranks that agree before they go on: a mistake on one rank is an error on all, never a hang."""
+"""Agreement between ranks: a mistake on one rank becomes an error on all of them, never a hang."""
 
 import hashlib
 import os
@@ -40,7 +40,7 @@ def together_with(
 
 
 def from_first(group: dist.ProcessGroup, work: Callable[[], Result]) -> Result:
-    """Do `work` on the first rank alone; every rank gets its result, which must be picklable, or its error."""
+    """Do `work` on the first rank only. Every rank gets its result, which must be picklable, or its error."""
     first = dist.get_rank(group) == 0
     box = [together(group, lambda: work() if first else None)]
     dist.broadcast_object_list(box, group=group, group_src=0)
@@ -48,7 +48,7 @@ def from_first(group: dist.ProcessGroup, work: Callable[[], Result]) -> Result:
 
 
 def same_everywhere(group: dist.ProcessGroup, what: str, value: object) -> None:
-    """Compare a value's text over the ranks before the first collective that depends on it."""
+    """Raise PlanError unless all ranks have the same value (compared by repr)."""
     digests = _gather(group, hashlib.sha256(repr(value).encode()).hexdigest())
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
@@ -56,9 +56,9 @@ def same_everywhere(group: dist.ProcessGroup, what: str, value: object) -> None:
 
 
 def same_batch(group: dist.ProcessGroup, fingerprint: int, *signs: bool) -> list[bool]:
-    """The same, for a number and often: one small collective on the host, which waits for no device.
+    """Raise InputError unless all ranks have the same fingerprint; return, for each sign, whether any rank gives it.
 
-    Returns for each sign whether any rank gives it.
+    One small collective on the host, which waits for no device, so that it can run before every pass.
     """
     numbers = torch.tensor([fingerprint, -fingerprint, *map(int, signs)])
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
@@ -68,7 +68,7 @@ def same_batch(group: dist.ProcessGroup, fingerprint: int, *signs: bool) -> list
 
 
 def without(group: dist.ProcessGroup, has: bool) -> list[int]:
-    """The ranks that do not have something, known to all."""
+    """The ranks that do not have something; the same answer on every rank."""
     return [rank for rank, theirs in enumerate(_gather(group, has)) if not theirs]
 
 
@@ -78,9 +78,9 @@ def least(group: dist.ProcessGroup, *amounts: int) -> list[int]:
 
 
 def on_this_node(group: dist.ProcessGroup, amount: int) -> tuple[int, int]:
-    """The sum of an amount over the ranks that share this node, and how many they are.
+    """The sum of an amount over the ranks on this node, and the number of those ranks.
 
-    Processes are counted: in a rehearsal (looped.py) this one stands for all ranks, and its memory is taken once.
+    Processes are counted, not ranks: in a rehearsal (loopback.py) one process stands for all ranks.
     """
     here, me = socket.gethostname(), os.getpid()
     amounts = {process: theirs for node, process, theirs in _gather(group, (here, me, amount)) if node == here}

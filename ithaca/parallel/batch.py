@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ithaca.attention.documents import document_bounds, positions, squared_lengths
 from ithaca.base.errors import InputError
+from ithaca.base.owners import BATCH, owned_by
 from ithaca.parallel.agree import together_with
 from ithaca.parallel.layout import Layout, batch_range
 from ithaca.parallel.mesh import Mesh
@@ -107,6 +108,7 @@ class RankBatch:
 Lay = Callable[[int], Layout]
 
 
+@owned_by(BATCH)
 def split_batch(tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int, lay: Lay) -> Batch:
     """This rank's part of a batch that every rank holds whole."""
     tokens, labels, documents = _checked(tokens, labels, documents, vocab)
@@ -117,6 +119,7 @@ def split_batch(tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: 
     return mine.on(mesh.device, _counts(tokens, shifted, documents, 0))
 
 
+@owned_by(BATCH)
 def whole_batch(tokens: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int, lay: Lay) -> Batch:
     """All of a batch on every data rank, without labels."""
     tokens = _check_tokens(tokens, vocab)
@@ -130,6 +133,7 @@ def batch_rows(mesh: Mesh, rows: int) -> range:
     return batch_range(rows, mesh.data_rank, mesh.data_ranks)
 
 
+@owned_by(BATCH)
 def rank_batch(
     tokens: Tensor, labels: Tensor, documents: Tensor | None, rows: int, mesh: Mesh, vocab: int, lay: Lay
 ) -> RankBatch:
@@ -145,6 +149,7 @@ def rank_batch(
     return _part(tokens, _shift(labels, documents), documents, own.start, rows, mesh, lay)
 
 
+@owned_by(BATCH)
 def join_batches(mesh: Mesh, build: Callable[[], Sequence[RankBatch]]) -> list[Batch]:
     """The Batches of some passes, from what `build` returns on each rank. Collective, on the host."""
     parts, found = together_with(mesh.group, build, lambda parts: [(part.shape, part.counts) for part in parts])

@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from ithaca.base.owners import EXCHANGE, owned_by
+
 T = TypeVar("T")
 Other = TypeVar("Other")
 
@@ -31,7 +33,8 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         if self._finish is not None:
-            self._result = self._finish()
+            with owned_by(EXCHANGE):
+                self._result = self._finish()
             self._finish = self._sent = None
         return self._result  # pyrefly: ignore
 

@@ -1,13 +1,13 @@
-"""Between tokens and heads: what attention needs of a tile, and gives back, over the Ulysses ranks.
+"""The all-to-all of Ulysses: from all heads of some tokens to some heads of all tokens, and back.
 
-A rank holds all heads of some tokens of a tile; attention wants some heads of all its tokens. One all-to-all takes a
-tile there, and one takes it back:
+A rank computes projections and MLP for some tokens of a tile with all heads. It attends to all tokens of the tile with
+some heads. One all-to-all leads from the first to the second, and one leads back:
 
     to_heads     [t, all heads, D] of each rank  ->  [C · t, this rank's heads, D], tokens in order
-    to_tokens    the way back; a key/value head that several ranks hold comes back as the sum of theirs
+    to_tokens    the way back; a key/value head that several ranks hold comes back as the sum over them
 
-Everything that leaves at one time travels together, as one message to each rank: [tokens, heads of all tensors, D], so
-that what arrives is used as it lies. It travels beside the computation, from the call until `arrived` is asked for.
+All tensors of one call travel as one message to each rank, [tokens, heads of all tensors, D], so that the received
+memory is used without a copy. The call overlaps with the computation until the handle's `wait()`.
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ithaca.base.owners import EXCHANGE, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.parallel.collectives import Group, Pending
 from ithaca.parallel.head_split import HeadSplit
@@ -27,8 +28,10 @@ Exchanged = Pending[tuple[Tensors, Tensors]]  # query-like and key-like tensors
 
 
 class Exchange(ABC):
-    """Tensors are given with the heads of the share, in order: query-like ones with its query heads, key-like ones with
-    its key/value heads."""
+    """The way between tokens and heads.
+
+    Query-like tensors have the query heads of the split, key-like ones its key/value heads, in order.
+    """
 
     ranks: int
     rank: int
@@ -41,7 +44,7 @@ class Exchange(ABC):
 
 
 class Alone(Exchange):
-    """One rank: every token and every head is here."""
+    """One rank, which has all tokens and all heads."""
 
     ranks, rank = 1, 0
 
@@ -53,11 +56,12 @@ class Alone(Exchange):
 
 
 class Ulysses(Exchange):
-    """`runs`: pieces of the sequence that a rank's tile is made of; on the heads' side each is whole, and in order."""
+    """Several ranks. A rank's tile has `runs` runs of tokens; after `to_heads` each run is whole and in order."""
 
     def __init__(self, group: Group, runs: int = 1):
         self._group, self.ranks, self.rank, self._runs = group, group.ranks, group.rank, runs
 
+    @owned_by(EXCHANGE)
     def to_heads(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Exchanged:
         tokens, size, example = *_tokens_and_size(queries, keys), (*queries, *keys)[0]
         widths = self._widths(split, len(queries), len(keys))
@@ -80,6 +84,7 @@ class Ulysses(Exchange):
 
         return coming.then(arrived)
 
+    @owned_by(EXCHANGE)
     def to_tokens(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Exchanged:
         rows, size = _tokens_and_size(queries, keys)
         tokens, widths = rows // self.ranks, self._widths(split, len(queries), len(keys))
@@ -107,17 +112,17 @@ class Ulysses(Exchange):
 
     @staticmethod
     def _widths(split: HeadSplit, queries: int, keys: int) -> list[int]:
-        """Heads of all tensors together that go to, or come from, each rank."""
+        """The number of heads, over all tensors, that go to or come from each rank."""
         return [queries * len(q) + keys * len(kv) for q, kv in zip(split.q, split.kv, strict=True)]
 
 
 def _reordered(x: Tensor, outer: int, inner: int) -> Tensor:
-    """Rows that are ordered by (outer, inner) come to be ordered by (inner, outer)."""
+    """Rows in the order (outer, inner) -> rows in the order (inner, outer)."""
     return x.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def _joined(split: HeadSplit, parts: list[Tensor]) -> Tensor:
-    """Key-like heads of all ranks; those that several hold are summed in at least fp32."""
+    """Key-like heads from all ranks; a head that several ranks hold is summed in at least fp32."""
     if not split.replicated:
         return torch.cat(parts, 1)
     tokens, _, size = parts[0].shape
@@ -134,6 +139,6 @@ def _tokens_and_size(queries: Sequence[Tensor], keys: Sequence[Tensor]) -> tuple
 
 
 def _blocks(flat: Tensor, tokens: int, widths: list[int], size: int) -> list[Tensor]:
-    """What goes to, or comes from, each rank: [tokens, heads, D] after each other."""
+    """The parts of a message that go to or come from each rank, [tokens, heads, D] each."""
     parts = flat.split([tokens * width * size for width in widths])
     return [part.view(tokens, width, size) for part, width in zip(parts, widths, strict=True)]

@@ -1,14 +1,18 @@
-"""Which rank is missing, once a collective has failed: the survivors call the roll through the job's store.
+"""Ranks that hang or end: how long the others wait for them, and how they find out which one it was.
 
-What fails on a survivor tells that some connection broke or was silent too long, not whose. So the first to notice
-calls the roll, and every rank answers: by a thread of its own, since a rank may compute for minutes between two
-collectives, and is well. Who gives no answer has ended or is stopped. Where a collective took too long though all
-answer, the ranks whose main thread waits in no collective are those that the others wait for.
+**The timeout.** Collectives fail after a timeout that is longer than any step: ten minutes and three times the time
+that a slow step takes (`timeout`, `set_timeout`). `run.timeout` overrides it.
 
-The thread costs one small request to the store a second. Answers stay in the store, so whoever notices late, because
-the first one has ended meanwhile, still finds it among the living. A job calls the roll once; it cannot go on after it.
+**The roll call.** The error of a failed collective says that some connection broke or was silent too long, but not
+whose. So the first rank that sees such an error calls the roll through the job's store, and every rank answers
+(`answering`). A thread of each rank answers, because a healthy rank may compute for minutes between two collectives. A
+rank that does not answer has ended or is stopped. If all answer and a collective timed out, the ranks whose main thread
+is in no collective are those that the others wait for.
 
-Under NCCL torch's watchdog ends the process where a collective took too long: no error reaches this module.
+The thread costs one small request to the store a second. Answers stay in the store, so a rank that notices late still
+finds the answer of one that has ended meanwhile. A job calls the roll once; it cannot go on afterwards.
+
+Under NCCL, torch's watchdog ends the process when a collective times out. Then no error reaches this module.
 """
 
 import sys
@@ -25,49 +29,49 @@ from ithaca.base.errors import LostRankError
 from ithaca.base.sizes import MOST_SECONDS
 from ithaca.base.torch_private import job_store, set_group_timeout
 
-# FLOP/s that a step reaches even where it is slow, by the plain count that gives recomputation no credit
-GPU_RATE = 200e12  # 20 % of Hopper's peak in bfloat16; with STEPS, any rank at 7 % of it is still waited for
-CPU_CORE_RATE = 5e9  # a tenth of what a core's vector units do in float32
+# FLOP/s that even a slow step reaches, without credit for recomputation
+GPU_RATE = 200e12  # 20 % of Hopper's bfloat16 peak; with STEPS, a rank may be as slow as 7 % of the peak
+CPU_CORE_RATE = 5e9  # a tenth of what the vector units of a core do in float32
 
-FLOOR = 600.0  # seconds that have nothing to do with a step's length: kernels are compiled, memory is taken, disks wait
+FLOOR = 600.0  # seconds for work that does not depend on the step: compiling kernels, allocating memory, slow disks
 STEPS = 3
 
 
 def step_seconds(flops: float, device: torch.device, cores: int) -> float:
-    """An upper estimate of the time of a step that has a rank compute `flops`, on a GPU or on `cores`."""
+    """An upper estimate of the seconds that a rank needs for `flops`, on a GPU or on `cores` CPU cores."""
     return flops / (GPU_RATE if device.type == "cuda" else CPU_CORE_RATE * cores)
 
 
 def timeout(step: float) -> float:
-    """Seconds to wait for another rank where a step is expected to take `step` seconds."""
+    """Seconds to wait for another rank if a step takes at most `step` seconds."""
     return min(FLOOR + STEPS * step, MOST_SECONDS)
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
-    """From now on, let collectives over these groups fail after so many seconds. Nothing collective."""
+    """Let later collectives over these groups fail after this many seconds. Not collective itself."""
     for group in groups:
         set_group_timeout(group, seconds)
 
 
 POLL_SECONDS = 1.0  # between two looks whether the roll is called
-ANSWER_SECONDS = 5.0  # that ranks have to answer it
+ANSWER_SECONDS = 5.0  # that ranks have to answer
 ASK_SECONDS = 0.2  # between two looks who has answered
-STORE_SECONDS = 5.0  # after which a store that says nothing is gone
+STORE_SECONDS = 5.0  # after which a store that does not respond counts as gone
 
-# What gloo says where a connection broke or was silent too long; it has no class of errors for that
+# gloo has no error class of its own for a connection that broke or was silent too long, only these words
 _BROKEN = ("gloo/transport", "closed by peer", "reset by peer", "Timed out waiting")
 _LATE = ("Timed out", "timed out", "timeout", "Timeout")
 
-# Keys of the store; an attempt to run the job has a store, or a part of one, of its own
+# Keys of the store. Every attempt to run the job has a store, or a prefix in one, of its own
 _CALLED = "ithaca/roll/called"
-_TOO_LONG = "ithaca/roll/too-long"  # beside it, where the reason is a collective that took too long
-_HERE, _WAITING = "ithaca/roll/here/", "ithaca/roll/waiting/"  # and a rank: it answers; it waits in a collective
+_TOO_LONG = "ithaca/roll/too-long"  # set as well if a collective timed out
+_HERE, _WAITING = "ithaca/roll/here/", "ithaca/roll/waiting/"  # + rank: it answers; it waits in a collective
 
 _TORCH = Path(torch.__file__).parent
 
 
 def lost_touch(error: BaseException) -> bool:
-    """Whether this is a collective's failure that another rank may have caused."""
+    """Whether this is the error of a collective that another rank may have caused."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in text for word in _BROKEN)
@@ -76,8 +80,10 @@ def lost_touch(error: BaseException) -> bool:
 
 @contextmanager
 def answering(group: dist.ProcessGroup) -> Iterator[None]:
-    """Answer for this rank while the body works; an error that another rank caused becomes one that names it, after
-    some seconds."""
+    """Answer roll calls for this rank while the body runs.
+
+    If the body raises an error that another rank caused, find out which one, and raise a LostRankError that names it.
+    """
     roll = _Roll(group)
     try:
         yield
@@ -93,11 +99,11 @@ class _Roll:
     def __init__(self, group: dist.ProcessGroup):
         self._ranks = dist.get_process_group_ranks(group)
         self._rank, self._store = dist.get_rank(), job_store()
-        self._worker = threading.get_ident()  # whose whereabouts the others may want to know
+        self._worker = threading.get_ident()  # the thread that computes
         self._failed, self._ended = threading.Event(), False
         self._too_long = False
         self._verdict: LostRankError | None = None
-        self._called = False  # the roll, to its end
+        self._called = False  # whether the roll was called to its end
         self._thread = threading.Thread(target=self._listen, name="roll call", daemon=True)
         if len(self._ranks) > 1:
             self._thread.start()
@@ -106,7 +112,7 @@ class _Roll:
         self._ended = True
         self._failed.set()
         if self._thread.is_alive():
-            self._thread.join(POLL_SECONDS)  # a thread that comes back from the store while Python ends would abort it
+            self._thread.join(POLL_SECONDS)  # a thread that returns from the store while Python ends would crash it
 
     def explain(self, error: BaseException) -> LostRankError | None:
         if len(self._ranks) == 1 or not lost_touch(error):
@@ -117,14 +123,14 @@ class _Roll:
         if self._verdict:
             return self._verdict
         if not self._called and self._rank != 0:
-            return _silent([0], len(self._ranks))  # which the store lives in or, under a launcher, beside
+            return _silent([0], len(self._ranks))  # the store lives in rank 0 or beside it, and does not respond
         if isinstance(error, dist.DistError):
-            return None  # NCCL has a reason of its own, and says it
+            return None  # NCCL's own error says the reason
         text = f"rank {self._rank} has lost the connection to others of the {len(self._ranks)} ranks"
         return LostRankError(f"{text}: their own output says why", [])
 
     def _listen(self) -> None:
-        """Wait until someone calls the roll, here or elsewhere, and take part. A store that is gone ends it."""
+        """Wait until this rank or another calls the roll, then take part. Ends if the store is gone."""
         try:
             while True:
                 here = self._failed.wait(POLL_SECONDS)
@@ -138,7 +144,7 @@ class _Roll:
             return
 
     def _call(self) -> LostRankError | None:
-        """Answer, and wait for what the others answer."""
+        """Answer, wait for the answers of the others, and return the verdict."""
         place = _whereabouts(self._worker)
         self._store.set(f"{_HERE}{self._rank}", place or "-")
         if self._too_long:
@@ -155,15 +161,15 @@ class _Roll:
         return None
 
     def _all_answered(self) -> bool:
-        """Whether nobody's answer can change the verdict any more."""
-        # A collective that has failed was waited in; a rank seen on its way into one will wait a moment later
+        """Whether no further answer can change the verdict."""
+        # A rank whose collective failed was waiting in it
         if self._failed.is_set() or _whereabouts(self._worker) is None:
             self._store.set(f"{_WAITING}{self._rank}", "-")
         needed = _WAITING if self._store.check([_TOO_LONG]) else _HERE
         return self._store.check([f"{needed}{rank}" for rank in self._ranks])
 
     def _without(self, kind: str, ranks: list[int]) -> list[int]:
-        """The ranks that have not set such a key, by halves: a request for each of a thousand takes too long."""
+        """The ranks that have not set such a key, found by halving: a request for each of a thousand takes too long."""
         if self._store.check([f"{kind}{rank}" for rank in ranks]):
             return []
         if len(ranks) == 1:
@@ -173,7 +179,7 @@ class _Roll:
 
 
 def _whereabouts(thread: int) -> str | None:
-    """The innermost line outside of torch that a thread is at; None while it waits in a collective."""
+    """The line of code outside of torch that a thread is at; None while it waits in a collective."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         file = Path(frame.f_code.co_filename)

@@ -1,15 +1,15 @@
-"""Which heads each rank attends with, as arithmetic.
+"""Which heads each Ulysses rank attends with, as arithmetic.
 
-Query heads go with the key/value head that they read, and are never split so that a rank would hold several key/value
-heads with different numbers of queries. So ranks divide key/value heads among them as evenly as can be; where there are
-fewer of those than ranks, several ranks hold the same one, and divide its queries:
+A query head stays with the key/value head that it reads, and all key/value heads of a rank have the same number of
+query heads. So the ranks divide the key/value heads as evenly as possible. If there are fewer key/value heads than
+ranks, several ranks hold the same one and divide its query heads:
 
     8 query, 8 kv heads on 3 ranks      3, 3, 2 of both
     14 query, 2 kv heads on 4 ranks     4, 3 queries of kv head 0; 4, 3 of kv head 1
     8 query, 2 kv heads on 3 ranks      2, 2 queries of kv head 0; 4 of kv head 1
 
-Rounds (`untied`) take a few query heads of every rank at a time. Those that read the same K and V follow each other, so
-that K and V are exchanged once for all of them.
+The recipe `untied` attends in rounds, with a few query heads of every rank at a time. Rounds that read the same K and
+V follow each other, so that K and V are exchanged once for all of them.
 """
 
 from collections.abc import Sequence
@@ -22,28 +22,29 @@ from ithaca.base.errors import PlanError
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Heads that are attended with at a time, by rank."""
+    """The heads of one round, or all heads, split over the ranks."""
 
-    q: tuple[range, ...]
-    kv: tuple[range, ...]
+    q: tuple[range, ...]  # query heads of each rank
+    kv: tuple[range, ...]  # key/value heads of each rank
 
     @cached_property
     def q_heads(self) -> Sequence[int]:
-        """All of the query heads, in order."""
+        """The query heads of all ranks, in order."""
         return _union(self.q)
 
     @cached_property
     def kv_heads(self) -> Sequence[int]:
-        """All of the key/value heads, each once."""
+        """The key/value heads of all ranks, in order, each once."""
         return _union(self.kv)
 
     @cached_property
     def q_parts(self) -> list[slice]:
-        """Where each rank's stand among them."""
+        """Where each rank's query heads stand in `q_heads`."""
         return [_part(part, self.q_heads) for part in self.q]
 
     @cached_property
     def kv_parts(self) -> list[slice]:
+        """Where each rank's key/value heads stand in `kv_heads`."""
         return [_part(part, self.kv_heads) for part in self.kv]
 
     @property
@@ -56,7 +57,7 @@ Rounds = tuple[tuple[HeadSplit, ...], ...]  # groups of rounds; those of a group
 
 
 def split_heads(heads: int, kv_heads: int, ranks: int) -> HeadSplit:
-    """Every head, split over the ranks."""
+    """All heads of a model, split over the ranks."""
     if ranks > heads:
         even = [str(count) for count in range(1, heads + 1) if heads % count == 0]
         raise PlanError(
@@ -74,26 +75,26 @@ def split_heads(heads: int, kv_heads: int, ranks: int) -> HeadSplit:
 
 
 def imbalance(split: HeadSplit) -> float:
-    """By how much the fullest rank has more to do than the mean of all: 0 when every rank has the same."""
+    """The share by which the busiest rank has more query heads than the mean; 0 if all have the same number."""
     return max(map(len, split.q)) * len(split.q) / len(split.q_heads) - 1
 
 
 def describe_share(split: HeadSplit, ring: int = 1) -> str:
-    """Who attends with how many heads, in a sentence."""
+    """How many ranks share a sequence, and with how many heads each, in a sentence."""
     ranks, counts = len(split.q), [len(part) for part in split.q]
     text = f"{ranks} ranks" if ring == 1 else f"{ring} × {ranks} ranks (ring × ulysses)"
     text += " share each sequence, with "
     if len(set(counts)) == 1:
         text += f"{counts[0]} query head{'s' * (counts[0] > 1)} each"
     else:
-        text += f"{', '.join(map(str, counts))} query heads: the fullest has {100 * imbalance(split):.0f} % more to do "
+        text += f"{', '.join(map(str, counts))} query heads: the busiest has {100 * imbalance(split):.0f} % more to do "
         text += "than the mean, and the others wait for it"
     holders = ranks / len(split.kv_heads)
     return f"{text}; {holders:.3g} ranks hold each key/value head" if split.replicated else text
 
 
 def head_rounds(split: HeadSplit, at_once: int | None) -> Rounds:
-    """A share in rounds of `at_once` query heads over all ranks; None: all in one."""
+    """The heads in rounds of `at_once` query heads over all ranks together; None: all heads in one round."""
     everything: Rounds = ((split,),)
     if at_once is None or at_once == len(split.q_heads):
         return everything
@@ -108,7 +109,7 @@ def head_rounds(split: HeadSplit, at_once: int | None) -> Rounds:
     groups = []
     for start in range(0, max(map(len, split.kv)), kv_each):
         kv = tuple(part[start : start + kv_each] for part in split.kv)
-        # Ranks with fewer heads have none left at some time
+        # A rank with fewer heads than others may have none in the last rounds
         q = tuple(_readers(split, rank, part) for rank, part in enumerate(kv))
         longest = max(map(len, q))
         rounds = [tuple(part[begin : begin + each] for part in q) for begin in range(0, longest, each)]
@@ -117,7 +118,10 @@ def head_rounds(split: HeadSplit, at_once: int | None) -> Rounds:
 
 
 def usable_rounds(split: HeadSplit) -> list[int]:
-    """Query heads that a round can have: the same number on every rank, a part of a key/value head's or whole ones."""
+    """The numbers of query heads that a round can have, over all ranks together.
+
+    Every rank has the same number in a round: some of one key/value head's query heads, or those of several.
+    """
     ranks, most, per_kv = len(split.q), max(map(len, split.q)), _queries_per_kv(split)
     parts = [each * ranks for each in range(1, most) if each <= per_kv or each % per_kv == 0]
     total = len(split.q_heads)
@@ -129,7 +133,7 @@ def _queries_per_kv(split: HeadSplit) -> int:
 
 
 def _readers(split: HeadSplit, rank: int, kv: range) -> range:
-    """The query heads of a rank that read some of its key/value heads."""
+    """The query heads of a rank that read these of its key/value heads."""
     mine, held = split.q[rank], split.kv[rank]
     each = len(mine) // len(held)
     start = mine.start + (kv.start - held.start) * each
@@ -137,7 +141,7 @@ def _readers(split: HeadSplit, rank: int, kv: range) -> range:
 
 
 def _evenly(items: range, parts: int) -> list[range]:
-    """Contiguous parts whose sizes differ by one at most, the larger ones first."""
+    """Consecutive parts whose sizes differ by one at most, the larger ones first."""
     size, more = divmod(len(items), parts)
     starts = [items.start + part * size + min(part, more) for part in range(parts + 1)]
     return [range(*edges) for edges in pairwise(starts)]

@@ -1,8 +1,8 @@
-"""A job of many ranks of which this process is the only one: what a rank sends comes back to it.
+"""A process group of many ranks in one process: whatever this rank sends comes back to it.
 
-Everything above runs as it would in the job, FSDP2 and the exchanges alike, and the same bytes move, on a stream beside
-the computation as between GPUs. Values are finite, and wrong: ranks that are not there are taken to have what this one
-has. For rehearsals, of one rank on one device; no other process is started or waited for.
+FSDP2 and the exchanges run as in a real job and move the same bytes, on a stream of their own as between GPUs. Values
+are finite but wrong, because every other rank seems to have the data of this one. For rehearsals and benchmarks of one
+rank on one device; no other process is started or waited for.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ NAME = "looped"
 
 
 def start_loopback(ranks: int) -> None:
-    """Make this process rank 0 of a job of so many, before anything else has begun one."""
+    """Make this process rank 0 of a job of `ranks` ranks. No other job may have begun."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _make, devices=["cpu", "cuda"])
     dist.init_process_group(NAME, store=dist.HashStore(), rank=0, world_size=ranks)
@@ -30,7 +30,7 @@ def _make(store: dist.Store, rank: int, ranks: int, timeout: Any) -> "Loopback":
 
 
 class Loopback(dist.ProcessGroup):
-    """What torch.distributed calls of a process group; torch 2.13 has other names for some of it."""
+    """The methods of a process group that torch.distributed calls; torch 2.13 has renamed some of them."""
 
     def __init__(self, rank: int, ranks: int):
         super().__init__(rank, ranks)  # pyrefly: ignore
@@ -95,6 +95,8 @@ class Loopback(dist.ProcessGroup):
 
 
 class _Done(Work):
+    """A collective that is done, or will be at an event."""
+
     def __init__(self, result: Any, event: torch.Event | torch.cuda.Event | None = None):
         super().__init__()
         self._result, self._event = result, event
@@ -114,6 +116,6 @@ class _Done(Work):
 
 
 def fill_from(target: Tensor, source: Tensor) -> None:
-    """Copy as much as the target takes, from the beginning again where the source is shorter."""
+    """Fill the target with the source, repeated if it is shorter."""
     for part in target.split(max(source.numel(), 1)):
         part.copy_(source[: part.numel()])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ithaca.attention.visits import Segment, Segments
 from ithaca.attention.walk import merge
+from ithaca.base.owners import EXCHANGE, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.parallel.collectives import Group, Pending
 from ithaca.parallel.layout import Layout
@@ -32,6 +33,7 @@ class Ring:
         self._group = group
         self.ranks, self.rank = (group.ranks, group.rank) if group else (1, 0)
 
+    @owned_by(EXCHANGE)
     def gather(self, *tensors: Tensor) -> Pending[Sequence[Tensor]]:
         """The chunk's tensors in the order of its tokens; all given ones have the same tokens and dtype."""
         if self._group is None:
@@ -48,6 +50,7 @@ class Ring:
 
         return self.all_gather(torch.cat(tensors, 1) if len(tensors) > 1 else tensors[0].contiguous()).then(in_order)
 
+    @owned_by(EXCHANGE)
     def merge(self, o: Tensor, lse: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         """o [T, H, D] and lse [H, T] of the chunk on this rank's keys -> of its own tokens on all keys."""
         if self._group is None:
@@ -64,6 +67,7 @@ class Ring:
 
         return Pending(merged)
 
+    @owned_by(EXCHANGE)
     def reduce(self, dq: Tensor) -> Pending[Tensor]:
         """dq of the chunk from this rank's keys -> of its own tokens, from all keys, summed in at least fp32."""
         if self._group is None:
@@ -71,18 +75,21 @@ class Ring:
         dtype = dq.dtype
         return self._scatter(dq).then(lambda parts: parts.sum(0, dtype=at_least_fp32(dtype)).to(dtype))
 
+    @owned_by(EXCHANGE)
     def send_recv(self, kv: Tensor) -> Pending[Tensor]:
         """Send K and V, or their gradients, [2, …] to the next rank and receive those of the rank before."""
         after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         sizes = [[kv.numel() * (rank == peer) for rank in range(self.ranks)] for peer in (before, after)]
         return self._all_to_all(kv, *sizes)
 
+    @owned_by(EXCHANGE)
     def all_gather(self, sent: Tensor) -> Pending[Tensor]:
         """[R, …]: the tensors of all ranks."""
         assert self._group is not None
         here = sent.new_empty(self.ranks, *sent.shape)
         return self._group.all_gather(here.view(-1), sent.view(-1)).then(lambda _: here)
 
+    @owned_by(EXCHANGE)
     def reduce_scatter(self, parts: Tensor) -> Pending[Tensor]:
         """[R, …], a part for each rank -> the sum of all ranks' parts for this one."""
         assert self._group is not None

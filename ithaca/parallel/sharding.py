@@ -1,12 +1,14 @@
-"""Parameters over ranks, by FSDP2: each block is gathered and freed as one. So are an untied head, with the final norm,
-and an untied embedding table, which is there only while tokens are looked up; a tied table is there all the time.
+"""Parameters sharded over ranks by FSDP2.
 
-    ZeRO-3  parameters, gradients and optimizer states are cut; weights are gathered for each pass over a block
-    ZeRO-2  weights stay gathered from a step's first forward pass to its last backward pass
+FSDP2 gathers and frees each block as one unit. An untied head with the final norm is a unit too, and so is an untied
+embedding table, which is gathered only while tokens are embedded. A tied table stays gathered during a whole pass.
+
+    ZeRO-3  parameters, gradients and optimizer states are sharded; weights are gathered for each pass over a block
+    ZeRO-2  weights stay gathered from the first forward pass of a step to its last backward pass
     ZeRO-1  gradients stay whole as well, and are reduced once, in the last backward pass of a step
 
-Shards are at least fp32, the gathered copies have the dtype of the computation, gradients are reduced in at least
-fp32. FSDP2 averages over ranks; Ithaca's loss is a sum over all of them, so `total` multiplies that back.
+Shards are at least fp32, gathered copies have the dtype of the computation, and gradients are reduced in at least fp32.
+FSDP2 averages gradients over ranks. Ithaca's loss is a sum over all ranks, so `total` multiplies by their number.
 """
 
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ithaca.base.errors import InputError, RunError
+from ithaca.base.owners import GATHERED, STATES, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.base.torch_private import discard_fsdp_gradients, fsdp_backward_unfinished
 from ithaca.model.decoder import Decoder, stored_name
@@ -31,18 +34,19 @@ from ithaca.parallel.mesh import Mesh
 
 
 def cut(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
-    """Turn the parameters into shards over the mesh, without values yet."""
-    # Inputs keep their dtype: what a unit is called with is a function, and tensors that are right as they are
+    """Shard the parameters over the mesh. They have no values yet."""
+    # Units are called with a function and with tensors that already have the right dtype
     policy = MixedPrecisionPolicy(dtype, at_least_fp32(dtype), cast_forward_inputs=False)
     units = [*decoder.blocks] if decoder.spec.tied else [*decoder.blocks, decoder.embedding, decoder.head]
     for unit in (*units, decoder):
         fully_shard(unit, mesh=mesh.parameters, mp_policy=policy, reshard_after_forward=zero == 3)
     if isinstance(decoder.embedding, FSDPModule):
-        decoder.embedding.set_unshard_in_backward(False)  # whose gradient depends on the tokens alone
+        decoder.embedding.set_unshard_in_backward(False)  # its gradient depends on the tokens alone
 
 
+@owned_by(STATES)
 def load(decoder: Decoder, mesh: Mesh, weights: Weights) -> None:
-    """Give this rank's shards memory on its device and read them, and nothing else, from the source."""
+    """Allocate this rank's shards on its device and read only their rows from the source."""
     decoder.to_empty(device=mesh.device)
     for name, parameter in shards(decoder):
         rows = row_range(parameter.shape[0], mesh.parameter_rank, mesh.parameter_ranks)
@@ -53,7 +57,7 @@ def load(decoder: Decoder, mesh: Mesh, weights: Weights) -> None:
 
 
 def shards(decoder: Decoder) -> Iterator[tuple[str, DTensor]]:
-    """This rank's part of every parameter, by its Hugging Face name; gathered copies are given up for it."""
+    """This rank's shard of every parameter, by its Hugging Face name. Frees gathered copies first."""
     free_gathered(decoder)
     for name, parameter in decoder.named_parameters():
         assert isinstance(parameter, DTensor)
@@ -61,40 +65,41 @@ def shards(decoder: Decoder) -> Iterator[tuple[str, DTensor]]:
 
 
 def host_twin(tensor: DTensor, memory: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A tensor cut like another one, over flat host memory for this rank's part; `mesh` is the `host_mesh` of its."""
+    """A DTensor sharded like `tensor` whose local part is this flat host memory; `mesh` is `host_mesh` of its mesh."""
     local = memory.view(tensor.dtype).view(tensor.to_local().shape)
     shape, stride = tensor.shape, tensor.stride()
     return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
 def whole_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by its Hugging Face name, whole and on the CPU; all ranks must iterate together."""
+    """Every parameter by its Hugging Face name, whole and on the CPU. Collective: all ranks must iterate."""
     parameters = dict(shards(decoder))
     for name, _ in decoder.spec.shapes():
         yield name, parameters[name].full_tensor().detach().cpu()
 
 
 def prepare_pass(decoder: Decoder, zero: int, first: bool, last: bool) -> None:
-    """Before a forward pass, the `first` or `last` of its step: what FSDP2 keeps between it and the next one."""
+    """Tell FSDP2, before a forward pass, what to keep after it; `first` and `last` are said of the passes of a step."""
     assert isinstance(decoder, FSDPModule)
     # FSDP2 would give no gradient any more, and no error
     if fsdp_backward_unfinished(decoder):
         raise RunError(
-            "the last backward pass broke off with an error, after which gradients are no longer right: "
+            "the last backward pass broke off with an error, and gradients would be wrong from now on: "
             "apply the model anew, or start the run again from its last checkpoint"
         )
     if first:
-        free_gathered(decoder)  # an optimizer may have stepped since: whatever is still gathered is stale
+        free_gathered(decoder)  # an optimizer step may have made gathered copies stale
     decoder.set_reshard_after_backward(zero == 3 or last)
     decoder.set_requires_gradient_sync(zero > 1 or last)
 
 
 @contextmanager
 def opened(unit: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The weights of a unit outside of its own call, to be read: gathered for that long, if they were not."""
+    """Read the weights of a unit outside of its own call: gather them meanwhile, unless they are gathered already."""
     assert isinstance(unit, FSDPModule)
     gathered = not any(isinstance(weight, DTensor) for weight in unit.parameters())
-    unit.unshard()
+    with owned_by(GATHERED):
+        unit.unshard()
     try:
         yield {name: weight.detach() for name, weight in unit.named_parameters()}
     finally:
@@ -103,7 +108,7 @@ def opened(unit: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def free_gathered(decoder: Decoder) -> None:
-    """Give up gathered weights; the shards are then the parameters again."""
+    """Free gathered weights, so that the shards are the parameters again."""
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -122,12 +127,12 @@ class _Total(torch.autograd.Function):
         ctx.ranks, ctx.spent = mesh.size, False
         value = value.clone()
         dist.all_reduce(value, group=mesh.group)
-        return value.clone()  # gloo's thread may hold the other a moment longer; this one comes to hold the pass
+        return value.clone()  # gloo's thread may keep the reduced tensor alive, and with it the graph of the pass
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # Here, before FSDP2 begins its own work for a backward pass, which an error would leave half done
+        # Checked here, before FSDP2 starts its backward pass, which an error would leave half done
         if ctx.spent:
             raise InputError(
                 "backward was called twice on one loss, whose gradients are kept once: call the model again"
@@ -137,5 +142,5 @@ class _Total(torch.autograd.Function):
 
 
 def total(value: Tensor, mesh: Mesh) -> Tensor:
-    """The sum of a local scalar over all ranks; its gradient undoes FSDP2's average."""
+    """The sum of a local scalar over all ranks; its gradient makes up for FSDP2's averaging."""
     return _Total.apply(value, mesh)

@@ -1,73 +1,61 @@
-"""When a GPU runs out of memory: who held it, what was predicted, which option would have helped. Arithmetic only."""
+"""One sentence for a GPU that ran out of memory: what held it, the predicted peak, and the options that save most."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ithaca.base.errors import PlanError
 from ithaca.base.owners import ALLOCATOR
 from ithaca.base.sizes import format_bytes
-from ithaca.model.spec import Spec
-from ithaca.planner.memory import predict_memory
-from ithaca.plans.plan import Plan
+from ithaca.plans.plan import CHUNK, Plan
+from ithaca.plans.recipes import TILE
+from ithaca.schedule.job import Job
+from ithaca.schedule.step_memory import step_memory
 
-NAMED = 3  # owners, and
-OFFERED = 2  # options, that are told of
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What ran, on one of shard × ring × ulysses ranks; `tokens` of a sequence, or of all that share a pass."""
-
-    spec: Spec
-    plan: Plan
-    tokens: int
-    ulysses: int
-    ring: int
-    shard: int
-
-    def predicted(self, plan: Plan | None = None) -> dict[str, int]:
-        plan = self.plan if plan is None else plan
-        return predict_memory(self.spec, plan, self.tokens, self.ulysses, self.ring, self.shard).parts
+NAMED = 3  # owners in the sentence
+OFFERED = 2  # options in the sentence
+LEAST = 1024  # tokens: smaller chunks and tiles are not offered
+SAVES_MOST = "sweep"  # the recipe that is offered to the others
 
 
-def out_of_memory(rank: Rank, first: str, allocated: int, reserved: int, total: int) -> str:
-    """One sentence. `first`: of the driver's or torch's own words; bytes are torch's, and the GPU's."""
-    parts = rank.predicted()
-    holders = sorted((item for item in parts.items() if item[0] != ALLOCATOR), key=lambda item: -item[1])[:NAMED]
-    held = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in holders)
+def out_of_memory(job: Job, first: str, allocated: int, reserved: int, total: int) -> str:
+    """The sentence. `first`: what torch or the driver says first; bytes as torch counts them, `total`: of the GPU."""
+    parts = step_memory(job).parts
+    largest = sorted((item for item in parts.items() if item[0] != ALLOCATOR), key=lambda item: -item[1])[:NAMED]
+    held = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in largest)
     text = (
         f"out of memory ({first}): torch had allocated {format_bytes(allocated)} and reserved {format_bytes(reserved)} "
-        f"of this GPU's {format_bytes(total)}; predicted were {format_bytes(sum(parts.values()))} at the peak, most of "
-        f"it {held}"
+        f"of this GPU's {format_bytes(total)}; the predicted peak is {format_bytes(sum(parts.values()))}, most of it "
+        f"{held}"
     )
-    offers = sorted(_offers(rank, sum(parts.values())), reverse=True)[:OFFERED]
+    offers = sorted(_offers(job, sum(parts.values())), reverse=True)[:OFFERED]
     ways = [f"{option} takes {format_bytes(saved)} less" for saved, option in offers]
-    return f"{text}: {', '.join(ways) if ways else 'fewer tokens, or more GPUs, take less'}"
+    return f"{text}: {', '.join(ways) if ways else 'use fewer tokens or more GPUs'}"
 
 
-def _offers(rank: Rank, now: int) -> Iterator[tuple[int, str]]:
-    """Bytes that an option would save."""
-    for changes in _changes(rank.plan.settled()):
+def _offers(job: Job, peak: int) -> Iterator[tuple[int, str]]:
+    """Options that lower the peak, each with the bytes that it saves."""
+    for changes in _changes(job.plan):
         try:
-            saved = now - sum(rank.predicted(replace(rank.plan.settled(), **changes)).values())
+            saved = peak - step_memory(replace(job, plan=replace(job.plan, **changes))).total
         except PlanError:
-            continue  # not with the rest of this Plan
+            continue  # the rest of the Plan does not allow it
         if saved > 0:
             yield saved, ", ".join(f"plan.{name}={value}" for name, value in changes.items() if value is not None)
 
 
 def _changes(plan: Plan) -> Iterator[dict[str, Any]]:
-    """What could be told otherwise, one thing at a time."""
-    places = ("x", "o", "lse", "residual", "kv") if plan.sweeps else ("x",)
+    """Changes of a settled Plan that may save memory, one at a time."""
+    options = plan.entry.options
+    places = (name for name in ("x", "o", "lse", "residual", "kv") if name in options)
     yield from ({name: "host"} for name in places if "device" in (getattr(plan, name) or ""))
     if plan.optimizer == "device":
         yield {"optimizer": "host"}
     if plan.checkpoint in ("none", "selective"):
-        yield {"checkpoint": "full", "tile": 8192}
-    for name, most in (("chunk", 2**16), ("tile", 2**13), ("loss_tile", None)):
-        value = getattr(plan, name) or most
-        if value and value > 1024 and (name != "chunk" or plan.sweeps):
+        yield {"checkpoint": "full", "tile": TILE}
+    for name, default in (("chunk", CHUNK), ("tile", TILE), ("loss_tile", None)):
+        value = getattr(plan, name) or default
+        if value and value > LEAST and (name in options or name == "loss_tile"):
             yield {name: value // 2}
-    if not plan.sweeps and plan.shares:
-        yield {"recipe": "sweep", "checkpoint": None, "heads": None, "travel": None, "x": None, "tile": None}
+    if plan.shares and plan.recipe != SAVES_MOST:
+        yield {**dict.fromkeys(options), "recipe": SAVES_MOST}

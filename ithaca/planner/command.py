@@ -1,23 +1,36 @@
-"""`ithaca plan` from its options, and `ithaca.plan`: which GPUs, with what numbers, and what their nodes have."""
+"""`ithaca plan`, `ithaca mesh` and `ithaca.plan`: from options to a question, and the answer printed."""
 
+import json
+import re
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ithaca.base.errors import PlanError
-from ithaca.base.sizes import parse_bytes, parse_tokens
-from ithaca.model.spec import Spec
-from ithaca.planner.cluster import Cluster
-from ithaca.planner.explain import Asked
-from ithaca.planner.fitting import LONGEST, SHORTEST
-from ithaca.planner.hardware import Gpu, parse_gpus, read_gpus
-from ithaca.planner.longest import longest
-from ithaca.planner.machine import MOST_ON_A_NODE
-from ithaca.planner.search import search
-from ithaca.planner.show_plan import refusal
-from ithaca.planner.show_plan import run as show
+from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
+from ithaca.model.config_json import find_config
+from ithaca.model.spec import Spec, read_spec
+from ithaca.planner.hardware import MOST_ON_A_NODE, Cluster, Gpu, Machine, parse_gpus, read_gpus
+from ithaca.planner.mesh_table import compare_meshes, mesh_lines, mesh_object
+from ithaca.planner.meshes import impossible
+from ithaca.planner.picture import check_kind, draw
+from ithaca.planner.report import Question, as_object, explain, refusal
+from ithaca.planner.search import LONGEST, Answer, binding, longest, search
 from ithaca.plans.plan import Plan
+from ithaca.schedule.variants import SHORTEST
 
 USUAL = "8xH100-80GB"
 MOST_BYTES = 1e18  # of a node's memory, and of its disk
+
+
+@dataclass(frozen=True)
+class Output:
+    """How an answer is printed."""
+
+    as_json: bool = False
+    verbose: bool = False  # with the list of assumptions
+    meshes: bool = False  # the table of meshes instead of the answer
+    picture: Path | None = None  # also draw memory and speed over lengths into this file
 
 
 def run(
@@ -27,18 +40,73 @@ def run(
     host: str | None,
     disk: str,
     recipe: str | None,
-    node_gpus: int,
     hardware: Path | None,
-    picture: Path | None,
-    as_json: bool,
+    output: Output,
+    node_gpus: int | None = None,
 ) -> None:
-    if not 1 <= node_gpus <= MOST_ON_A_NODE:
-        raise PlanError(f"--node-gpus {node_gpus} cannot be planned for: 1 to {MOST_ON_A_NODE} can")
-    wanted = None if tokens == "max" else parse_tokens(tokens)
-    if wanted is not None and not SHORTEST <= wanted <= LONGEST:
-        raise PlanError(f"--tokens {tokens} cannot be planned for: {SHORTEST}, a tile of attention, to 4096M can")
-    count, gpu = parse_gpus(USUAL if gpus is None else gpus, read_gpus(hardware))
-    show(model, cluster_of(count, gpu, host, disk, node_gpus), wanted, recipe, as_json, picture)
+    """`ithaca plan`. `hardware`: a file of GPUs, given by the user or just written by --measure."""
+    if output.picture:
+        check_kind(output.picture)
+    length = None if tokens == "max" else parse_tokens(tokens)
+    if length is not None and not SHORTEST <= length <= LONGEST:
+        raise PlanError(
+            f"--tokens {tokens} is out of range: give {SHORTEST} (a tile of attention) to {format_tokens(LONGEST)}"
+        )
+    if recipe is not None:
+        Plan(recipe=recipe)  # an unknown recipe is refused before anything is searched
+    cluster = read_cluster(USUAL if gpus is None else gpus, hardware, host, disk, node_gpus)
+    question = Question(model, read_spec(find_config(model)[0]), cluster, length, recipe)
+    most = longest(question.spec, cluster, recipe)
+    wanted = length or most
+    answer = search(question.spec, cluster, wanted, recipe) if wanted else None
+    if answer is None:
+        _refuse(question, most, output.as_json)
+    elif output.meshes:
+        _print_meshes(replace(question, tokens=wanted, recipe=answer.plan.recipe), None, output.as_json)
+    else:
+        _print_answer(question, answer, most, output)
+
+
+def _refuse(question: Question, most: int, as_json: bool) -> None:
+    text = refusal(question, most)
+    if not as_json:
+        raise PlanError(text)
+    print(json.dumps({"fits": False, "tokens": question.tokens, "max_tokens": most, "why": text}, indent=2))
+    raise SystemExit(PlanError.code)
+
+
+def _print_answer(question: Question, answer: Answer, most: int, output: Output) -> None:
+    limit = binding(question.spec, question.cluster, question.recipe, most)
+    if output.picture:
+        draw(question.model, question.spec, question.cluster, most, output.picture)
+    if output.as_json:
+        print(json.dumps(as_object(question, answer, most, limit), indent=2))
+    else:
+        print("\n".join(explain(question, answer, most, limit, output.verbose)))
+
+
+def _print_meshes(question: Question, sharing: int | None, as_json: bool) -> None:
+    assert question.tokens is not None
+    assert question.recipe is not None
+    spec, cluster, plan = question.spec, question.cluster, Plan(recipe=question.recipe)
+    compared = compare_meshes(spec, cluster, question.tokens, question.recipe, sharing)
+    reasons = [*impossible(spec, plan, cluster.machine, sharing)]
+    if as_json:
+        print(json.dumps(mesh_object(question, compared, reasons), indent=2))
+    else:
+        print("\n".join(mesh_lines(question, compared, reasons)))
+
+
+def run_mesh(
+    model: str, machine: Machine, tokens: int, recipe: str, sharing: int | None = None, as_json: bool = False
+) -> None:
+    """`ithaca mesh`, the old name of `ithaca plan --meshes`: H100 with the links of a machine."""
+    print("ithaca mesh is now part of `ithaca plan --meshes`; the old command still works", file=sys.stderr)
+    gpu = replace(parse_gpus(USUAL, read_gpus())[1], inside=machine.inside, across=machine.across)
+    cluster = Cluster(machine.ranks, gpu, gpu.ram * machine.gpus, node_gpus=machine.gpus)
+    if not Plan(recipe=recipe).shares:
+        raise PlanError(f"recipe '{recipe}' cannot share a sequence among GPUs: use recipe 'sweep'")
+    _print_meshes(Question(model, read_spec(find_config(model)[0]), cluster, tokens, recipe), sharing, as_json)
 
 
 def plan(
@@ -52,25 +120,39 @@ def plan(
 ) -> Plan:
     """The fastest Plan for a context of `tokens` tokens on some GPUs, as `ithaca plan` finds it.
 
-    Raises PlanError where none fits. `host` and `disk` are what a node has, as 1.9TB; not given: what is usual, and no
-    disk. Which ranks should share a sequence is said by `ithaca plan` and `ithaca mesh`.
+    Raises PlanError if nothing fits. `host` and `disk` are the memory and disk of each node, as 1.9TB; by default the
+    usual memory of such a node, and no disk. `ithaca plan` also shows the mesh.
     """
-    count, gpu = parse_gpus(gpus, read_gpus())
-    cluster, wanted = cluster_of(count, gpu, host, disk), parse_tokens(tokens)
-    answer = search(spec, cluster, wanted, recipe)
+    cluster, length = read_cluster(gpus, None, host, disk), parse_tokens(tokens)
+    answer = search(spec, cluster, length, recipe)
     if answer is None:
-        asked = Asked(spec.family, spec, cluster, wanted, recipe)
-        raise PlanError(refusal(asked, longest(spec, cluster, recipe)))
+        question = Question(spec.family, spec, cluster, length, recipe)
+        raise PlanError(refusal(question, longest(spec, cluster, recipe)))
     return answer.plan
 
 
-def cluster_of(count: int, gpu: Gpu, host: str | None, disk: str, node_gpus: int = 8) -> Cluster:
+def read_cluster(
+    gpus: str, hardware: Path | None, host: str | None, disk: str, node_gpus: int | None = None
+) -> Cluster:
+    """The GPUs as the options describe them: '16xH100-80GB' on nodes of 8, or '4x4xH100-80GB' on 4 nodes of 4."""
+    nodes = re.fullmatch(r"\s*(\d{1,20})\s*[xX×]\s*(\d{1,20})\s*[xX×]\s*(.+)", gpus)
+    if nodes:
+        node_gpus, gpus = int(nodes[2]), f"{int(nodes[1]) * int(nodes[2])}x{nodes[3]}"
+    node_gpus = 8 if node_gpus is None else node_gpus
+    if not 1 <= node_gpus <= MOST_ON_A_NODE:
+        raise PlanError(f"{node_gpus} GPUs on a node are out of range: give 1 to {MOST_ON_A_NODE}")
+    count, gpu = parse_gpus(gpus, read_gpus(hardware))
+    return Cluster(count, gpu, node_gpus=node_gpus, **_node_bytes(min(count, node_gpus), gpu, host, disk))
+
+
+def _node_bytes(gpus: int, gpu: Gpu, host: str | None, disk: str) -> dict[str, float]:
+    """Memory and disk of each node; if no memory is given, the usual memory for so many GPUs."""
     sizes = {
-        "host": gpu.ram * min(count, node_gpus) if host is None else parse_bytes(host),
-        "disk": 0 if disk == "0" else parse_bytes(disk),
+        "host": gpu.ram * gpus if host is None else parse_bytes(host),
+        "disk": 0.0 if disk == "0" else parse_bytes(disk),
     }
     for name, size in sizes.items():
         if size > MOST_BYTES:
             given, most = (f"{number / 1e12:.7g}TB" for number in (size, MOST_BYTES))
-            raise PlanError(f"--{name} {given} cannot be planned for: up to {most} can")
-    return Cluster(count=count, gpu=gpu, node_gpus=node_gpus, **sizes)
+            raise PlanError(f"--{name} {given} is out of range: give at most {most}")
+    return sizes

@@ -1,14 +1,14 @@
-"""GPUs by name, with what they hold and how fast they are; each number knows where it comes from.
+"""The hardware that a Plan is made for: GPUs by name, nodes with their links, and the memory that a Plan may use.
 
-The table is `hardware.toml` beside this file; another TOML file of the same form adds GPUs to it, or replaces numbers.
-What kernels reach on a GPU for which nobody has measured it is taken to be the share of its peak that they reach on the
-H200, and says so.
+The table of GPUs is `hardware.toml` beside this file. Every number has its source. A TOML file of the user, in the same
+form, adds GPUs or replaces numbers. If the rate of a kernel was not measured on a GPU, the planner assumes the share of
+the peak that the kernel reaches on the H200, and says so.
 """
 
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.resources import files
@@ -16,17 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from ithaca.base.errors import PlanError, suggestion
+from ithaca.model.spec import Spec
+from ithaca.tape.budget import KEPT_BACK
+from ithaca.tape.spec import Budget
 
 MEASURED_ON = "H200-141GB"
-NEEDED = 'a number and its source are needed, as [55e9, "measured"]'
-LARGEST = 1e24  # of the table's numbers: what is far beyond any GPU overflows later
-HERE = "measured by --measure"  # the source of a number that needs no excuse
+NEEDED = 'write a number and its source, as [55e9, "measured"]'
+LARGEST = 1e24  # the largest number that the table may hold; larger ones would overflow later
+HERE = "measured by --measure"  # the source of a number that was measured on the user's own GPU
 RATES = ("matmul", "attention_forward", "attention_backward")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """hardware.toml says what each number means; `sources` says where it is from."""
+    """One kind of GPU. hardware.toml says what each number means; `sources` says where each comes from."""
 
     name: str
     memory: float
@@ -39,15 +42,15 @@ class Gpu:
     matmul: float
     attention_forward: float
     attention_backward: float
-    sources: Mapping[str, str]
+    sources: Mapping[str, str] = field(compare=False)
 
 
-NUMBERS = tuple(field.name for field in fields(Gpu) if field.name not in ("name", "sources"))
+NUMBERS = tuple(item.name for item in fields(Gpu) if item.name not in ("name", "sources"))
 
 
 def read_gpus(more: Path | None = None) -> dict[str, Gpu]:
-    """Every GPU that is known, those of another file among them."""
-    tables = dict(_own())
+    """All known GPUs by name: the table's, and those of another file."""
+    tables = dict(_own_table())
     for name, table in (_read(more) if more else {}).items():
         tables[name] = {**tables.get(name, {}), **table}
     ours = tables[MEASURED_ON]
@@ -56,22 +59,22 @@ def read_gpus(more: Path | None = None) -> dict[str, Gpu]:
 
 
 def parse_gpus(text: str, known: Mapping[str, Gpu]) -> tuple[int, Gpu]:
-    """'8xH100-80GB' -> 8 and that GPU; 'H100-80GB' is one, and where there is no other H100, 'H100' is it."""
+    """'8xH100-80GB' -> (8, that GPU). Without a number it is one GPU; 'H100' is enough if there is only one H100."""
     found = re.fullmatch(r"(?:(\d+)\s*[xX×]\s*)?(.+)", text.strip())
     # Twenty digits are enough to be refused
     count, name = (int((found[1] or "1")[:20]), found[2]) if found else (1, text)
     if count < 1:
-        raise PlanError(f"'{text}' has {count} GPUs: 1 or more can be planned for, as 8x{name}")
-    meant = [gpu for other, gpu in known.items() if name.upper() in (other.upper(), _stem(other))]
-    if len(meant) > 1:
-        raise PlanError(f"GPU '{name}' is one of several: {' or '.join(gpu.name for gpu in meant)}")
-    if not meant:
+        raise PlanError(f"--gpus {text} has {count} GPUs: give 1 or more, as 8x{name}")
+    matches = [gpu for other, gpu in known.items() if name.upper() in (other.upper(), _stem(other))]
+    if len(matches) > 1:
+        raise PlanError(f"GPU '{name}' could be {' or '.join(gpu.name for gpu in matches)}: name one of them")
+    if not matches:
         raise PlanError(f"GPU '{name}' is not known: {_suggested(name, known)}")
-    return count, meant[0]
+    return count, matches[0]
 
 
 def _suggested(name: str, known: Mapping[str, Gpu]) -> str:
-    """Of the GPUs whose name without the memory is nearest, the nearest."""
+    """The known GPU with the most similar name; the memory in the name decides among equals."""
     stems = get_close_matches(_stem(name), map(_stem, known), n=1)
     alike = [other for other in known if _stem(other) in stems]
     near = get_close_matches(name.upper(), alike, n=1, cutoff=0.0)
@@ -79,17 +82,18 @@ def _suggested(name: str, known: Mapping[str, Gpu]) -> str:
 
 
 def _stem(name: str) -> str:
+    """The name without the memory: 'H100' of 'H100-80GB'."""
     return name.upper().split("-")[0]
 
 
 def nearest(name: str, memory: int, known: Mapping[str, Gpu]) -> Gpu:
-    """The GPU of the table that a driver's name and a memory mean."""
+    """The known GPU that a driver reports by this name and with this memory."""
     letters = name.upper().replace(" ", "")
-    meant = [gpu for gpu in known.values() if _stem(gpu.name) in letters]
-    if not meant:
+    matches = [gpu for gpu in known.values() if _stem(gpu.name) in letters]
+    if not matches:
         raise PlanError(f"'{name}' is in no table of GPUs: describe it in a file (--hardware), as hardware.toml does")
-    longest = max(len(_stem(gpu.name)) for gpu in meant)  # a GH200 is no H200
-    return min((gpu for gpu in meant if len(_stem(gpu.name)) == longest), key=lambda gpu: abs(gpu.memory - memory))
+    longest = max(len(_stem(gpu.name)) for gpu in matches)  # 'GH200' also contains 'H200'
+    return min((gpu for gpu in matches if len(_stem(gpu.name)) == longest), key=lambda gpu: abs(gpu.memory - memory))
 
 
 def peak_flops(name: str, memory: int) -> float | None:
@@ -100,7 +104,16 @@ def peak_flops(name: str, memory: int) -> float | None:
         return None
 
 
+def causal_mfu(spec: Spec, attended: float, tokens_per_second: float, peak: float) -> float:
+    """Causal MFU: FLOPs that a GPU needs for its tokens per second, without recomputation, as a share of its peak.
+
+    `attended`: tokens of the sequence, or Σ length² / tokens for several documents (`Spec.flops_per_token`).
+    """
+    return tokens_per_second * spec.flops_per_token(attended) / peak
+
+
 def _gpu(name: str, table: Mapping[str, Any], measured: Mapping[str, float]) -> Gpu:
+    """The GPU of a table; `measured`: peak and rates of the GPU from which missing rates are derived."""
     numbers: dict[str, float] = {}
     sources: dict[str, str] = {}
     for number in NUMBERS:
@@ -114,21 +127,22 @@ def _gpu(name: str, table: Mapping[str, Any], measured: Mapping[str, float]) -> 
             raise PlanError(f"GPU '{name}' has no {number}: {NEEDED}")
     unknown = [word for word in table if word not in NUMBERS]
     if unknown:
-        raise PlanError(f"GPU '{name}' has a '{unknown[0]}', which nobody reads: {suggestion(unknown[0], NUMBERS)}")
+        raise PlanError(f"GPU '{name}' has an unknown number '{unknown[0]}': {suggestion(unknown[0], NUMBERS)}")
     return Gpu(name, **numbers, sources=sources)
 
 
 def _figure(name: str, number: str, value: Any) -> tuple[float, str]:
+    """One entry of a table, checked: the number and its source."""
     match value:
         case [int() | float() as figure, str() as source] if not isinstance(figure, bool) and 1 <= figure <= LARGEST:
             return float(figure), source
         case [int() | float() as figure, str()] if figure > LARGEST:
-            raise PlanError(f"{number} of GPU '{name}' is more than can be planned with: up to {LARGEST:g} can")
+            raise PlanError(f"{number} of GPU '{name}' is too large: give at most {LARGEST:g}")
     raise PlanError(f"{number} of GPU '{name}' is {value}: {NEEDED}")
 
 
 @lru_cache
-def _own() -> dict[str, Any]:
+def _own_table() -> dict[str, Any]:
     return tomllib.loads((files("ithaca.planner") / "hardware.toml").read_text(encoding="utf-8"))
 
 
@@ -140,6 +154,95 @@ def _read(path: Path) -> dict[str, Any]:
     wrong = [name for name, table in tables.items() if not isinstance(table, dict)]
     if wrong:
         raise PlanError(
-            f"'{wrong[0]}' in '{path}' is no GPU: a table of numbers is, as in ithaca/planner/hardware.toml"
+            f"'{wrong[0]}' in '{path}' is not a GPU: write a table of numbers, as in ithaca/planner/hardware.toml"
         )
     return tables
+
+
+# Nodes and links
+
+MOST_GPUS = 2**20  # in a job
+MOST_ON_A_NODE = 576  # the largest NVLink domain that has been announced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Nodes of GPUs and the speeds of their links. The defaults suit H100 and H200 (SXM) and are not measured."""
+
+    nodes: int
+    gpus: int  # on each node
+    inside: float = 450e9  # bytes/s from a GPU to the others of its node: NVLink 4, one direction, data sheet
+    across: float = 50e9  # bytes/s from a GPU to other nodes: one network card of 400 Gbit/s per GPU
+
+    def __post_init__(self) -> None:
+        for name, most in (("nodes", MOST_GPUS), ("gpus", MOST_ON_A_NODE)):
+            count = getattr(self, name)
+            if type(count) is not int or not 1 <= count <= most:
+                raise PlanError(f"--{name} {count} is out of range: give 1 to {most}")
+        if self.ranks > MOST_GPUS:
+            raise PlanError(f"{self.nodes} nodes of {self.gpus} GPUs are {self.ranks} GPUs: give at most {MOST_GPUS}")
+
+    @property
+    def ranks(self) -> int:
+        """GPUs on all nodes."""
+        return self.nodes * self.gpus
+
+    def node(self, rank: int) -> int:
+        """The node of a rank."""
+        return rank // self.gpus
+
+
+RUNTIME = 1_500_000_000  # bytes of a GPU that the driver and NCCL take: assumed
+MARGIN = 0.04  # share of a GPU's memory kept free for errors of prediction (bench/results/rehearsals-fresh.json)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs that a Plan is made for, with the memory and disk of their nodes."""
+
+    count: int  # GPUs on all nodes
+    gpu: Gpu
+    host: float  # bytes of memory of each node
+    disk: float = 0.0  # bytes of disk of each node
+    node_gpus: int = 8  # GPUs on each node; a job on part of one node has fewer
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= MOST_GPUS:
+            raise PlanError(f"--gpus {self.count}x{self.gpu.name} is out of range: give 1 to {MOST_GPUS} GPUs")
+        if self.count > self.node_gpus and self.count % self.node_gpus:
+            below = self.count - self.count % self.node_gpus
+            raise PlanError(
+                f"--gpus {self.count}x{self.gpu.name} does not fill nodes of {self.node_gpus} GPUs: use {below} or "
+                f"{below + self.node_gpus}, or give nodes and GPUs per node, as {self._nodes_example()}"
+            )
+
+    def _nodes_example(self) -> str:
+        """The same GPUs as nodes × GPUs per node, of as many as fit on a node."""
+        gpus = max(size for size in range(1, self.node_gpus) if self.count % size == 0)
+        return f"{self.count // gpus}x{gpus}x{self.gpu.name}"
+
+    @property
+    def machine(self) -> Machine:
+        """The nodes that the GPUs fill, with the links of this kind of GPU."""
+        nodes = max(self.count // self.node_gpus, 1)
+        return Machine(nodes=nodes, gpus=self.count // nodes, inside=self.gpu.inside, across=self.gpu.across)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a GPU that a Plan may use, by prediction."""
+        return max(int((1 - MARGIN) * self.gpu.memory) - RUNTIME, 0)
+
+    @property
+    def budget(self) -> Budget:
+        """Bytes that a rank may use of its GPU, and as its share of the node's memory and disk."""
+        host = int((1 - KEPT_BACK) * self.host / self.machine.gpus)
+        return Budget(self.capacity, host, int(self.disk / self.machine.gpus))
+
+    def resized(self, count: int) -> "Cluster":
+        """The same with more or fewer GPUs. Every node has as much memory as now; part of a node has its share."""
+        share = min(count, self.node_gpus) / self.machine.gpus
+        return replace(self, count=count, host=self.host * share, disk=self.disk * share)
+
+    def sharing(self) -> list[int]:
+        """The numbers of GPUs that can share a sequence: the divisors of their count."""
+        return [size for size in range(1, self.count + 1) if self.count % size == 0]

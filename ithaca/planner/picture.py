@@ -1,26 +1,26 @@
-"""Memory and speed over context length, as a picture."""
+"""A picture of memory and speed over the context length, for several recipes."""
 
 from pathlib import Path
 
 from ithaca.base.errors import PlanError
 from ithaca.base.sizes import format_tokens
 from ithaca.model.spec import Spec
-from ithaca.planner.cluster import Cluster
-from ithaca.planner.longest import STEP
-from ithaca.planner.search import search
+from ithaca.planner.hardware import Cluster
+from ithaca.planner.search import STEP, search
 
-SHOWN = ("sweep", "untied", "ulysses")  # recipes side by side
-FIRST = STEP // 2
+SHOWN = ("sweep", "untied", "ulysses")  # the recipes that are compared
+FIRST = STEP // 2  # tokens: the shortest length
 
 
 def check_kind(file: Path) -> None:
-    """Before anything is planned: whether it is of a kind that can be drawn."""
+    """Refuse a file that cannot be drawn, before anything is planned."""
     if file.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise PlanError(f"--picture {file} is of no kind that can be drawn: .png, .svg and .pdf are")
+        raise PlanError(f"--picture {file} cannot be drawn: use a name that ends with .png, .svg or .pdf")
 
 
 def draw(model: str, spec: Spec, cluster: Cluster, most: int, file: Path) -> None:
-    import matplotlib as mpl
+    """Draw lengths up to `most` tokens, doubled each time, into the file."""
+    import matplotlib as mpl  # only when needed: it takes long to load
 
     mpl.use("agg")
     from matplotlib import pyplot
@@ -35,8 +35,8 @@ def draw(model: str, spec: Spec, cluster: Cluster, most: int, file: Path) -> Non
         memory.plot(x, [answer.memory.total / 2**30 for answer in answers], marker="o", label=recipe)
         speed.plot(x, [answer.rate for answer in answers], marker="o", label=recipe)
     memory.axhline(cluster.capacity / 2**30, color="gray", linestyle="--", linewidth=1)
-    memory.set_ylabel("GiB of a GPU, memory left over reinvested")
-    speed.set_ylabel("tokens/s on each GPU")
+    memory.set_ylabel("GiB of each GPU")
+    speed.set_ylabel("tokens/s per GPU")
     speed.set_yscale("log")
     for axes in (memory, speed):
         axes.set_xscale("log", base=2)

@@ -1,20 +1,55 @@
-"""The fastest Plan that fits some GPUs, at one length.
+"""The fastest Plan that fits some GPUs at one length, the longest context that fits, and what limits it.
 
-For each number of GPUs that can share a sequence, on its best mesh (meshes.py), every recipe that is allowed is given
-what there is (fitting.py). What fits is compared by tokens a second (seconds.py).
+For each number of GPUs that can share a sequence, `search` tries every recipe on its meshes, best first (meshes.py), in
+the ways that its schedule offers (schedule/variants.py). It compares the Plans that fit by tokens per second
+(seconds.py). `longest` grows the context until nothing fits, and `binding` finds out which memory limits it.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from ithaca.base.errors import PlanError
 from ithaca.model.spec import Spec
-from ithaca.planner.cluster import Cluster
-from ithaca.planner.fitting import LONGEST, SHORTEST, Answer, fit, fitting, mesh_of, pass_seconds
+from ithaca.parallel.axes import Axes
+from ithaca.planner.hardware import Cluster
+from ithaca.planner.meshes import SAME as SAME_MESH
+from ithaca.planner.meshes import Shapes, ranked_meshes
+from ithaca.planner.seconds import Seconds, predict_seconds
 from ithaca.plans.plan import Plan
-from ithaca.schedule.sweep.placement import every_choice, some_choices
+from ithaca.plans.recipes import RECIPES
+from ithaca.schedule.job import Job
+from ithaca.schedule.step_memory import Memory
+from ithaca.schedule.variants import SHORTEST, Effort, recipe_fits, refit
 
-SAME = 1.02  # rates within that are no difference
-PREFERRED = ("sweep", "dense", "ulysses", "untied", "hybrid", "ring", "alst")
+SAME = 1.02  # rates within this factor count as equal: then the recipe that comes first in the table is taken
+LONGEST = 2**32  # the most tokens that can be planned for
+STEP = 2**16  # tokens: the longest context is found in whole steps
+ACCURACY = 256  # the longest context is right to one part in so many
+MORE = (1.1, 2.0)  # `binding` tries this many times the memory
+LEAST_MEMORY = "sweep"  # the recipe with which the longest contexts fit
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A Plan that fits, with its mesh, its memory and its time."""
+
+    plan: Plan
+    tokens: int  # of one sequence
+    axes: Axes
+    rows: int  # sequences in a pass for each group of GPUs that share them, in the largest group
+    sequences: int  # sequences in a pass, over all GPUs
+    memory: Memory
+    seconds: Seconds
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and GPU."""
+        return self.sequences * self.tokens / self.seconds.step / self.axes.size
+
+    def recomputed(self, spec: Spec) -> int:
+        """Layers whose attention runs again in backward."""
+        job = Job(spec=spec, plan=self.plan, tokens=self.rows * self.tokens, axes=self.axes)
+        return round((job.costs.work(job).attention_runs - 1) * spec.layers)
 
 
 def search(
@@ -25,67 +60,173 @@ def search(
     mesh: tuple[int, int] | None = None,
     sequences: int | None = None,
 ) -> Answer | None:
-    """The fastest for this length; None where nothing fits.
+    """The fastest Plan for this length; None if nothing fits.
 
-    `mesh`: ulysses × ring that share a sequence, where that is settled. `sequences`: of a pass, over all GPUs; not
-    given: one for those that share it. There must be one for each of those.
+    `mesh`: (ulysses, ring), if that is decided already. `sequences`: the sequences in a pass over all GPUs, at least
+    one for each group of GPUs that share one; if it is not given, exactly one for each group.
     """
     if not SHORTEST <= tokens <= LONGEST:
-        raise PlanError(f"--tokens {tokens} cannot be planned for: {SHORTEST}, a tile of attention, to {LONGEST} can")
+        raise PlanError(f"--tokens {tokens} is out of range: give {SHORTEST} (a tile of attention) to {LONGEST}")
     found: list[Answer] = []
     for sharing in cluster.sharing() if mesh is None else [mesh[0] * mesh[1]]:
         shard = cluster.count // sharing
         if mesh is None and sequences is not None and shard > sequences:
             continue
         rows = -(-(sequences or 1) // shard)
-        if answer := _best_of(spec, cluster, tokens, sharing, recipe, mesh, rows):
+        if answer := best_of(spec, cluster, tokens, sharing, recipe, mesh, rows):
             found.append(replace(answer, sequences=sequences or shard))
-        if sharing >= cluster.machine.gpus and len(found) > 1 and found[-1].rate <= found[-2].rate:
-            break  # over still more nodes there is only more to exchange
+        slower = len(found) > 1 and found[-1].rate <= found[-2].rate and not found[-1].recomputed(spec)
+        if slower and sharing >= cluster.machine.gpus:
+            break  # sharing over more nodes only adds messages
     best = _preferred(found)
     return best and _refined(spec, cluster, best)
 
 
+def fitting(
+    spec: Spec,
+    cluster: Cluster,
+    tokens: int,
+    recipe: str,
+    mesh: tuple[int, int],
+    effort: Effort,
+    rows: int = 1,
+) -> Iterator[Answer]:
+    """The ways in which a recipe fits on one mesh; `rows`: sequences for each group of GPUs that share them."""
+    ulysses, ring = mesh
+    axes = Axes(shard=cluster.count // (ulysses * ring), ring=ring, ulysses=ulysses)
+    for plan, memory in recipe_fits(recipe, spec, axes, rows * tokens, cluster.budget, effort):
+        seconds = _pass_seconds(spec, cluster, plan, tokens, rows, axes)
+        answer = Answer(plan, tokens, axes, rows, rows * axes.shard, memory, seconds)
+        yield answer
+        if not answer.recomputed(spec):
+            return  # the variants that follow use less memory and are no faster
+
+
+def _pass_seconds(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, rows: int, axes: Axes) -> Seconds:
+    """The time of a pass over several sequences, which do not attend to each other."""
+    job = Job(spec=spec, plan=plan, tokens=rows * tokens, sequence=tokens, axes=axes)
+    return predict_seconds(job, cluster.gpu, cluster.machine)
+
+
 def _refined(spec: Spec, cluster: Cluster, answer: Answer) -> Answer:
-    """The same with every choice of what is kept."""
-    if not answer.plan.sweeps:
+    """The same answer with every choice of saved tensors tried."""
+    found = refit(answer.plan, spec, answer.axes, answer.rows * answer.tokens, cluster.budget)
+    if found is None:
         return answer
-    mesh = answer.ulysses, answer.ring
-    settled = replace(answer.plan, x=None, o=None, residual=None, disk=None)
-    every = every_choice(spec.layers)
-    fitted = next(fit(spec, cluster, settled, answer.rows * answer.tokens, *mesh, answer.shard, every), None)
-    if fitted is None:
-        return answer
-    seconds = pass_seconds(spec, cluster, fitted[0], answer.tokens, answer.rows, mesh)
-    return replace(answer, plan=fitted[0], memory=fitted[1], seconds=seconds)
+    seconds = _pass_seconds(spec, cluster, found[0], answer.tokens, answer.rows, answer.axes)
+    return replace(answer, plan=found[0], memory=found[1], seconds=seconds)
 
 
-def _best_of(
+def best_of(
     spec: Spec,
     cluster: Cluster,
     tokens: int,
     sharing: int,
     recipe: str | None,
-    mesh: tuple[int, int] | None,
-    rows: int,
+    mesh: tuple[int, int] | None = None,
+    rows: int = 1,
 ) -> Answer | None:
-    """The fastest when so many GPUs share a sequence."""
-    names = [recipe] if recipe else [name for name in PREFERRED if _suits(Plan(recipe=name), sharing, mesh)]
-    meshes = {name: mesh or mesh_of(spec, cluster, Plan(recipe=name), tokens, sharing) for name in names}
-    some = some_choices(spec.layers)
-    found = (answer for name in names for answer in fitting(spec, cluster, tokens, name, meshes[name], some, rows))
-    return _preferred([*found])
+    """The fastest answer if this many GPUs share a sequence."""
+    found = []
+    for name in [recipe] if recipe else [name for name in RECIPES if _suits(name, sharing, mesh)]:
+        meshes = (mesh,) if mesh else ranked_meshes(spec, cluster, name, tokens, sharing)
+        if answer := _best_on(spec, cluster, tokens, name, meshes, rows):
+            found.append(answer)
+    return _preferred(found)
 
 
-def _suits(plan: Plan, sharing: int, mesh: tuple[int, int] | None) -> bool:
-    """Whether a recipe is worth a try when so many share a sequence."""
+def _best_on(spec: Spec, cluster: Cluster, tokens: int, recipe: str, meshes: Shapes, rows: int) -> Answer | None:
+    """The fastest answer of a recipe on the first of these meshes that fits, or on the first that attends only once."""
+    found: Answer | None = None
+    for mesh in meshes:
+        once = fitting(spec, cluster, tokens, recipe, mesh, Effort.LEAST_ONCE, rows)
+        if found and not _runs_once(spec, next(once, None)):
+            continue
+        answers = fitting(spec, cluster, tokens, recipe, mesh, Effort.FEW, rows)
+        best = max(answers, key=lambda answer: answer.rate, default=None)
+        if best and (found is None or best.rate > SAME_MESH * found.rate):
+            found = best
+        if _runs_once(spec, found):
+            break
+    return found
+
+
+def _runs_once(spec: Spec, answer: Answer | None) -> bool:
+    """Whether there is an answer that does not recompute attention."""
+    return answer is not None and not answer.recomputed(spec)
+
+
+def _suits(recipe: str, sharing: int, mesh: tuple[int, int] | None) -> bool:
+    """Whether a recipe is worth trying if this many GPUs share a sequence."""
     if sharing == 1:
-        return plan.recipe in ("sweep", "dense")
-    return plan.shares and (mesh is None or ((mesh[0] == 1 or plan.shares_heads) and (mesh[1] == 1 or plan.rings)))
+        return recipe in ("sweep", "dense")  # on one GPU the others run as `dense` does
+    entry = RECIPES[recipe]
+    return (entry.ulysses or entry.ring) and (mesh is None or entry.allows(*mesh))
 
 
 def _preferred(answers: list[Answer]) -> Answer | None:
-    """The fastest; of those as fast, the recipe that is preferred."""
+    """The fastest answer; among equally fast ones, that of the recipe that comes first in the table."""
     fastest = max((answer.rate for answer in answers), default=0.0)
     good = (answer for answer in answers if answer.rate * SAME >= fastest)
-    return min(good, key=lambda answer: (PREFERRED.index(answer.plan.recipe), -answer.rate), default=None)
+    order = [*RECIPES]
+    return min(good, key=lambda answer: (order.index(answer.plan.recipe), -answer.rate), default=None)
+
+
+def longest(
+    spec: Spec, cluster: Cluster, recipe: str | None = None, recomputing: bool = False, from_: int = STEP
+) -> int:
+    """The most tokens, in whole `STEP`s, that fit if as many GPUs as possible share a sequence.
+
+    If one step does not fit, the largest half, quarter … of it that does; 0 if none. Recipes that can save attention
+    outputs save all of them, unless `recomputing` allows attention to run again. `from_`: a length that fits.
+    """
+    plan, effort = Plan(recipe=recipe or LEAST_MEMORY), Effort.LEAST if recomputing else Effort.LEAST_ONCE
+    sizes = [*reversed(cluster.sharing())] if plan.shares else [1]
+    every = (ranked_meshes(spec, cluster, plan.recipe, from_, sharing) for sharing in sizes)
+    most = 0
+    for mesh in next((meshes for meshes in every if meshes), ()):
+
+        def fits(tokens: int) -> bool:
+            return next(fitting(spec, cluster, tokens, plan.recipe, mesh, effort), None) is not None  # noqa: B023
+
+        # A mesh is looked at only if it takes a longer context than the meshes before it
+        longer = min(most + max(most // ACCURACY, min(most, STEP)), LONGEST) if most else from_
+        if longer > most and (longer == STEP or fits(longer)):
+            most = max(most, _longest(fits, from_))
+    return most
+
+
+def _longest(fits: Callable[[int], bool], from_: int) -> int:
+    """The longest context on one mesh."""
+    low, most = max(from_ // STEP, 1), LONGEST // STEP
+    if not fits(low * STEP):
+        halves = [STEP >> halved for halved in range(1, STEP.bit_length()) if STEP >> halved >= SHORTEST]
+        return next((tokens for tokens in halves if fits(tokens)), 0)
+    high, growth = low, 2 if low == 1 else 1.2
+    while high < most and fits((high := min(int(high * growth) + 1, most)) * STEP):
+        low = high
+    while high - low > max(low // ACCURACY, 1):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * STEP) else (low, middle)
+    return low * STEP
+
+
+def binding(spec: Spec, cluster: Cluster, recipe: str | None, most: int) -> str:
+    """What limits the context to `most` tokens: 'GPU', 'host' or 'disk', whichever helps most if there is more of it.
+
+    First 10 % more is tried. If that helps by less than a `STEP`, twice as much is. 'planner': `most` is the longest
+    context that can be planned for.
+    """
+    if most == LONGEST:
+        return "planner"
+    found: dict[str, int] = {}
+    for share in MORE:
+        more = {
+            "GPU": replace(cluster, gpu=replace(cluster.gpu, memory=cluster.gpu.memory * share)),
+            "host": replace(cluster, host=cluster.host * share),
+            **({"disk": replace(cluster, disk=cluster.disk * share)} if cluster.disk else {}),
+        }
+        found = {name: longest(spec, other, recipe, from_=max(most, STEP)) for name, other in more.items()}
+        if max(found.values()) > most:
+            break
+    return max(found, key=lambda name: found[name])

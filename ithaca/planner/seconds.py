@@ -1,44 +1,44 @@
-"""How long a step takes, by part, in closed form: FLOPs over what kernels reach, bytes over what links carry.
+"""The time of a step, by part: the work that the schedule states, divided by the rates of kernels and links.
 
-Of a rank, for one sequence of S tokens over C × R ranks. With F = 2 · L · Hq · D · S FLOPs a token for causal attention
-forward (half of the square) and N_b parameters a block:
+    attention    forward, 2.5 times as much backward, forward again if it is recomputed; merging the outputs of tiles
+    linear       matrix products, and the bytes that norms, gates, rotary and residuals read and write
+    exchange     messages between ranks that share a sequence, by link; the schedule says how much of it is hidden
+    copies       tapes in host memory and on disk, in the busier direction; hidden behind the rest
+    weights      gathered for each pass, gradients reduced in fp32, over all ranks; hidden behind all but short blocks
+    optimizer    reads and writes 28 bytes per parameter of the shard, or copies moments from the host and back
 
-    attention    F forward, 2.5 F backward, F once more where a block or its attention is run again; the rank with most
-                 heads is waited for. A walk over tiles also merges: o and dq in fp32, read and written at each visit
-    linear       2 L N_b forward, 4 backward, and what is run again; 6 · vocabulary · hidden for the loss; and what
-                 norms, gates, rope and residuals read and write
-    exchange     what plans/traffic.py says, by link; `sweep` and travelling K and V hide it (meshes.py)
-    copies       host tapes, each written and read once, over the link to the host, those on disk over the disk's:
-                 hidden behind the rest
-    weights      gathered for each pass and reduced in fp32 over all ranks: hidden behind all but the shortest blocks
-    optimizer    reads and writes of 28 bytes a parameter of the shard, or of moments through the link to the host
+Three factors were measured on the H200: attention is slower with heads of up to 64 features; one kernel call over a
+whole sequence is slower than a walk over tiles; small operations between a block's products add to their time. Padding
+is left out.
 
-Three shares were measured on the H200: heads of up to 64 features run slower; so does one call over a whole sequence
-than a walk over tiles; and what lies between a block's products, gathering and reducing its weights included, adds to
-them. Left out: padding, documents.
+Links: ranks are numbered along a node, Ulysses ranks first (parallel/mesh.py). C Ulysses ranks lie on one node if C
+divides its GPUs, and the ring then goes across nodes. The schedule lists the messages; here they are split by where
+they go, for the rank whose links are busy longest. Gathered parameters are the same under every mesh, so they are
+left out.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
 
 from ithaca.model.spec import Spec
-from ithaca.planner.hardware import Gpu
-from ithaca.planner.machine import Machine
-from ithaca.planner.meshes import Choice, weigh
-from ithaca.plans.places import RECOMPUTE
+from ithaca.parallel.head_split import HeadSplit
+from ithaca.parallel.layout import Layout
+from ithaca.planner.hardware import Gpu, Machine
 from ithaca.plans.plan import Plan
-from ithaca.plans.tape_specs import has_room_for_x
-from ithaca.schedule.sweep.rebuild import rebuild_passes
+from ithaca.schedule.costs import Message, Peers, traffic
+from ithaca.schedule.job import BF16, FP32, Job
 
-NARROW_HEADS = {"forward": 451 / 589, "backward": 419 / 516}  # head size 64 against 128, measured on an H200
-ONE_CALL = 522 / 589  # forward, a sequence of 512K at once against tiles of 64K
-BETWEEN = 1.12  # times what products and the bytes beside them take
-DISK = 4e9  # bytes a second that a node's disk writes, and reads: assumed
-BF16, FP32 = 2, 4
+NARROW_HEADS = {"forward": 451 / 589, "backward": 419 / 516}  # rate of head size 64 over that of 128, on an H200
+ONE_CALL = 522 / 589  # forward rate of one call over 512K over that of tiles of 64K
+BETWEEN = 1.12  # the time of a block's products with everything between them, over the products and bytes alone
+DISK = 4e9  # bytes/s that a node's disk writes, and as many that it reads: assumed
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one step of one rank."""
+    """The seconds of one step of one rank, by part. Parts overlap, so `step` is less than their sum."""
 
     attention_forward: float
     attention_backward: float
@@ -51,109 +51,32 @@ class Seconds:
 
     @property
     def computing(self) -> float:
+        """Attention and matrix products."""
         return self.attention_forward + self.attention_backward + self.linear
 
 
-def predict_seconds(
-    spec: Spec,
-    plan: Plan,
-    gpu: Gpu,
-    machine: Machine,
-    tokens: int,
-    ulysses: int,
-    ring: int = 1,
-    attended: int | None = None,
-) -> Seconds:
-    """`attended`: the length of each of several sequences that are `tokens` together."""
-    plan = plan.settled()
-    sharing = ulysses * ring
-    local, mesh = -(-tokens // sharing), weigh(spec, plan, machine, tokens, ulysses, ring)
-    uneven = max(map(len, mesh.split.q)) * ulysses / spec.heads
-    forward = 2 * spec.layers * spec.heads * spec.head_size * (attended or tokens) * local * uneven
-    share = dict(NARROW_HEADS) if spec.head_size <= 64 else dict.fromkeys(NARROW_HEADS, 1.0)
-    share["forward"] *= 1.0 if plan.sweeps else ONE_CALL
-    again = _attention_again(spec, plan)
-    merging = _merged_bytes(spec, mesh) * local * uneven / gpu.bandwidth if plan.sweeps else 0.0
-    parts = {
-        "attention_forward": (1 + again) * (forward / (gpu.attention_forward * share["forward"]) + merging),
-        "attention_backward": 2.5 * forward / (gpu.attention_backward * share["backward"]) + merging,
-        "linear": BETWEEN * local * (_linear_flops(spec, plan) / gpu.matmul + _moved_bytes(spec, plan) / gpu.bandwidth),
-        "exchange": mesh.exchange,
-        "copies": max(
-            _copied_bytes(spec, plan, ("host", "disk")) * local / gpu.host,
-            _copied_bytes(spec, plan, ("disk",)) * local * machine.gpus / DISK,
-        ),
-        "weights": _weights(spec, plan, machine),
-        "optimizer": _optimizer(spec, plan, gpu, machine),
-    }
-    return Seconds(**parts, step=_step(plan, mesh, **parts))
-
-
-def _step(
-    plan: Plan,
-    mesh: Choice,
-    attention_forward: float,
-    attention_backward: float,
-    linear: float,
-    exchange: float,
-    copies: float,
-    weights: float,
-    optimizer: float,
-) -> float:
-    computing = attention_forward + attention_backward + linear
-    return optimizer + max(mesh.with_exchange(plan, computing), copies, exchange, weights)
-
-
-def _attention_again(spec: Spec, plan: Plan) -> float:
-    """The share of layers whose attention runs a second time."""
-    if plan.sweeps:
-        return plan.placement(spec.layers).o.count(RECOMPUTE) / spec.layers
-    return float(plan.checkpoint not in ("none", "selective"))
-
-
-def _merged_bytes(spec: Spec, mesh: Choice) -> float:
-    """For one token, all layers: at each visit but the first a sum in fp32 is read and written, a part in bf16 read."""
-    visits = (mesh.chunks - 1) / 2
-    return spec.layers * visits * mesh.ring * spec.heads * spec.head_size * (2 * FP32 + BF16)
-
-
-def _linear_flops(spec: Spec, plan: Plan) -> float:
-    """Of all layers and the loss, for one token."""
-    q, kv, hidden, mlp = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.hidden, spec.mlp
-    project, mix, feed = hidden * (q + 2 * kv), q * hidden, 3 * hidden * mlp
-    block = project + mix + feed
-    again = 0.0 if plan.checkpoint == "none" else block - hidden * mlp  # the last product is not run again
-    if plan.recipe == "untied":
-        again += project  # q, K and V once to attend again, and once for their gradients
-    if plan.sweeps:
-        again += 2 * hidden * kv  # K and V, for later chunks
-        again += rebuild_passes(plan.placement(spec.layers), has_room_for_x(spec)) * (mix + feed) / spec.layers
-    return spec.layers * (6 * block + 2 * again) + 6 * spec.vocab * hidden
-
-
-def _moved_bytes(spec: Spec, plan: Plan) -> float:
-    """What is read and written beside the products, for one token: counted in tensors of each width."""
-    q, kv = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
-    runs = 2 if plan.checkpoint != "none" else 1  # of the forward pass
-    hidden = 8 * runs + 14  # norms, residuals; backward, also of the norms
-    heads = 4 * runs + 12  # rope, and packing for the exchange; the same backward
-    mlp = 3 * runs + 6
-    block = hidden * spec.hidden + heads * (q + 2 * kv) / 2 + mlp * spec.mlp
-    return BF16 * (spec.layers * block + 3 * spec.vocab)  # logits are read twice and written once
-
-
-def _copied_bytes(spec: Spec, plan: Plan, places: tuple[str, ...]) -> float:
-    """To there or from there, for one token: each direction has a link of its own, so the larger counts."""
-    placement = plan.placement(spec.layers)
-    hosted = sum(map(placement.x.count, places)) * spec.hidden
-    if plan.sweeps:
-        hosted += sum(map(placement.o.count, places)) * spec.heads * spec.head_size
-        hosted += spec.layers * spec.hidden * (plan.residual in places)
-    return hosted * BF16
+def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
+    """The time of a step of a job on some GPUs."""
+    work = job.costs.work(job)
+    narrow = job.spec.head_size <= 64
+    forward_rate = gpu.attention_forward * (NARROW_HEADS["forward"] if narrow else 1.0)
+    forward_rate *= ONE_CALL if work.one_call else 1.0
+    backward_rate = gpu.attention_backward * (NARROW_HEADS["backward"] if narrow else 1.0)
+    merging = work.merged / gpu.bandwidth
+    forward = work.attention_runs * (work.attention / forward_rate + merging)
+    backward = 2.5 * work.attention / backward_rate + merging
+    linear = BETWEEN * (work.linear / gpu.matmul + work.moved / gpu.bandwidth)
+    ulysses, ring = exchange_seconds(job, machine)
+    copies = max(work.host.most / gpu.host, work.disk.most * machine.gpus / DISK)
+    weights = _weights(job.spec, job.plan, machine)
+    optimizer = _optimizer(job.spec, job.plan, gpu, machine)
+    exposed = job.costs.exposed(job, forward + backward + linear, ulysses, ring)
+    step = optimizer + max(exposed, copies, ulysses + ring, weights)
+    return Seconds(forward, backward, linear, ulysses + ring, copies, weights, optimizer, step)
 
 
 def _weights(spec: Spec, plan: Plan, machine: Machine) -> float:
-    """Gathered in bf16 for both passes (under ZeRO-1 and 2 once), reduced in fp32, over the slower link."""
+    """Seconds to gather weights in bf16, for both passes or once, and to reduce gradients, over the slower link."""
     if machine.ranks == 1:
         return 0.0
     sent = spec.parameters() * (machine.ranks - 1) / machine.ranks * (BF16 * (2 if plan.zero == 3 else 1) + FP32)
@@ -161,8 +84,104 @@ def _weights(spec: Spec, plan: Plan, machine: Machine) -> float:
 
 
 def _optimizer(spec: Spec, plan: Plan, gpu: Gpu, machine: Machine) -> float:
-    """Weights, gradients and moments are read, weights and moments written; all in fp32."""
+    """Seconds to read weights, gradients and moments and to write weights and moments, all in fp32."""
     shard = spec.parameters() / machine.ranks
     if plan.optimizer == "host":
         return 8 * shard / gpu.host
     return 28 * shard / gpu.bandwidth
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a rank sends in a step, to others of its node and to other nodes."""
+
+    inside: int
+    across: int
+
+    def __add__(self, other: "Sent") -> "Sent":
+        return Sent(self.inside + other.inside, self.across + other.across)
+
+    def seconds(self, machine: Machine) -> float:
+        return self.inside / machine.inside + self.across / machine.across
+
+
+def exchange_seconds(job: Job, machine: Machine) -> tuple[float, float]:
+    """Seconds of a step's messages between Ulysses ranks, and of those between ring ranks."""
+    ulysses, ring = busiest(job, machine)
+    return ulysses.seconds(machine), ring.seconds(machine)
+
+
+def busiest(job: Job, machine: Machine) -> tuple[Sent, Sent]:
+    """What the busiest rank sends to Ulysses ranks and to ring ranks: the rank whose links take longest."""
+    if job.axes.context == 1:
+        return Sent(0, 0), Sent(0, 0)
+    messages = _step_messages(job)
+    seats = {seat.key(job.split): seat for seat in _seats(machine, job.layout)}.values()
+    found = [tuple(_sent(job, messages[ring], seat, ring) for ring in (False, True)) for seat in seats]
+    ulysses, ring = max(found, key=lambda sent: sum(part.seconds(machine) for part in sent))
+    return ulysses, ring
+
+
+def _step_messages(job: Job) -> dict[bool, list[tuple[int, Message]]]:
+    """Messages over Ulysses ranks and over ring ranks, each with the number of layers that send it."""
+    layers = job.spec.layers
+    found: dict[bool, list[tuple[int, Message]]] = {False: [], True: []}
+    # Only the last layer may differ from the others
+    for times, layer in ((layers - 1, 0), (1, layers - 1)):
+        for message in (message for way in job.costs.messages(job, layer) for message in way):
+            found[message.ring].append((times, message))
+    return found
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """One rank of a sequence, and which others are on its node."""
+
+    ulysses: int
+    ring: int
+    ulysses_here: range
+    rings_here: range
+    next_here: bool  # the next in the ring
+
+    def key(self, split: HeadSplit) -> tuple[int, ...]:
+        """All that its traffic depends on."""
+        q, kv = (
+            sum(len(part) for part in parts[self.ulysses_here.start : self.ulysses_here.stop])
+            for parts in (split.q, split.kv)
+        )
+        mine = len(split.q[self.ulysses]), len(split.kv[self.ulysses])
+        return (*mine, q, kv, len(self.ulysses_here), len(self.rings_here), self.next_here)
+
+
+def _seats(machine: Machine, layout: Layout) -> Iterator[_Seat]:
+    """One rank for each way of lying on the nodes: where a sequence can begin on a node, ranks until all repeats."""
+    return iter(_placed_seats(machine.ranks, machine.gpus, layout.ulysses, layout.ring))
+
+
+@lru_cache(maxsize=1024)  # the planner's search asks for the same ones many times
+def _placed_seats(ranks: int, gpus: int, ulysses_ranks: int, ring_ranks: int) -> tuple[_Seat, ...]:
+    sharing, found = ulysses_ranks * ring_ranks, []
+    for start in range(0, min(ranks, lcm(gpus, sharing)), sharing):
+        for rank in range(start, start + min(sharing, lcm(gpus, ulysses_ranks))):
+            ring, ulysses = divmod(rank - start, ulysses_ranks)
+            begin = rank // gpus * gpus - start  # of the node, counted as the sequence's ranks are
+            first, last = begin - ulysses, begin + gpus - 1 - ulysses  # where its ring ranks can lie
+            rings = range(max(-(-first // ulysses_ranks), 0), min(last // ulysses_ranks, ring_ranks - 1) + 1)
+            here = range(max(begin - ring * ulysses_ranks, 0), min(begin + gpus - ring * ulysses_ranks, ulysses_ranks))
+            found.append(_Seat(ulysses, ring, here, rings, (ring + 1) % ring_ranks in rings))
+    return tuple(found)
+
+
+def _sent(job: Job, messages: list[tuple[int, Message]], seat: _Seat, in_ring: bool) -> Sent:
+    """Bytes of some messages, in all layers, that a rank sends inside its node and across nodes."""
+    others = [rank for rank in range(job.axes.ulysses) if rank != seat.ulysses]
+    rings_here = len(seat.rings_here) - 1  # without its own
+
+    def sent(on_node: bool) -> int:
+        ulysses = [] if in_ring else [rank for rank in others if (rank in seat.ulysses_here) == on_node]
+        rings = (rings_here if on_node else job.axes.ring - 1 - rings_here) if in_ring else 0
+        next_counts = in_ring and job.axes.ring > 1 and seat.next_here == on_node
+        peers = Peers(seat.ulysses, ulysses, rings, next_counts)
+        return sum(times * traffic([message], job, peers).bytes for times, message in messages)
+
+    return Sent(sent(True), sent(False))

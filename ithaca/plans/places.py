@@ -1,9 +1,9 @@
-"""Where the x and o of each layer are kept, in words: one for all layers, or a list that is repeated over them.
+"""Where x and o of each layer are saved, in words: one word for all layers, or a list that is repeated over them.
 
-host                    every layer's on the host
-host, rebuild*7         every eighth layer's, and those between are made again
+host                    every layer in host memory
+host, rebuild*7         every eighth layer; those between are recomputed
 device*4, host*28       of 32 layers, the first four on the device
-disk*8, host            the first eight on the disk, the ninth on the host, and so on
+disk*8, host            eight on disk, the ninth in host memory, and so on
 """
 
 import re
@@ -16,18 +16,18 @@ from ithaca.base.errors import PlanError, suggestion
 
 IN_MEMORY = ("device", "host")
 KEPT = (*IN_MEMORY, "disk")  # the fastest first
-REBUILD, RECOMPUTE = "rebuild", "recompute"  # of x, from the x and o of the layer below; of o, by attention again
+REBUILD, RECOMPUTE = "rebuild", "recompute"  # x from x and o of the layer below; o by running attention again
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Each layer's word: where its x and its o are kept, or that they are not."""
+    """Each layer's words: where its x and its o are saved, or that they are recomputed."""
 
     x: tuple[str, ...]
     o: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """What a layer's backward pass needs can be had."""
+        """Raise an error if a layer's backward pass could not get its x."""
         if self.x[0] == REBUILD:
             raise PlanError(f"x='{spell(self.x)}' keeps nothing that layer 0 could be rebuilt from: begin with 'host'")
         for layer in range(1, len(self.x)):
@@ -38,9 +38,9 @@ class Placement:
                 )
 
 
-@lru_cache(maxsize=4096)  # every Plan reads its own, several times
+@lru_cache(maxsize=4096)  # every Plan reads its own several times
 def read_places(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """'host, rebuild*2' -> host, rebuild, rebuild. Refuses what is not a list of known words."""
+    """'host, rebuild*2' -> host, rebuild, rebuild. Other text than a list of known words is an error."""
     words: list[str] = []
     for item in text.split(","):
         word, star, count = (part.strip() for part in item.partition("*"))
@@ -52,9 +52,9 @@ def read_places(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ..
     return tuple(words)
 
 
-@lru_cache(maxsize=4096)  # a search asks for the same ones again and again
+@lru_cache(maxsize=4096)  # the planner's search asks for the same ones many times
 def place_layers(x: tuple[str, ...], o: tuple[str, ...], layers: int) -> Placement:
-    """Where a model's layers have their x and o, when the lists are repeated over them."""
+    """The words of every layer, with both lists repeated over the layers."""
     return Placement(over_layers("x", x, layers), over_layers("o", o, layers))
 
 
@@ -68,11 +68,11 @@ def over_layers(option: str, words: Sequence[str], layers: int) -> tuple[str, ..
 
 
 def spell(words: Sequence[str]) -> str:
-    """The shortest text that `read_places`, repeated over as many layers, gives these words for."""
+    """The shortest text that gives these words when it is repeated over as many layers."""
     return _spelled(tuple(words))
 
 
-@lru_cache(maxsize=4096)  # a search spells the same ones again and again
+@lru_cache(maxsize=4096)  # the planner's search spells the same ones many times
 def _spelled(words: tuple[str, ...]) -> str:
     period = next(n for n in range(1, len(words) + 1) if all(words[i] == words[i % n] for i in range(len(words))))
     runs = [(word, len(list(run))) for word, run in groupby(words[:period])]

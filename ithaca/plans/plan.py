@@ -1,105 +1,85 @@
-"""A Plan is a value: everything that decides memory and speed, and nothing else does."""
+"""A Plan is a value: it says everything that decides memory and speed."""
 
 import warnings
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Any
 
 from ithaca.base.errors import PlanError, suggestion
 from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
 from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, place_layers, read_places
+from ithaca.plans.recipes import RECIPES, Recipe
 
 CHECKPOINTS = ("none", "selective", "full")
-CHUNK = 64 * 2**10  # what a sweep takes when it is not told: attention kernels are at their best from here on
-
-# What each recipe may be told, and what it does when it is not; None is left to the length of the batch
-RECIPES: dict[str, dict[str, Any]] = {
-    "dense": {"checkpoint": "full", "tile": None, "x": "device"},
-    "ulysses": {"checkpoint": "full", "tile": None, "x": "device"},
-    "alst": {"checkpoint": "full", "tile": 8192, "x": "host"},
-    "untied": {"heads": None, "tile": 8192, "x": "host"},
-    "ring": {"checkpoint": "full", "tile": None, "x": "device", "travel": "around"},
-    "hybrid": {"checkpoint": "full", "tile": None, "x": "device", "travel": "around"},
-    "sweep": {
-        "chunk": None,
-        "tile": 8192,
-        "x": "host",
-        "o": "host",
-        "lse": "device",
-        "residual": "host",
-        "kv": "device",
-    },
-}
+CHUNK = 64 * 2**10  # tokens: attention kernels run at their best from here on
 TRAVELS = ("around", "gather")
 RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "tile", "x", "o", "lse", "residual", "kv")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a model is run. Under every Plan the numbers are the same; memory and time differ.
+    """How a model is run. Losses and gradients are the same under every Plan; memory and time differ.
 
-    Options that are not given are the recipe's (`settled`); options that mean nothing to a recipe are refused.
+    An option that is not given takes the recipe's default (`settled`). An option that the recipe does not have is an
+    error. plans/recipes.py has the recipes.
     """
 
     recipe: str = "dense"
-    """`dense`: blocks run over whole sequences, each on one rank. The others can share a sequence among Ulysses ranks.
-    `ulysses`: blocks run over all tokens of a rank. `alst`: the same with a tiled MLP and block inputs on the host.
-    `untied`: the same, with a few heads at a time. `ring`: the same, over ring ranks, where K and V travel. `hybrid`:
-    over both. `sweep`: blocks run over chunks of a sequence; of its length only K,
-    V and their gradients stay on the device."""
+    """The method: `dense` (one rank per sequence), `ulysses`, `alst` (Ulysses, tiled MLP, block inputs in host memory),
+    `untied` (Ulysses, a few heads at a time), `ring`, `hybrid` (Ulysses and ring), or `sweep` (chunks of a sequence; of
+    its full length only K, V and their gradients stay on the device)."""
 
     checkpoint: str | None = None
-    """What a block keeps for its backward pass. `none`: everything. `selective`: its input and the attention's output,
+    """What a block saves for its backward pass. `none`: everything. `selective`: its input and the attention's output,
     so that attention runs once. `full`: its input. (dense, ulysses, alst, ring, hybrid)"""
 
     heads: int | None = None
-    """Query heads, over all Ulysses ranks, that are attended with at a time; not given: one on each rank. (untied)"""
+    """Query heads over all Ulysses ranks that attend at a time. Default: one on each rank. (untied)"""
 
     travel: str | None = None
-    """How K and V come to the other ring ranks. `around`: from each to the next, in steps. `gather`: all at once, in as
-    many times their memory as there are ring ranks; backward takes three times that. (ring, hybrid)"""
+    """How K and V reach the other ring ranks. `around`: from each rank to the next, in steps. `gather`: all at once,
+    which takes their memory once per ring rank, and three times that in backward. (ring, hybrid)"""
 
     chunk: int | None = field(default=None, metadata={"read": parse_tokens})
-    """Tokens of a sequence, over all ranks that share it, that go through a block together; not given: 64K, or all
-    where there are fewer. (sweep)"""
+    """Tokens of a sequence, over all ranks that share it, that go through a block together. Default: 64K, or all if
+    there are fewer. (sweep)"""
 
     tile: int | None = field(default=None, metadata={"read": parse_tokens})
-    """Tokens of a rank that go through an MLP together; not given: 8K under `alst`, `untied` and `sweep`, else all."""
+    """Tokens of a rank that go through an MLP together. Default: 8K under `alst`, `untied`, `sweep`, otherwise all."""
 
     x: str | None = None
-    """Where block inputs are kept: `device`, `host` or `disk`; or `rebuild`, made again from o (sweep). One word, or a
-    list that is repeated over the layers: `host, rebuild*7` keeps every eighth."""
+    """Where block inputs are saved: `device`, `host` or `disk`; or `rebuild`: recomputed from o (sweep). One word, or a
+    list that is repeated over the layers: `host, rebuild*7` saves every eighth."""
 
     o: str | None = None
-    """Where attention outputs are kept: `device`, `host` or `disk`; or `recompute`, by attention again. A word or a
+    """Where attention outputs are saved: `device`, `host` or `disk`; or `recompute`: attention runs again. A word or a
     list, as for x. (sweep)"""
 
     lse: str | None = None
-    """Where the attention's log-sum-exps are kept. (sweep)"""
+    """Where the log-sum-exps of attention are saved: `device` or `host`. (sweep)"""
 
     residual: str | None = None
-    """Where the gradient between blocks is kept. (sweep)"""
+    """Where the residual between blocks lives, x forward and its gradient backward: `device` or `host`. (sweep)"""
 
     kv: str | None = None
-    """Where K and V of a block, and their gradients, are kept while it runs. (sweep)"""
+    """Where K and V of a block, and their gradients, live while it runs: `device` or `host`. (sweep)"""
 
     zero: int = 3
-    """What is cut over ranks: 1 optimizer states, 2 gradients too, 3 parameters too."""
+    """What is sharded over ranks. 1: optimizer states. 2: gradients too. 3: parameters too."""
 
     optimizer: str = "device"
-    """Where AdamW's moments are kept: `device`, or `host`, from where each step takes them through the device."""
+    """Where AdamW's moments live: `device`, or `host`; from there each step streams them through the device."""
 
     kernel: str = "auto"
-    """The attention kernel; `auto` takes the fastest that the device and dtype allow."""
+    """The attention kernel. `auto`: the fastest that runs on the device, dtype and head size."""
 
     loss_tile: int = field(default=4096, metadata={"read": parse_tokens})
-    """Tokens whose logits exist at a time."""
+    """Tokens whose logits exist at the same time."""
 
     host_memory: int | None = field(default=None, metadata={"read": parse_bytes})
-    """Bytes of host memory that tapes may take on a node, as 96GB; not given: what is free, within the limit of the
-    control group. Optimizer states come beside them."""
+    """Host memory of a node that tapes may take, as 96GB. Default: what is free, within the limit of the control group.
+    Optimizer states come on top."""
 
     disk: str | None = None
-    """The folder of each node, on a disk of its own, that x and o go to where they say `disk`; nothing stays there."""
+    """The folder on each node's own disk for x and o with the word `disk`. Nothing is left there after the run."""
 
     gradient: InitVar[str | None] = None
     """The old name of `residual`."""
@@ -137,49 +117,45 @@ class Plan:
         self._check_together()
 
     def settled(self) -> "Plan":
-        """The Plan with every option said: what was not given is the recipe's."""
-        options = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
+        """The Plan with every option set: those that were not given take the recipe's default."""
+        options = {name: value for name, value in RECIPES[self.recipe].options.items() if getattr(self, name) is None}
         if self.checkpoint == "none":
-            options.pop("tile", None)  # of which there is none where every tile is kept
+            options.pop("tile", None)  # tiles save nothing if everything is kept
         if self.chunk is not None and options.get("tile") is not None:
             options["tile"] = min(options["tile"], self.chunk)
         return replace(self, **options) if options else self
 
     @property
+    def entry(self) -> Recipe:
+        """The recipe: its schedule, options and limits."""
+        return RECIPES[self.recipe]
+
+    @property
     def sweeps(self) -> bool:
-        return self.recipe == "sweep"
+        """Whether blocks run over chunks (schedule `sweep`), not over all tokens of a rank (`whole`)."""
+        return self.entry.schedule == "sweep"
 
     @property
     def shares(self) -> bool:
         """Whether several ranks can share a sequence."""
-        return self.recipe != "dense"
-
-    @property
-    def shares_heads(self) -> bool:
-        """Whether they can be Ulysses ranks."""
-        return self.shares and self.recipe != "ring"
-
-    @property
-    def rings(self) -> bool:
-        """Whether they can be ring ranks."""
-        return self.recipe in ("ring", "hybrid", "sweep")
+        return self.entry.ulysses or self.entry.ring
 
     def heads_at_once(self, ranks: int) -> int | None:
-        """Query heads that are attended with at a time, over so many Ulysses ranks; None: all."""
-        return (self.heads or ranks) if self.recipe == "untied" else None
+        """Query heads, over so many Ulysses ranks, that are attended with at a time; None: all."""
+        return (self.heads or ranks) if self.entry.head_rounds else None
 
     def placement(self, layers: int) -> Placement:
-        """Where a model's layers have their x and o. A block that runs whole keeps its o by its checkpoint, or not."""
+        """Where each layer's x and o are saved. Under `whole`, `checkpoint` decides about o instead."""
         return place_layers(self._words("x"), self._words("o") if self.sweeps else (RECOMPUTE,), layers)
 
     @property
     def named_layers(self) -> int:
-        """How many layers x or o names one by one: a model needs as many."""
+        """How many layers x or o names one by one: a model needs at least as many."""
         return max(len(self._words("x")), len(self._words("o")))
 
     def _words(self, name: str) -> tuple[str, ...]:
         value = getattr(self, name)
-        value = RECIPES[self.recipe].get(name) if value is None else value
+        value = RECIPES[self.recipe].options.get(name) if value is None else value
         extra = {"x": REBUILD, "o": RECOMPUTE}[name] if self.sweeps else None
         if value is None:
             return ()
@@ -193,7 +169,7 @@ class Plan:
         return read_places(name, value, (*KEPT, extra) if extra else KEPT)
 
     def chunk_of(self, tokens: int, shorten: bool) -> int:
-        """Tokens in a chunk of a sequence that has so many. A longer chunk is shortened only where that is said."""
+        """Tokens of a chunk of a sequence with `tokens` tokens. A longer chunk is an error unless `shorten`."""
         if self.chunk is not None and self.chunk > tokens and not shorten:
             raise PlanError(
                 f"chunk={self.chunk} is longer than the {tokens} tokens there are: chunk={tokens} works, and so "
@@ -202,10 +178,10 @@ class Plan:
         return min(self.chunk or CHUNK, tokens)
 
     def _check_known(self, name: str) -> None:
-        """An option that the recipe has no use for is refused."""
+        """Raise an error for an option that the recipe does not have."""
         value = getattr(self, name)
-        if value is not None and name not in RECIPES[self.recipe]:
-            others = " or ".join(f"'{recipe}'" for recipe, known in RECIPES.items() if name in known)
+        if value is not None and name not in RECIPES[self.recipe].options:
+            others = " or ".join(f"'{recipe}'" for recipe, entry in RECIPES.items() if name in entry.options)
             raise PlanError(
                 f"{name}={value} means nothing under recipe '{self.recipe}': leave it out, or use recipe {others}"
             )

@@ -10,12 +10,12 @@ from ithaca.base.sizes import format_bytes, format_seconds, format_tokens
 from ithaca.config import read_config
 from ithaca.model.config_json import find_config
 from ithaca.model.spec import read_spec
-from ithaca.planner.hardware import read_gpus
-from ithaca.planner.machine import Machine
+from ithaca.parallel.axes import Axes
+from ithaca.planner.hardware import Machine, parse_gpus, read_gpus
 from ithaca.planner.meshes import choose
 from ithaca.plans.plan import Plan
 
-NODE_GPUS = 8  # of the nodes that a mesh is chosen for
+NODE_GPUS, USUAL = 8, "H100-80GB"  # the nodes that a mesh is chosen for
 
 
 def run(
@@ -53,7 +53,7 @@ def run(
         memory_only=memory_only,
         bare=bare,
         hardware=hardware,
-        **axes,
+        axes=axes,
     )
     found = rehearse(scene)
     if not found["fits"]:
@@ -66,20 +66,20 @@ def run(
     print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
 
 
-def _axes(model: str, ranks: int, tokens: int, plan: Plan, given: dict[str, Any], chosen: bool) -> dict[str, int]:
-    """shard × ring × ulysses of so many ranks: as given, or all of them on one sequence, on the best mesh."""
+def _axes(model: str, ranks: int, tokens: int, plan: Plan, given: dict[str, Any], chosen: bool) -> Axes:
+    """The axes of so many ranks: as given, or all ranks on one sequence, on the best mesh."""
     if ranks < 1:
         raise PlanError(f"--ranks {ranks} cannot be rehearsed: 1 or more can")
     for name, size in given.items():
         if size is not None and size < 1:
             raise PlanError(f"mesh.{name}={size} is not a number of ranks: 1 or more is")
     if not chosen and not plan.shares:
-        return {"shard": ranks, "ring": 1, "ulysses": 1}
+        return Axes(shard=ranks)
     if not chosen:
         spec = read_spec(find_config(model)[0])
         gpus = next(count for count in range(min(ranks, NODE_GPUS), 0, -1) if ranks % count == 0)
-        best = choose(spec, plan, Machine(nodes=ranks // gpus, gpus=gpus), tokens)[0]
-        return {"shard": 1, "ring": best.ring, "ulysses": best.ulysses}
+        gpu = parse_gpus(USUAL, read_gpus())[1]
+        return choose(spec, plan, gpu, Machine(nodes=ranks // gpus, gpus=gpus), tokens)[0].axes
     sharing = given["ring"] * given["ulysses"]
     shard = given["shard"] or max(ranks // sharing, 1)
     if given["replicate"] != 1 or shard * sharing != ranks:
@@ -87,7 +87,7 @@ def _axes(model: str, ranks: int, tokens: int, plan: Plan, given: dict[str, Any]
             f"replicate {given['replicate']} × shard {shard} × ring {given['ring']} × ulysses {given['ulysses']} is "
             f"{given['replicate'] * shard * sharing}, but --ranks is {ranks}: shard, ring and ulysses must make it"
         )
-    return {"shard": shard, "ring": given["ring"], "ulysses": given["ulysses"]}
+    return Axes(shard=shard, ring=given["ring"], ulysses=given["ulysses"])
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

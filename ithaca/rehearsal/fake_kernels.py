@@ -1,27 +1,22 @@
-"""Attention for rehearsals: a kernel with a clock, one that takes memory and computes nothing, and short walks."""
+"""Attention kernels for rehearsals: one with a clock, and one that takes memory and computes nothing."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ithaca.attention.documents import Pieces
+from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.kernels.seam import Kernel
-from ithaca.attention.visits import TileVisits
-from ithaca.attention.walk import Walk
 from ithaca.base.precision import at_least_fp32
-from ithaca.planner.memory import WORKSPACE
 from ithaca.rehearsal.kernel_bound import Call
 
-ENDS = 2  # visits at either end of a walk
 
-
-class Timed:
-    """Another kernel, and how long its calls took: by events on a GPU, which wait for nothing."""
+class TimedKernel:
+    """A kernel that records how long its calls take, by events on a GPU, and counts them by shape."""
 
     def __init__(self, kernel: Kernel, device: torch.device):
         self.name, self.bucket = kernel.name, kernel.bucket
@@ -47,7 +42,7 @@ class Timed:
         self.seen.clear()
 
     def seconds(self) -> float:
-        """Of all calls since then."""
+        """Seconds of all calls since the last restart."""
         if not self._cuda:
             return sum(after - before for before, after in self._laps)
         torch.cuda.synchronize()
@@ -67,25 +62,8 @@ class Timed:
         return event
 
 
-@contextmanager
-def few_visits() -> Iterator[None]:
-    """A query tile makes its first and last visits alone: those between them take the same memory, and their number
-    grows with the square of the length."""
-    every = Walk.visits
-
-    def few(walk: Walk, index: int) -> list[TileVisits]:
-        visits = every(walk, index)
-        return visits if len(visits) <= 2 * ENDS else visits[:ENDS] + visits[-ENDS:]
-
-    Walk.visits = few  # pyrefly: ignore
-    try:
-        yield
-    finally:
-        Walk.visits = every
-
-
-class Weightless:
-    """The memory of another kernel's calls, outputs and workspace, filled with zeros."""
+class FakeKernel:
+    """A kernel that allocates the outputs and workspace of another one, filled with zeros."""
 
     def __init__(self, kernel: Kernel):
         self.name, self.bucket = kernel.name, kernel.bucket
@@ -108,7 +86,7 @@ class Weightless:
         pieces: Pieces,  # noqa: ARG002
         scale: float,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor, Tensor]:
-        workspace = q.new_empty(int(WORKSPACE * q.numel()))
+        workspace = q.new_empty(int(KERNEL_FACTS[self.name].workspace * q.numel()))
         gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         del workspace
         return gradients

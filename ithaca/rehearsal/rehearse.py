@@ -1,10 +1,9 @@
-"""One rank of a job of many, on the one device that is there: how long its step takes, and who holds its memory.
+"""One rank of a job of many, on the one device that is here: how long its step takes, and who holds its memory.
 
-The model, its Plan and its optimizer are those of training; the ranks that are absent are looped back (looped.py), the
-layers that are left out are held as ballast. So memory is that of the real rank, and time is without links between
-GPUs. Each is measured in a step of its own: time with nothing watching, memory with a meter that asks for every tensor
-who made it.
-"""
+Model, Plan and optimizer are those of training. Collectives loop back to this process (parallel/loopback.py), and
+layers that are left out are held as plain memory. So memory is that of the real rank, and time leaves out the links
+between GPUs. Each is measured in a step of its own: time with nothing watching, memory with a meter that counts every
+tensor for its owner."""
 
 import time
 from collections.abc import Callable
@@ -16,63 +15,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ithaca.assemble import Model, apply
+from ithaca.assemble import Model, Substitutes, apply
+from ithaca.attention.kernels.seam import Kernel
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import PlanError
-from ithaca.base.owners import ALLOCATOR, HOST, KERNELS
+from ithaca.base.owners import ALLOCATOR, HOST, KERNELS, owned_by
 from ithaca.model.config_json import find_config
 from ithaca.model.source import ModelSource, RandomWeights
-from ithaca.model.spec import PEAK_FLOPS, Spec, read_spec
+from ithaca.model.spec import Spec, read_spec
 from ithaca.optimizer.adamw import make_optimizer
+from ithaca.parallel.axes import Axes
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.planner.hardware import nearest, read_gpus
-from ithaca.planner.machine import Machine
-from ithaca.planner.memory import predict_memory
+from ithaca.planner.hardware import Gpu, Machine, nearest, read_gpus
 from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.plan import Plan
-from ithaca.plans.tape_specs import disk_bytes, host_bytes, layout_of, tiles_of
-from ithaca.rehearsal.ballast import absent_bytes, hold, tapes_of
-from ithaca.rehearsal.fake_kernels import Timed, Weightless, few_visits
+from ithaca.rehearsal.fake_kernels import FakeKernel, TimedKernel
 from ithaca.rehearsal.kernel_bound import Products, attention_seconds, product_seconds, synchronize
-from ithaca.rehearsal.memory_owners import Meter
+from ithaca.rehearsal.memory_meter import Meter, mark_gradients
+from ithaca.schedule.job import ONE_RANK, Job
+from ithaca.schedule.step_memory import absent_layers, step_memory
+from ithaca.tape.spec import disk_bytes, host_bytes
 
-TILES_HELD = 2  # of a host tape, where they stand for all
+TILES_HELD = 2  # tiles of a host tape that stand for all of them
+VISITS = 2  # visits at either end of a walk: those between take the same memory, and their number grows as the square
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What is rehearsed: rank 0 of shard × ring × ulysses."""
+    """What is rehearsed: rank 0 of these axes."""
 
     model: str
     plan: Plan
     tokens: int
-    ulysses: int = 1
-    ring: int = 1
-    shard: int = 1
-    layers: int | None = None  # of the model's, the first ones; None: all
+    axes: Axes = ONE_RANK
+    layers: int | None = None  # the first ones of the model; None: all
     cap: int | None = None  # bytes of the device that may be used
-    memory_only: bool = False  # everything but the arithmetic of attention, and two tiles of each host tape
-    hardware: Path | None = None  # a file of GPUs, whose rates predictions use
+    memory_only: bool = False  # leave out the arithmetic of attention, and hold two tiles of each host tape
+    hardware: Path | None = None  # a file of GPUs: rates for the prediction
     bare: bool = False  # time its kernels and products alone as well
+    dtype: str = "auto"  # of the computation
 
-    @property
-    def ranks(self) -> int:
-        return self.shard * self.ring * self.ulysses
+    def job(self, spec: Spec, dtype: torch.dtype) -> Job:
+        """The rank of the whole job, of which some layers run."""
+        return Job(
+            spec=spec,
+            plan=self.plan,
+            tokens=self.tokens,
+            axes=self.axes,
+            itemsize=dtype.itemsize,
+            rank=0,
+            layers_run=self.layers,
+        )
 
 
 def rehearse(scene: Scene, device: str | None = None, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Run a step of the scene in this process, which can take part in no other job after it."""
     use_expandable_segments()  # as training does
-    start_loopback(scene.ranks)
-    grid = mesh(ulysses=scene.ulysses, ring=scene.ring, shard=scene.shard, device=device)
+    start_loopback(scene.axes.size)
+    axes = scene.axes
+    grid = mesh(ulysses=axes.ulysses, ring=axes.ring, shard=axes.shard, device=device)
     try:
         return play(scene, grid, say)
     except torch.OutOfMemoryError as problem:
         spec = read_spec(find_config(scene.model)[0])
-        axes = scene.ulysses, scene.ring, scene.shard
-        predicted = predict_memory(spec, scene.plan, scene.tokens, *axes, present=scene.layers)
+        predicted = step_memory(scene.job(spec, torch.bfloat16))
         return {
             "model": scene.model,
             "tokens": scene.tokens,
@@ -83,21 +91,33 @@ def rehearse(scene: Scene, device: str | None = None, say: Callable[[str], None]
         }
 
 
-def play(scene: Scene, grid: Mesh, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """The same on ranks of any job, whether they are there or looped back."""
+def play(
+    scene: Scene,
+    grid: Mesh,
+    say: Callable[[str], None] = lambda _: None,
+    watch: Callable[[Kernel, Meter], Kernel] = lambda kernel, _: kernel,
+) -> dict[str, Any]:
+    """The same on ranks of any job, whether they are there or looped back; `watch` may wrap the kernel once more."""
     spec = read_spec(find_config(scene.model)[0])
     if scene.cap is not None:
         _cap(grid.device, scene.cap)
     source = _source(scene, spec)
-    meter = Meter(grid.device)
-    with meter.running():
-        model = apply(source, scene.plan, grid)
-        clock = Timed(model.kernel, grid.device)
-        model.kernel = Weightless(model.kernel) if scene.memory_only else clock
-        model.tiles_held = TILES_HELD if scene.memory_only else None
+    meter = Meter(grid.device, source.compute_dtype(grid.device))
+    timed: list[TimedKernel] = []
+
+    def wrap(kernel: Kernel) -> Kernel:
+        timed.append(TimedKernel(kernel, grid.device))
+        return watch(FakeKernel(kernel) if scene.memory_only else timed[0], meter)
+
+    with meter:
+        if scene.memory_only:
+            model = apply(source, scene.plan, grid, Substitutes(wrap, TILES_HELD, VISITS))
+        else:
+            model = apply(source, scene.plan, grid, Substitutes(wrap))
+        mark_gradients(model.decoder)
         optimizer = make_optimizer(model, learning_rate=0.0)
-        ballast = hold(absent_bytes(model, spec, scene.tokens), grid.device)
-        model.allocate(scene.shard, scene.tokens, say)
+        held = _hold_absent(scene, spec, model)
+        model.allocate(scene.axes.shard, scene.tokens, say)
         batch = model.shard(*_tokens(scene, spec))
     # The first step warms up and is watched, which takes longer: seven seconds of forty were seen. The second is timed
     synchronize(grid.device)
@@ -105,20 +125,38 @@ def play(scene: Scene, grid: Mesh, say: Callable[[str], None] = lambda _: None) 
         torch.cuda.reset_peak_memory_stats()
     meter.restart()
     products = Products()
-    beside = products if scene.bare else few_visits() if scene.memory_only else nullcontext()
-    with meter.running(), beside:
+    with meter, products if scene.bare else nullcontext():
         seconds = _step(model, optimizer, batch)
     peak = _peaks(meter, grid.device)
+    (clock,) = timed
     if not scene.memory_only:
         clock.restart()
         seconds = _step(model, optimizer, batch)
     seconds["attention"] = clock.seconds()
-    del ballast
+    del held
     report = _report(scene, spec, model, peak, {} if scene.memory_only else seconds)
     return report | (_bare(model, clock, products, seconds) if scene.bare else {})
 
 
-def _bare(model: Model, clock: Timed, products: Products, seconds: dict[str, float]) -> dict[str, float]:
+def _hold_absent(scene: Scene, spec: Spec, model: Model) -> list[Tensor]:
+    """Memory in the place of what a rank holds of layers that do not run, all the time."""
+    absent = spec.layers - model.spec.layers
+    if absent == 0:
+        return []
+    if model.plan.checkpoint == "none":
+        raise PlanError(
+            f"checkpoint='none' keeps everything of {absent} layers that --layers {model.spec.layers} leaves out: "
+            f"rehearse all {spec.layers}"
+        )
+    job, running = (scene.job(which, model.dtype) for which in (spec, model.spec))
+    tensors = []
+    for owner, size in absent_layers(job, running).items():
+        with owned_by(owner):
+            tensors.append(torch.empty(size, dtype=torch.uint8, device=model.mesh.device))
+    return tensors
+
+
+def _bare(model: Model, clock: TimedKernel, products: Products, seconds: dict[str, float]) -> dict[str, float]:
     """The same kernels and products by themselves, and how much longer the step took."""
     device, dtype = model.mesh.device, model.dtype
     attention = attention_seconds(clock.seen, clock.kernel, dtype, device)
@@ -137,18 +175,19 @@ def _source(scene: Scene, spec: Spec) -> ModelSource:
         raise PlanError(
             f"--layers {layers} cannot be rehearsed: the model has {spec.layers}, so 1 to {spec.layers} can"
         )
-    scene.plan.placement(spec.layers)  # a list that the whole model has no use for is no matter of --layers
+    scene.plan.placement(spec.layers)  # raises what is wrong for the whole model, whatever --layers is
     if layers < (named := scene.plan.named_layers):
         raise PlanError(
             f"--layers {layers} cannot be rehearsed: plan.x or plan.o names {named} layers one by one, so "
             f"{named} to {spec.layers} can"
         )
     some = spec.with_layers(layers)
-    return ModelSource(some, {}, RandomWeights(some, 0), "auto", None)
+    return ModelSource(some, {}, RandomWeights(some, 0), scene.dtype, None)
 
 
 def _tokens(scene: Scene, spec: Spec) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, spec.vocab, (scene.shard, scene.tokens), generator=torch.Generator().manual_seed(0))
+    rows = scene.axes.shard, scene.tokens
+    tokens = torch.randint(0, spec.vocab, rows, generator=torch.Generator().manual_seed(0))
     return tokens, tokens
 
 
@@ -173,7 +212,7 @@ def _step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[
 
 
 def _peaks(meter: Meter, device: torch.device) -> dict[str, int]:
-    """Bytes by owner when they were most; what kernels take for themselves, and what the allocator keeps beside."""
+    """Bytes by owner at the peak; what kernels take for themselves, and what the allocator keeps beside."""
     found = {owner: size for owner, size in meter.peak.most_common() if size > 0 and owner != HOST}
     if device.type != "cuda":
         return found
@@ -182,17 +221,14 @@ def _peaks(meter: Meter, device: torch.device) -> dict[str, int]:
 
 
 def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], seconds: dict[str, float]) -> dict[str, Any]:
-    plan, grid = model.plan, model.mesh
-    layout = layout_of(plan, scene.tokens, scene.ulysses, scene.ring, shorten=True)
-    tapes, tiles = tapes_of(model, spec), tiles_of(plan, layout)
-    predicted = predict_memory(
-        spec, plan, scene.tokens, scene.ulysses, scene.ring, scene.shard, present=model.spec.layers
-    )
+    plan, grid, axes = model.plan, model.mesh, scene.axes
+    job = scene.job(spec, model.dtype)
+    predicted = step_memory(job) if grid.gpu else None
     return {
         "model": scene.model,
         "tokens": scene.tokens,
-        "ranks": scene.ranks,
-        "mesh": {"shard": scene.shard, "ring": scene.ring, "ulysses": scene.ulysses},
+        "ranks": axes.size,
+        "mesh": {"shard": axes.shard, "ring": axes.ring, "ulysses": axes.ulysses},
         "layers": model.spec.layers,
         "model_layers": spec.layers,
         "recipe": plan.recipe,
@@ -200,39 +236,43 @@ def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], second
         "device": grid.device.type,
         "peak_bytes": sum(peak.values()),
         "peak_bytes_allocated": sum(peak.values()) - peak.get(ALLOCATOR, 0),
-        "peak_bytes_predicted": predicted.total if grid.device.type == "cuda" else None,
+        "peak_bytes_predicted": predicted.total if predicted else None,
         "memory": peak,
-        "memory_predicted": predicted.parts if grid.device.type == "cuda" else None,
-        "host_bytes": host_bytes(tapes, tiles, gpu=True),
-        "disk_bytes": disk_bytes(tapes, tiles),
+        "memory_predicted": predicted.parts if predicted else None,
+        "host_bytes": host_bytes(job.tapes, job.tiles, gpu=True),
+        "disk_bytes": disk_bytes(job.tapes, job.tiles),
         "fits": True,  # else it would not have come this far
     } | (_speed(scene, model, seconds) if seconds else {})
 
 
-def _predicted_seconds(scene: Scene, model: Model) -> float | None:
-    """Without links between GPUs, which are looped back through this one's memory; None without a GPU that is known."""
-    if model.mesh.device.type != "cuda":
+def _this_gpu(scene: Scene, device: torch.device) -> Gpu | None:
+    """The GPU here, as the table has it; None without a GPU that is known."""
+    if device.type != "cuda":
         return None
-    properties, known = torch.cuda.get_device_properties(model.mesh.device), read_gpus(scene.hardware)
+    properties = torch.cuda.get_device_properties(device)
     try:
-        gpu = nearest(properties.name, properties.total_memory, known)
+        return nearest(properties.name, properties.total_memory, read_gpus(scene.hardware))
     except PlanError:
         return None
-    # Each on a node of its own: as here, none shares a disk
-    machine = Machine(nodes=scene.ranks, gpus=1, inside=gpu.bandwidth / 2, across=gpu.bandwidth / 2)
-    return predict_seconds(model.spec, model.plan, gpu, machine, scene.tokens, scene.ulysses, scene.ring).step
+
+
+def _predicted_seconds(scene: Scene, model: Model, gpu: Gpu) -> float:
+    """Messages loop back through this GPU's memory, and no other rank shares its disk."""
+    job, link = scene.job(model.spec, model.dtype), gpu.bandwidth / 2
+    return predict_seconds(job, gpu, Machine(nodes=scene.axes.size, gpus=1, inside=link, across=link)).step
 
 
 def _speed(scene: Scene, model: Model, seconds: dict[str, float]) -> dict[str, float | None]:
-    """Of the layers that were rehearsed, with embedding, loss and optimizer."""
+    """Speed of the layers that were rehearsed, with embedding, loss and optimizer."""
     step = seconds["forward"] + seconds["backward"] + seconds["optimizer"]
-    rate = scene.tokens / step / (scene.ring * scene.ulysses)
+    rate = scene.tokens / step / scene.axes.context
+    gpu = _this_gpu(scene, model.mesh.device)
     return {
         "seconds": step,
-        "seconds_predicted": _predicted_seconds(scene, model),
+        "seconds_predicted": _predicted_seconds(scene, model, gpu) if gpu else None,
         **{f"{part}_seconds": taken for part, taken in seconds.items()},
         "tokens_per_second_per_gpu": rate,
-        "mfu_causal": rate * model.spec.flops_per_token(scene.tokens) / PEAK_FLOPS,
+        "mfu_causal": rate * model.spec.flops_per_token(scene.tokens) / gpu.flops if gpu else None,
     }
 
 

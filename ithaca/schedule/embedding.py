@@ -1,4 +1,4 @@
-"""The embedding onto a tape: rows of the table to the first block's x, the gradient tape back to rows of the table."""
+"""The embedding on tapes: rows of the table to the first block's x; backward, the residual's gradient to the table."""
 
 from typing import Any
 
@@ -7,18 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ithaca.base.owners import BLOCKS, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.base.tiles import Tiles
 from ithaca.schedule.tapes import Pass
 
 
 def embed(table: Tensor, tokens: Tensor, tapes: Pass, tile: int) -> Tensor:
-    """Write the tokens' rows to the first block's tape; the token that carries the graph to that block."""
+    """Write the tokens' rows to the first block's x tape; returns the carrier."""
     return _Embed.apply(table, tokens, tapes, tile)
 
 
 class _Embed(torch.autograd.Function):
     @staticmethod
+    @owned_by(BLOCKS)
     def forward(ctx: Any, table: Tensor, tokens: Tensor, tapes: Pass, tile: int) -> Tensor:
         xs = tapes.x(0)
         for index, rows in enumerate(xs.tiles.slices()):
@@ -29,6 +31,7 @@ class _Embed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @owned_by(BLOCKS)
     def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
         (tokens,) = ctx.saved_tensors
         gradients = ctx.tapes.residual

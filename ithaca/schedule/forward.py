@@ -1,8 +1,8 @@
 """A rank's tokens through the decoder: embedding, blocks, then the loss or the logits.
 
-`loss_sum` and `logits` run inside the decoder's call, so that its weights are there when they are used. Under the
-schedule `whole` a tensor of hidden states goes from block to block, under `sweep` a token, and the states go by tape.
-"""
+`loss_sum` and `logits` run inside the decoder's call, so that FSDP2 has gathered its weights. Under the schedule
+`whole` a tensor of hidden states goes from block to block. Under `sweep` hidden states are on tapes, and a 0-dim
+tensor, the carrier, takes the autograd graph from block to block."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from torch import Tensor
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
 from ithaca.attention.walk import Walk
+from ithaca.base.owners import BLOCKS, owned_by
 from ithaca.model.decoder import Decoder
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.exchange import Exchange
@@ -33,7 +34,7 @@ from ithaca.schedule.whole.run import BlockCall, run_block
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """How a batch is to be run."""
+    """How a batch is run."""
 
     plan: Plan
     kernel: Kernel
@@ -41,59 +42,62 @@ class ForwardContext:
     exchange: Exchange
     ring: Ring
     rounds: Rounds
-    tapes: Pass | None  # None: the Plan asks for none
+    tapes: Pass | None  # None: the Plan needs none
+    visits: int | None = None  # visits at either end of a walk that are made; None: all
 
 
-def loss_sum(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
+def loss_sum(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     """Σ of the cross-entropy over this rank's valid tokens, a scalar."""
-    spec, tile = decoder.spec, job.plan.loss_tile
+    spec, tile = decoder.spec, context.plan.loss_tile
 
     def run(w: dict[str, Tensor], state: Tensor) -> Tensor:
         weight, head = w["norm.weight"], _head(decoder, w)
-        if job.plan.sweeps:
-            assert job.tapes is not None
-            return tape_loss(spec, state, job.tapes, weight, head, batch.labels, tile)
+        if context.plan.sweeps:
+            assert context.tapes is not None
+            return tape_loss(spec, state, context.tapes, weight, head, batch.labels, tile)
         return tiled_loss(spec, state, weight, head, batch.labels, tile)
 
-    return decoder.head(run, _through_blocks(decoder, batch, job))
+    return decoder.head(run, _through_blocks(decoder, batch, context))
 
 
-def logits(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
+def logits(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     """[tokens, vocabulary], all at once."""
 
     def run(w: dict[str, Tensor], state: Tensor) -> Tensor:
-        x = _read_all(job) if job.plan.sweeps else state
+        x = _read_all(context) if context.plan.sweeps else state
         return head_logits(decoder.spec, x, w["norm.weight"], _head(decoder, w))
 
-    return decoder.head(run, _through_blocks(decoder, batch, job))
+    return decoder.head(run, _through_blocks(decoder, batch, context))
 
 
-def _through_blocks(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
-    """[tokens, hidden], what the last block puts out; or the token, and that stands on the gradient's tape."""
-    return _swept(decoder, batch, job) if job.plan.sweeps else _whole(decoder, batch, job)
+def _through_blocks(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
+    """The last block's output [tokens, hidden]; under `sweep` the carrier, with the output on the residual tape."""
+    return _swept(decoder, batch, context) if context.plan.sweeps else _whole(decoder, batch, context)
 
 
-def _whole(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
-    spec, plan = decoder.spec, job.plan
-    x = decoder.embed(lambda table: F.embedding(batch.tokens, table))
-    rope = decoder.rotary.at(batch.positions, x.dtype)
-    kernel = job.kernel
-    if job.ring.ranks > 1:
-        kernel = RingKernel(kernel, job.ring, job.layout, batch.bounds, plan.travel == "gather")
-    attention = Attention(spec, kernel, Pieces.documents(batch.bounds), job.exchange, job.rounds)
+def _whole(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
+    spec, plan = decoder.spec, context.plan
+    x = decoder.embed(lambda table: _lookup(table, batch.tokens))
+    with owned_by(BLOCKS):
+        rope = decoder.rotary.at(batch.positions, x.dtype)
+    kernel = context.kernel
+    if context.ring.ranks > 1:
+        kernel = RingKernel(kernel, context.ring, context.layout, batch.bounds, plan.travel == "gather")
+    attention = Attention(spec, kernel, Pieces.documents(batch.bounds), context.exchange, context.rounds)
     places, checkpoint = plan.placement(spec.layers).x, plan.checkpoint or "full"
-    for layer, (block, turns) in enumerate(zip(decoder.blocks, spec.rope_layers, strict=True)):
-        rotation, tapes = rope if turns else None, job.tapes if places[layer] != "device" else None
+    for layer, (block, rotates) in enumerate(zip(decoder.blocks, spec.rope_layers, strict=True)):
+        rotation, tapes = rope if rotates else None, context.tapes if places[layer] != "device" else None
         x = block(run_block, x, BlockCall(attention, layer, rotation, checkpoint, plan.tile, tapes))
     return x
 
 
-def _swept(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
-    spec, tapes, tile = decoder.spec, job.tapes, job.plan.tile
+def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
+    spec, tapes, tile = decoder.spec, context.tapes, context.plan.tile
     assert tapes is not None
     assert tile is not None
-    walk = Walk(job.kernel, job.layout.chunks, batch.bounds, ring_runs(job.layout, job.ring.rank))
-    ((split,),) = job.rounds
+    layout, ring = context.layout, context.ring
+    walk = Walk(context.kernel, layout.chunks, batch.bounds, ring_runs(layout, ring.rank), context.visits)
+    ((split,),) = context.rounds
     carrier = decoder.embed(lambda table: embed(table, batch.tokens, tapes, tile))
 
     def weights_of(layer: int) -> AbstractContextManager[dict[str, Tensor]]:
@@ -101,15 +105,30 @@ def _swept(decoder: Decoder, batch: Batch, job: ForwardContext) -> Tensor:
 
     for layer, block in enumerate(decoder.blocks):
         call = SweepCall(
-            spec, layer, tapes, walk, decoder.rotary, batch.positions, tile, job.exchange, job.ring, split, weights_of
+            spec,
+            layer,
+            tapes,
+            walk,
+            decoder.rotary,
+            batch.positions,
+            tile,
+            context.exchange,
+            ring,
+            split,
+            weights_of,
         )
         carrier = block(run_sweep, carrier, call)
     return carrier
 
 
-def _read_all(job: ForwardContext) -> Tensor:
-    assert job.tapes is not None
-    tape = job.tapes.residual
+@owned_by(BLOCKS)
+def _lookup(table: Tensor, tokens: Tensor) -> Tensor:
+    return F.embedding(tokens, table)
+
+
+def _read_all(context: ForwardContext) -> Tensor:
+    assert context.tapes is not None
+    tape = context.tapes.residual
     tiles = []
     for index in range(tape.tiles.count):
         tile = tape.read(index, toward=1)

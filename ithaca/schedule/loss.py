@@ -1,11 +1,9 @@
-"""The loss, tile by tile: final norm, head and cross-entropy of some tokens at a time, both ways in one pass.
+"""The loss, tile by tile: final norm, head and cross-entropy of some tokens at a time, with gradients in the same pass.
 
-Whole logits never exist: a tile holds `tile` × vocabulary of them, in the dtype of the computation. On a GPU their
-gradient takes their place; on a CPU, and in float64, both are there and once more in at least fp32. The gradients are
-made beside the loss, while the logits are there, so backward only scales them; for that the head's gradient takes
-vocabulary × hidden in fp32 from the forward pass on, and tiles are added to it in fp32 by the GEMM that makes them.
-`naive_loss` is the twin.
-"""
+Full logits never exist: a tile has `tile` × vocabulary of them, in the dtype of the computation. On a GPU their
+gradient overwrites them; on a CPU, and in float64, both exist, once more in at least fp32. The gradients are computed
+with the loss, while the logits are there, and backward only scales them. So the head's gradient, vocabulary × hidden in
+fp32, exists from the forward pass on; the GEMM of each tile adds to it in fp32. `naive_loss` is the slow twin."""
 
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ithaca.base.owners import LOSS, owned_by
 from ithaca.base.precision import at_least_fp32, fusable
 from ithaca.base.tiles import Tiles
 from ithaca.model.block import norm
@@ -23,8 +22,9 @@ from ithaca.parallel.batch import IGNORED
 from ithaca.schedule.tapes import Pass
 
 
+@owned_by(LOSS)
 def head_logits(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor) -> Tensor:
-    """Final norm, with its weight, and head."""
+    """The final norm, with its weight, and the head."""
     return F.linear(norm(spec, x_TE, weight), head)
 
 
@@ -34,40 +34,42 @@ def naive_loss(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T:
     return F.cross_entropy(logits.to(at_least_fp32(logits.dtype)), labels_T, ignore_index=IGNORED, reduction="sum")
 
 
+@owned_by(LOSS)
 def tiled_loss(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int) -> Tensor:
-    """The same sum, in memory that does not grow with the tokens."""
+    """The same sum in memory that does not grow with the number of tokens."""
     return _TiledLoss.apply(spec, x_TE, weight, head, labels_T, tile, torch.is_grad_enabled())
 
 
+@owned_by(LOSS)
 def tape_loss(
     spec: Spec, carrier: Tensor, tapes: Pass, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int
 ) -> Tensor:
-    """The same sum of hidden states that stand on the gradient's tape, where their gradients take their place.
+    """The same sum of hidden states on the residual tape, which their gradients overwrite.
 
-    Those are the gradients of the sum itself: what is upstream goes to the token.
+    They are gradients of the sum itself: the upstream scale goes to the carrier.
     """
     return _TapeLoss.apply(spec, carrier, tapes, weight, head, labels_T, tile)
 
 
 class _Tiler:
-    """Loss and gradients of some tokens after others, with the sums of the weights' gradients."""
+    """Loss and gradients tile after tile, with the sums of the weights' gradients."""
 
     def __init__(self, spec: Spec, weight: Tensor, head: Tensor, need_weight: bool, need_head: bool, tile: int):
         self.spec, self.head, self.tile = spec, head, tile
         high = at_least_fp32(weight.dtype)
         self.weight = weight.detach().requires_grad_(need_weight)
-        self.weight.grad_dtype = high  # else autograd would round each tile's gradient to the weight's own
+        self.weight.grad_dtype = high  # otherwise autograd would round each tile's gradient to the weight's dtype
         self.dweight = torch.zeros_like(weight, dtype=high) if need_weight else None
         self.dhead = torch.zeros_like(head, dtype=high) if need_head else None
         self.loss = weight.new_zeros((), dtype=high)
 
     def add(self, x: Tensor, labels: Tensor, dx: Tensor | None) -> None:
-        """Add these tokens; `dx`, which may be x, takes their gradient."""
+        """Add these tokens; their gradient is written to `dx`, which may be x."""
         for part in Tiles(len(x), self.tile).slices():
             self._add_tile(x[part], labels[part], None if dx is None else dx[part])
 
     def _add_tile(self, x: Tensor, labels: Tensor, dx: Tensor | None) -> None:
-        """A function of its own, so that a tile's logits are gone when the next one's are made."""
+        """A function of its own, so that a tile's logits are freed before the next tile's are computed."""
         with torch.enable_grad():
             x_leaf = x.detach().requires_grad_(dx is not None)
             normed = norm(self.spec, x_leaf, self.weight)
@@ -140,7 +142,7 @@ def _scaled_once(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ of the tile's cross-entropy in at least fp32, and its gradient, for which the logits may be given up."""
+    """Σ of the tile's cross-entropy in at least fp32, and its gradient, which may overwrite the logits."""
     if fusable(logits_TV):
         from ithaca.schedule import triton_cross_entropy as fused
 
@@ -149,7 +151,7 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by plain torch; the logits stay as they are."""
+    """The same in plain torch; the logits stay as they are."""
     high = logits_TV.to(at_least_fp32(logits_TV.dtype))
     valid_T = labels_T != IGNORED
     safe_T1 = labels_T.clamp(min=0)[:, None]

@@ -1,65 +1,59 @@
-"""Whether the tapes of a Plan fit this device, this node and its disk; what does not is refused before anything is
-allocated."""
+"""Whether the tapes of a job fit this device, this node and its disk, checked before anything is allocated; and what
+they are, in words."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ithaca.base.errors import PlanError
-from ithaca.base.sizes import format_bytes
-from ithaca.base.tiles import Tiles
-from ithaca.model.spec import Spec
-from ithaca.plans.places import REBUILD, spell
-from ithaca.plans.plan import Plan
-from ithaca.plans.tape_specs import TapeSpec, device_bytes, passing_bytes, slot_bytes, staging_bytes
-from ithaca.schedule.sweep.rebuild import layers_to_keep
+from ithaca.base.sizes import format_bytes, format_tokens
+from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, spell
+from ithaca.schedule.job import Job
+from ithaca.schedule.sweep.rebuild import LONGEST_PASSING, layers_to_keep, passing_layers, rebuild_passes, rebuilds_of
 from ithaca.tape.budget import host_budget
 from ithaca.tape.file import free_space
+from ithaca.tape.spec import TapeSpec, device_bytes, slot_bytes, staging_bytes
 
 
 @dataclass(frozen=True)
-class Node:
-    """What tapes take of a node's memory and of its disk, and how many ranks they are of."""
+class NodeTapes:
+    """What the tapes of all ranks on a node take of its memory and of its disk."""
 
     bytes: int
     ranks: int
     disk: int = 0
 
 
-def check_memory(
-    asked: list[TapeSpec], tiles: Tiles, sharing: int, plan: Plan, spec: Spec, device: torch.device, node: Node
-) -> None:
-    """Refuse what does not fit this device or, all its ranks together, this node or its disk, before anything is
-    allocated.
-
-    `sharing`: ranks that share a sequence, each of them with such tiles.
-    """
-    if device.type == "cuda":
+def check_memory(job: Job, tapes: Sequence[TapeSpec], device: torch.device, node: NodeTapes) -> None:
+    """Raise an error if tapes do not fit this device or, all ranks together, this node or its disk."""
+    plan, tiles, tokens = job.plan, job.tiles, job.layout.padded
+    gpu = device.type == "cuda"
+    if gpu:
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        ways = _elsewhere(asked, tiles, "device", "host", 1)
-        weights = passing_bytes(plan, spec, asked)
-        needed, fixed = device_bytes(asked, tiles) + weights, slot_bytes(asked, tiles) + weights
-        _refuse_over(needed, fixed, free, "the GPU's free memory", ways, tiles.length * sharing)
+        weights = job.costs.passing_bytes(job)
+        needed, fixed = device_bytes(tapes, tiles) + weights, slot_bytes(tapes, tiles) + weights
+        ways = _move(job, tapes, "device", "host", 1)
+        _refuse_over(needed, fixed, free, "the GPU's free memory", ways, tokens)
     budget, reason = host_budget()
     if plan.host_memory is not None and plan.host_memory < budget:
         budget, reason = plan.host_memory, "plan.host_memory"
-    fixed = node.ranks * staging_bytes(asked, tiles)
-    fixed += 0 if device.type == "cuda" else node.ranks * slot_bytes(asked, tiles)
-    ways = _fewer_x(asked, tiles, plan, spec, node.ranks)
-    if device.type == "cuda":
-        ways += _elsewhere(asked, tiles, "host", "device", node.ranks)
-    ways += _to_disk(asked, tiles, node.ranks)
-    _refuse_over(node.bytes, fixed, budget, reason, ways, tiles.length * sharing, node.ranks)
+    fixed = node.ranks * staging_bytes(tapes, tiles)
+    fixed += 0 if gpu else node.ranks * slot_bytes(tapes, tiles)
+    ways = _fewer_x(job, tapes, node.ranks)
+    ways += _move(job, tapes, "host", "device", node.ranks) if gpu else []
+    ways += _to_disk(job, tapes, node.ranks)
+    _refuse_over(node.bytes, fixed, budget, reason, ways, tokens, node.ranks)
     if node.disk:
         assert plan.disk is not None
-        ways = _elsewhere(asked, tiles, "disk", "host", node.ranks)
+        ways = _move(job, tapes, "disk", "host", node.ranks)
         reason = f"the free space of plan.disk='{plan.disk}'"
-        _refuse_over(node.disk, 0, free_space(plan.disk), reason, ways, tiles.length * sharing, node.ranks)
+        _refuse_over(node.disk, 0, free_space(plan.disk), reason, ways, tokens, node.ranks)
 
 
 def _refuse_over(needed: int, fixed: int, free: int, reason: str, ways: list[str], tokens: int, ranks: int = 1) -> None:
-    """`fixed` of the bytes needed do not depend on the tokens of the sequence."""
+    """`fixed` of the bytes needed do not depend on the length of the sequence."""
     if needed <= free:
         return
     text = f"tapes for {tokens} tokens need {format_bytes(needed)}"
@@ -70,33 +64,77 @@ def _refuse_over(needed: int, fixed: int, free: int, reason: str, ways: list[str
     raise PlanError(f"{text}; {', or '.join([*ways, last])}")
 
 
-def _elsewhere(asked: list[TapeSpec], tiles: Tiles, place: str, other: str, ranks: int) -> list[str]:
-    """What the option with most bytes in a place would free by another word."""
-    options = {need.option: 0 for need in asked if need.place == place and need.layers}
-    for need in (need for need in asked if need.place == place and need.layers):
-        options[need.option] += ranks * need.bytes_of(tiles.length)
+def _move(job: Job, tapes: Sequence[TapeSpec], place: str, other: str, ranks: int) -> list[str]:
+    """What moving the largest tapes of a place elsewhere would free."""
+    options: dict[str, int] = {}
+    for tape in (tape for tape in tapes if tape.place == place and tape.layers):
+        options[tape.option] = options.get(tape.option, 0) + ranks * tape.bytes_of(job.tiles.length)
     if not options:
         return []
     largest = max(options, key=lambda option: options[option])
     return [f"plan.{largest}={other} frees {format_bytes(options[largest])}"]
 
 
-def _to_disk(asked: list[TapeSpec], tiles: Tiles, ranks: int) -> list[str]:
-    """What o, which goes to a disk more cheaply than x, would free of the host there."""
-    hosted = [need for need in asked if need.name == "o" and need.place == "host"]
-    freed = sum(need.bytes_of(tiles.length) for need in hosted)
-    freed -= staging_bytes([replace(need, place="disk") for need in hosted], tiles)
+def _to_disk(job: Job, tapes: Sequence[TapeSpec], ranks: int) -> list[str]:
+    """What o on the disk would free of the host; o goes there more cheaply than x."""
+    hosted = [tape for tape in tapes if tape.name == "o" and tape.place == "host"]
+    freed = sum(tape.bytes_of(job.tiles.length) for tape in hosted)
+    freed -= staging_bytes([replace(tape, place="disk") for tape in hosted], job.tiles)
     return [f"plan.o=disk with a folder in plan.disk frees {format_bytes(ranks * freed)}"] if freed > 0 else []
 
 
-def _fewer_x(asked: list[TapeSpec], tiles: Tiles, plan: Plan, spec: Spec, ranks: int) -> list[str]:
-    """What x of a few layers, from which the others can be rebuilt once each, would free of the host."""
-    hosted = next((need for need in asked if need.name == "x"), None)
+def _fewer_x(job: Job, tapes: Sequence[TapeSpec], ranks: int) -> list[str]:
+    """What saving x of a few layers, from which the others can be rebuilt once each, would free of the host."""
+    hosted = next((tape for tape in tapes if tape.name == "x"), None)
+    plan, layers = job.plan, job.spec.layers
     if not plan.sweeps or (plan.x, plan.o) != ("host", "host") or hosted is None:
         return []
-    enough = next(count for count in range(1, spec.layers + 1) if 2 ** (count + 1) - 2 >= spec.layers)
-    kept = layers_to_keep(spec.layers, enough)
-    if len(kept) == spec.layers:
+    enough = next(count for count in range(1, layers + 1) if 2 ** (count + 1) - 2 >= layers)
+    saved = layers_to_keep(layers, enough)
+    if len(saved) == layers:
         return []
-    freed = format_bytes(ranks * (spec.layers - len(kept)) * tiles.length * hosted.row)
-    return [f"plan.x='{spell(['host' if layer in kept else REBUILD for layer in range(spec.layers)])}' frees {freed}"]
+    freed = format_bytes(ranks * (layers - len(saved)) * job.tiles.length * hosted.row)
+    return [f"plan.x='{spell(['host' if layer in saved else REBUILD for layer in range(layers)])}' frees {freed}"]
+
+
+def describe_tapes(job: Job) -> list[str]:
+    """How a rank's tokens are cut, where saved tensors live, and what is recomputed: a few lines."""
+    tiles, spec = job.tiles, job.spec
+    places = {
+        place: ", ".join(_described(tape, job) for tape in group)
+        for place in KEPT
+        if (group := [tape for tape in job.tapes if tape.place == place and tape.layers])
+    }
+    where = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
+    lines = [
+        f"Each pass: {tiles.length} tokens a rank in {_count(tiles.count, 'tile')} of {format_tokens(tiles.size)}",
+        "Saved activations: " + "; ".join(f"{where[place]} {names}" for place, names in places.items()),
+    ]
+    if not job.plan.sweeps:
+        return lines
+    placement = job.plan.placement(spec.layers)
+    if missing := placement.x.count(REBUILD):
+        passes = rebuild_passes(placement, spec)
+        lines.append(
+            f"Backward recomputes x of {_count(missing, 'layer')} from attention outputs: {passes} passes of output "
+            "projection and MLP"
+        )
+        if (together := passing_layers(rebuilds_of(job.plan, spec))) > LONGEST_PASSING:
+            weights = format_bytes(job.costs.passing_bytes(job))
+            lines.append(
+                f"For that it gathers up to {together} layers at once, {weights}: saving an x within the last "
+                f"{LONGEST_PASSING} layers avoids that"
+            )
+    if missing := placement.o.count(RECOMPUTE):
+        lines.append(f"Backward recomputes the attention of {missing} of {spec.layers} layers")
+    return lines
+
+
+def _described(tape: TapeSpec, job: Job) -> str:
+    some = tape.name in ("x", "o", "lse") and len(tape.layers) < job.spec.layers
+    layers = f" of {_count(len(tape.layers), 'layer')}" if some else ""
+    return f"{tape.name.replace('_', ' ')}{layers} {format_bytes(tape.bytes_of(job.tiles.length))}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -1,9 +1,8 @@
 """The two halves of a block, before and after its attention, forward and backward over some tokens.
 
-What comes after it, mix and feed, is done tile by tile: an MLP's intermediates are several times as wide as a hidden
-state. Backward of either half is the half run again under autograd, with weights that sum their gradients
-(`summed`); the block's own output, which backward has no use for, is not computed again.
-"""
+The half after attention runs tile by tile, because an MLP's intermediates are several times as wide as a hidden state.
+Backward of a half runs it again under autograd, with weights that sum their gradients (`summed`). The block's own
+output is not computed again: backward does not need it."""
 
 from collections.abc import Iterable
 
@@ -12,19 +11,19 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ithaca.base.tiles import Tiles
-from ithaca.model.block import Weights, mlp, output_projection, project
+from ithaca.model.block import Weights, final_linear, mlp, output_projection, project
 from ithaca.model.linear import Summed
 from ithaca.model.rotary import Rotation
 from ithaca.model.spec import Heads, Spec
 
 
-def summed(w: Weights, wanted: Iterable[str]) -> Summed:
+def summed(spec: Spec, w: Weights, wanted: Iterable[str]) -> Summed:
     """A block's weights for its backward pass."""
-    return Summed(w, wanted, unread=("mlp.down_proj",))
+    return Summed(w, wanted, final_linear(spec))
 
 
 def post_attention(spec: Spec, w: Weights, x: Tensor, o: Tensor, y: Tensor, tile: int) -> None:
-    """y = mix and feed of x and o. y may be x."""
+    """Write the block's output, output projection and MLP of x and o, to y. y may be x."""
     for part in Tiles(len(x), tile).slices():
         y[part] = _post_attention(spec, w, x[part], o[part])
 
@@ -32,7 +31,7 @@ def post_attention(spec: Spec, w: Weights, x: Tensor, o: Tensor, y: Tensor, tile
 def post_attention_backward(
     spec: Spec, w: Summed, x: Tensor, o: Tensor, dy: Tensor, dx: Tensor, do: Tensor, tile: int
 ) -> None:
-    """dx and do of dy. dx may be dy."""
+    """Write the gradients of x and o to dx and do. dx may be dy."""
     for part in Tiles(len(x), tile).slices():
         inputs = [tensor[part].detach().requires_grad_() for tensor in (x, o)]
         with torch.enable_grad():
@@ -45,21 +44,21 @@ def _post_attention(spec: Spec, w: Weights, x: Tensor, o: Tensor) -> Tensor:
 
 
 class Projection:
-    """q, k and v of some tokens and heads, with what their backward pass needs: the normed x, 1 d of these tokens."""
+    """q, k and v of some tokens and heads. Keeps the normed x, 1 d of these tokens, for its backward pass."""
 
     def __init__(self, spec: Spec, w: Summed, x: Tensor, rotation: Rotation | None, heads: Heads):
         self._w, self._x = w, x.detach().requires_grad_()
         with torch.enable_grad():
             outputs = project(spec, w, self._x, rotation, heads)
         self.q, *self.kv = (output.detach() for output in outputs)
-        # Not the outputs themselves, which may have gone to other ranks; of one kind there may be no head
+        # Edges, not outputs, so that sent tensors can be freed; there may be no query or no key/value head
         self._edges = [get_gradient_edge(output) for output in outputs if output.shape[1]]
 
-    def let_go(self) -> None:
-        """Give up q, k and v, which were sent: backward needs none of them."""
+    def free_outputs(self) -> None:
+        """Free q, k and v after they were sent: backward needs none of them."""
         del self.q, self.kv
 
     def backward(self, *grads: Tensor) -> Tensor:
-        """dx, of dq, dk, dv for what there is of q, k, v; the weights' gradients go to their sums."""
+        """dx, given the gradients of q, k, v with heads; gradients of weights are added to their sums."""
         (dx,) = self._w.differentiate(self._edges, (self._x,), grads)
         return dx

@@ -1,6 +1,6 @@
 """The slow twin of the whole model: one sequence, all logits, full masks, plain autograd, any dtype.
 
-It takes weights by their Hugging Face names and shares nothing with the fast paths but the rope table and the Spec.
+It takes weights by their Hugging Face names and shares nothing with the fast paths but the rotary table and the Spec.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def loss(spec: Spec, w: Mapping[str, Tensor], tokens_S: Tensor, labels_S: Tensor
 
 
 def runs(documents_S: Tensor) -> Tensor:
-    """The documents numbered as they come: an id that comes back is another document."""
+    """Documents numbered in order: an id that comes back later is another document."""
     new = documents_S[1:] != documents_S[:-1]
     return torch.cat((torch.zeros(1, dtype=torch.int64), new.cumsum(0)))
 

@@ -1,9 +1,8 @@
-"""The tapes of a model's pass, as memory for the needs of a Plan (needs.py).
+"""The tapes of a model in memory, as the schedule's cost specifies them.
 
-`Tapes` takes the memory once for a number of tokens: host tapes of all layers lie in one slab, disk tapes in one file,
-device tapes are tensors, and each kind of tape elsewhere has its few slots on the device. A forward pass that will be
-followed by backward begins a `Pass`, and no other may begin while that one waits for its backward.
-"""
+`Tapes` allocates once for a number of tokens: host tapes of all layers in one slab, disk tapes in one file, device
+tapes as tensors, and for each kind of host or disk tape a few slots on the device. A forward pass that a backward pass
+follows begins a `Pass`. No other one may begin until its backward pass has begun."""
 
 import gc
 import weakref
@@ -11,15 +10,15 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from ithaca.base.owners import HOST, KEYS, TAPES, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.base.tiles import Tiles
-from ithaca.plans.tape_specs import TapeSpec, disk_bytes, staging_bytes
 from ithaca.schedule.sweep.rebuild import Home, Rebuild
-from ithaca.tape.blocks import STAGED, Stretch, stretch_bytes, whole_blocks
 from ithaca.tape.disk import Disk, DiskTape
 from ithaca.tape.engine import Engine
 from ithaca.tape.file import TapeFile
 from ithaca.tape.slab import Slab
+from ithaca.tape.spec import STAGED, Stretch, TapeSpec, disk_bytes, staging_bytes, stretch_bytes, whole_blocks
 from ithaca.tape.tape import DeviceTape, HostTape, Slots, StandIn, Tape
 
 
@@ -28,7 +27,7 @@ class Tapes:
 
     def __init__(
         self,
-        asked: list[TapeSpec],
+        specs: list[TapeSpec],
         rebuilds: Mapping[int, Rebuild],
         tiles: Tiles,
         dtype: torch.dtype,
@@ -39,50 +38,60 @@ class Tapes:
     ):
         """`held`: tiles of each host or disk tape that are in memory and stand for all of them; None: all are there.
         `folder`: where the disk's file is made."""
-        self.tiles, self._engine, self._rebuilds = tiles, engine, rebuilds
+        self.tiles, self._dtype, self._engine, self._rebuilds, self._held = tiles, dtype, engine, rebuilds, held
         self._host_tape = StandIn if held else HostTape
-        in_slab = ("host", "disk") if held else ("host",)
-        hosted = [need for need in asked if need.place in in_slab]
-        sizes = [_host_rows(need.tiles(tiles), held) * need.row for need in hosted for _ in need.layers]
-        on_disk = 0 if held else disk_bytes(asked, tiles)
-        # Before the slab, which takes its time: a full disk tells at once
+        self._in_slab = ("host", "disk") if held else ("host",)
+        hosted = [spec for spec in specs if spec.place in self._in_slab]
+        sizes = [self._host_rows(spec.tiles(tiles)) * spec.row for spec in hosted for _ in spec.layers]
+        on_disk = 0 if held else disk_bytes(specs, tiles)
+        # Before the slab, which takes its time: a full disk is an error at once
         file = _open(folder, on_disk, say) if on_disk else None
-        staging = STAGED * [staging_bytes(asked, tiles) // STAGED] if file else []
-        slab = Slab(sizes + staging, engine.device, say)
-        self._let_go = slab.belong_to(self, engine)
+        staging = STAGED * [staging_bytes(specs, tiles) // STAGED] if file else []
+        with owned_by(HOST):
+            slab = Slab(sizes + staging, engine.device, say)
+        self._close_slab = slab.belong_to(self, engine)
         self._disk = Disk(file, slab.parts[len(sizes) :], engine) if file else None
-        parts, start = iter(slab.parts), 0
+        self._parts, self._disk_start = iter(slab.parts), 0
         self._slots: dict[str, Slots] = {}
         self._tapes: dict[str, dict[int, Tape]] = {}
-        for need in asked:
-            cut, tapes = need.tiles(tiles), self._tapes.setdefault(need.name, {})
-            kind = at_least_fp32(dtype) if need.exact else dtype
-            assert kind.itemsize == need.itemsize
-            if need.place == "device":
-                for layer in need.layers:
-                    memory = torch.empty(cut.length, *need.features, dtype=kind, device=engine.device)
-                    tapes[layer] = DeviceTape(memory, cut)
-                continue
-            if need.name not in self._slots:
-                self._slots[need.name] = Slots(engine, min(cut.size, cut.length), need.features, kind, need.slots)
-            slots = self._slots[need.name]
-            for layer in need.layers:
-                if need.place in in_slab:
-                    shape = _host_rows(cut, held), *need.features
-                    tapes[layer] = self._host_tape(next(parts).view(kind).view(shape), cut, slots)
-                else:
-                    assert self._disk is not None
-                    stretch = Stretch(start, whole_blocks(cut.size * need.row))
-                    tapes[layer] = DiskTape(self._disk, stretch, cut, slots)
-                    start += stretch_bytes(cut, need.row)
-        features = next((need.features for need in asked if need.name == "x"), ())
+        for spec in specs:
+            with owned_by(KEYS if spec.option == "kv" else TAPES):
+                self._tapes.setdefault(spec.name, {}).update(self._allocate(spec))
+        features = next((spec.features for spec in specs if spec.name == "x"), ())
         self._homes = {
             home: self._x_at(home, features) for rebuild in rebuilds.values() for home in rebuild.homes.values()
         }
         self._pass: weakref.ref[Pass] | None = None
 
+    def _allocate(self, spec: TapeSpec) -> dict[int, Tape]:
+        """The tapes of one kind in one place, by layer."""
+        tiles, device = spec.tiles(self.tiles), self._engine.device
+        dtype = at_least_fp32(self._dtype) if spec.exact else self._dtype
+        assert dtype.itemsize == spec.itemsize
+        if spec.place == "device":
+            shape = tiles.length, *spec.features
+            return {layer: DeviceTape(torch.empty(shape, dtype=dtype, device=device), tiles) for layer in spec.layers}
+        if spec.name not in self._slots:
+            rows = min(tiles.size, tiles.length)
+            self._slots[spec.name] = Slots(self._engine, rows, spec.features, dtype, spec.slots)
+        slots, found = self._slots[spec.name], {}
+        for layer in spec.layers:
+            if spec.place in self._in_slab:
+                with owned_by(HOST):
+                    memory = next(self._parts).view(dtype).view(self._host_rows(tiles), *spec.features)
+                found[layer] = self._host_tape(memory, tiles, slots)
+            else:
+                assert self._disk is not None
+                stretch = Stretch(self._disk_start, whole_blocks(tiles.size * spec.row))
+                found[layer] = DiskTape(self._disk, stretch, tiles, slots)
+                self._disk_start += stretch_bytes(tiles, spec.row)
+        return found
+
+    def _host_rows(self, tiles: Tiles) -> int:
+        return tiles.length if self._held is None else self._held * tiles.size
+
     def _x_at(self, home: Home, features: tuple[int, ...]) -> Tape:
-        """A tape for an x in the memory of another."""
+        """A tape for a rebuilt x in the memory of another tape."""
         kind, layer = home
         tape = self._tapes[kind][layer]
         if kind == "x":
@@ -95,7 +104,7 @@ class Tapes:
         return self._host_tape(tape.memory, self.tiles, self._slots["x"], features)
 
     def begin(self, kept: bool) -> "Pass":
-        """Begin a forward pass; `kept` when a backward one follows."""
+        """Begin a forward pass; `kept`: a backward pass follows."""
         assert not self.busy
         self._mend()
         begun = Pass(self._tapes, self._rebuilds, self._homes, kept)
@@ -104,9 +113,9 @@ class Tapes:
 
     @property
     def busy(self) -> bool:
-        """Whether a pass waits for its backward."""
+        """Whether a pass waits for its backward pass."""
         if self._waiting() is not None:
-            gc.collect()  # a loss that was dropped may be held by its own graph until Python looks for cycles
+            gc.collect()  # a dropped loss may be alive until Python looks for cycles
         return self._waiting() is not None
 
     def _waiting(self) -> "Pass | None":
@@ -114,7 +123,7 @@ class Tapes:
         return before if before is not None and before.waits else None
 
     def _mend(self) -> None:
-        """Give back what a pass that broke off still holds."""
+        """Reclaim what a pass that broke off still holds."""
         for tape in (*self._homes.values(), *(tape for tapes in self._tapes.values() for tape in tapes.values())):
             tape.drop()
         if any(slots.held for slots in self._slots.values()):
@@ -127,7 +136,7 @@ class Tapes:
     def close(self) -> None:
         if self._disk:
             self._disk.close()
-        self._let_go()
+        self._close_slab()
         self._tapes.clear()
         self._homes.clear()
         self._slots.clear()
@@ -139,10 +148,6 @@ def _open(folder: str | None, size: int, say: Callable[[str], None]) -> TapeFile
     if not file.direct:
         say(f"plan.disk='{folder}' is on a file system that reads and writes through the page cache only: slower")
     return file
-
-
-def _host_rows(tiles: Tiles, held: int | None) -> int:
-    return tiles.length if held is None else held * tiles.size
 
 
 class Pass:
@@ -158,26 +163,27 @@ class Pass:
         self._tapes, self._rebuilds, self._homes, self.kept = tapes, rebuilds, homes, kept
         self._xs = dict(tapes.get("x", {})) if kept else {}
         self.waits = kept  # for its backward pass to begin
-        self.kv_of_layer: int | None = None  # the layer whose K and V are all there
+        self.kv_of_layer: int | None = None  # the layer whose K and V are on the tapes
 
     @property
     def residual(self) -> Tape:
+        """x between blocks going forward, its gradient going backward."""
         return self._tapes["residual"][0]
 
     def x(self, layer: int) -> Tape:
-        """The input of a block, or what the last one puts out. One tape is all of those that are not kept."""
+        """The input of a block, or the last one's output. Inputs that are not saved share the residual tape."""
         return self._xs.get(layer) or self.residual
 
     def rebuild(self, layer: int) -> Rebuild | None:
-        """How the x of a layer is made again when its turn comes; None where it is there by then."""
+        """How the x of a layer is rebuilt; None if it is there when backward comes to it."""
         return self._rebuilds.get(layer)
 
     def house(self, rebuild: Rebuild) -> None:
-        """From now on an x that is made again is found in its home."""
+        """From now on `x` finds the rebuilt x in their homes."""
         self._xs |= {layer: self._homes[home] for layer, home in rebuild.homes.items()}
 
     def attended(self, layer: int) -> tuple[Tape, ...]:
-        """o and the log-sum-exp of a layer; nothing where they are not kept."""
+        """o and the log-sum-exp of a layer; nothing if they are not saved."""
         kept = self.kept and layer in self._tapes.get("o", {})
         return tuple(self._tapes[name][layer] for name in ("o", "lse")) if kept else ()
 

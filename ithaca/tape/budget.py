@@ -1,7 +1,7 @@
-"""How much host memory may be taken: what is free, and what the control group still allows.
+"""How much host memory this process may still use: the free memory, or less if its control group allows less.
 
-A container's limit is not the machine's: a process that looks only at free memory is killed at the limit of its group
-without a word. Pages of files that the kernel can drop count as free in both.
+A container may have a lower limit than the machine. A process that looks only at free memory is killed at that limit
+without a message. File pages that the kernel can drop count as free in both.
 """
 
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ import psutil
 
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
-KEPT_BACK = 0.05  # of the memory there is: for the programs themselves
+KEPT_BACK = 0.05  # share of all memory that is left for the programs themselves
 
 
 def host_budget(system: Path = Path("/")) -> tuple[int, str]:
-    """Bytes that can still be taken on this node, and what limits them; `system` is where /proc and /sys are."""
+    """Bytes of host memory that can still be used on this node, and the reason. `system` holds /proc and /sys."""
     memory = psutil.virtual_memory()
     limits = [(memory.available - int(KEPT_BACK * memory.total), "free memory")]
     limits += [(free - int(KEPT_BACK * limit), "the control group's limit") for limit, free in _groups(system)]
@@ -24,7 +24,7 @@ def host_budget(system: Path = Path("/")) -> tuple[int, str]:
 
 
 def _groups(system: Path) -> Iterator[tuple[int, int]]:
-    """(limit, what is left of it) of each control group that this process is in, version 1 or 2, and of its parents."""
+    """(limit, bytes left) of each control group of this process, version 1 or 2, and of the parent groups."""
     try:
         entries = (system / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -36,7 +36,7 @@ def _groups(system: Path) -> Iterator[tuple[int, int]]:
         top = system / "sys/fs/cgroup" / ("memory" if controllers else "")
         names = _VERSION_1 if controllers else _VERSION_2
         folder = top / path.lstrip("/")
-        # Within a container the path may be the host's, and only the top is there
+        # In a container the path may be that of the host, of which only the top exists
         for place in (folder, *folder.parents):
             if not place.is_relative_to(top):
                 break
@@ -49,13 +49,13 @@ def _group(folder: Path, limit_name: str, used_name: str, cache_name: str) -> tu
     try:
         limit = int((folder / limit_name).read_text())
         used = int((folder / used_name).read_text())
-    except (OSError, ValueError):  # not there, or "max": no limit
+    except (OSError, ValueError):  # no such file, or "max": no limit
         return None
     return limit, limit - used + _droppable(folder, cache_name)
 
 
 def _droppable(folder: Path, name: str) -> int:
-    """Bytes of files' pages that the kernel drops when memory is short; 0 where that cannot be read."""
+    """Bytes of file pages that the kernel drops when memory is short; 0 if that cannot be read."""
     try:
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return int(counts.get(name, 0))

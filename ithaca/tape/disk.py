@@ -1,16 +1,15 @@
-"""Tapes on the disk. Tiles pass through the same slots as those of host tapes, and through a few pieces of registered
-host memory, the staging:
+"""Tapes on the disk. Tiles pass through slots, as those of host tapes do, and through staging: pieces of host memory.
 
-    written    slot -> staging, beside the computation -> file, by a thread when that copy is done
-    read       file -> staging, by a thread when what was written there last is in the file -> slot
+    write    slot -> staging, beside the computation; then staging -> file, by a thread
+    read     file -> staging, by a thread, after the last write to that place; then staging -> slot
 
-Every copy to the device or from it is queued by the thread that computes, so that marks are the engine's own and mean
-the same to all tapes. The price is that it waits, on the host, for a tile that is read before the disk has brought it,
-and for staging where all of it is in use: where the disk is behind. On a GPU the host runs ahead of the computation by
-about the staging's length, so that copies and the disk still work beside it.
+The thread that computes queues every copy to or from the device, so that marks mean the same as for other tapes. The
+price: it waits on the host when it reads a tile that the disk has not brought yet, and when all staging is in use. Both
+happen only if the disk is slower than the computation. On a GPU the host runs ahead of the computation by about the
+length of the staging, so that copies and the disk still overlap with it.
 
-Nothing waits for ever: a use of the staging waits only for copies and uses that were queued before it.
-What a thread meets is raised by the next call that takes staging, or reads that tile.
+There is no deadlock: a use of staging waits only for copies and uses that were queued before it. An error of a disk
+thread is raised by the next call that takes staging or reads that tile.
 """
 
 from collections.abc import Sequence
@@ -21,27 +20,27 @@ from torch import Tensor
 
 from ithaca.base.errors import RunError
 from ithaca.base.tiles import Tiles
-from ithaca.tape.blocks import Stretch, whole_blocks
 from ithaca.tape.engine import Engine, Mark
 from ithaca.tape.file import TapeFile
+from ithaca.tape.spec import Stretch, whole_blocks
 from ithaca.tape.tape import Slots, SlotTape
 
 
 class _Use(Protocol):
-    """What a piece of staging is in use for."""
+    """A read or a write that a piece of staging is used for."""
 
-    future: Future[None]  # the disk's part of it
+    future: Future[None]  # the disk's part
 
     @property
     def over(self) -> bool: ...
 
     def finish(self) -> None:
-        """Wait until it is over; raises what the disk met."""
+        """Wait until the use is over; raises an error of the disk."""
         ...
 
 
 class _Piece:
-    """A tile of staging."""
+    """A piece of staging, for one tile."""
 
     def __init__(self, memory: Tensor):
         self.memory = memory
@@ -52,21 +51,21 @@ class _Piece:
         return self.memory[: tile.nbytes].view(tile.dtype).view(tile.shape)
 
     def blocks(self, tile: Tensor) -> memoryview:
-        """What goes to the disk for a tile: it, and what fills its last block."""
+        """The bytes that go to the disk for a tile, up to the end of its last block."""
         return self._view[: whole_blocks(tile.nbytes)]
 
 
 class Disk:
-    """A file, the staging in front of it, and a thread for each direction that keeps the order of what is asked."""
+    """A file, the staging in front of it, and one thread for each direction, which keeps the order of requests."""
 
     def __init__(self, file: TapeFile, staging: Sequence[Tensor], engine: Engine):
         self._file, self._engine = file, engine
-        self._pieces = [_Piece(memory) for memory in staging]  # the one that was taken first comes first
+        self._pieces = [_Piece(memory) for memory in staging]  # in the order in which they were taken
         self._in, self._out = ThreadPoolExecutor(1, "disk-in"), ThreadPoolExecutor(1, "disk-out")
-        self._written: dict[int, Future[None]] = {}  # by place in the file: tapes that lend each other theirs share it
+        self._written: dict[int, Future[None]] = {}  # by place in the file; tapes that share a stretch share places
 
     def fetch(self, place: int, tile: Tensor, free: Mark | None) -> "Fetching":
-        """Begin to bring what lies at a place in the file to a slot that is free at a mark."""
+        """Begin to read a tile from a place in the file into a slot, which is free at the mark."""
         piece = self._take()
         before = self._written.get(place)
         read = self._in.submit(_read, self._engine, self._file, place, piece.blocks(tile), before)
@@ -75,7 +74,7 @@ class Disk:
         return fetching
 
     def store(self, place: int, tile: Tensor) -> Mark:
-        """Begin to take a tile, as it is computed so far, to a place in the file; its slot is free at the mark."""
+        """Begin to write a tile to a place in the file; its slot is free at the returned mark."""
         piece = self._take()
         copied = self._engine.copy_out(piece.shaped(tile), tile, after=(self._engine.computed(),))
         written = self._out.submit(_write, self._engine, self._file, place, piece.blocks(tile), copied)
@@ -83,7 +82,7 @@ class Disk:
         return copied
 
     def _take(self) -> _Piece:
-        """A piece that is free; where none is, the one that was taken first, when it is."""
+        """A free piece of staging. If none is free, wait for the one that was taken first."""
         for piece in self._pieces:
             if piece.use is not None and piece.use.over:
                 _free(piece)
@@ -92,18 +91,18 @@ class Disk:
         self._pieces.remove(piece)
         self._pieces.append(piece)
         if self._engine.poison:
-            piece.memory.fill_(255)  # every number NaN
+            piece.memory.fill_(255)  # NaN in every dtype
         return piece
 
     def settle(self) -> None:
-        """Wait until no thread is at work, and forget what they met: the pass that they worked for broke off."""
+        """After a pass broke off: wait until no thread is at work, and forget their errors."""
         wait([piece.use.future for piece in self._pieces if piece.use is not None])
         for piece in self._pieces:
             piece.use = None
         self._written.clear()
 
     def close(self) -> None:
-        """Give the file back; what is still to be written is not."""
+        """Close the file. Tiles that are still to be written are dropped."""
         for lane in (self._in, self._out):
             lane.shutdown(cancel_futures=True)
         self._file.close()
@@ -131,13 +130,15 @@ def _write(engine: Engine, file: TapeFile, place: int, source: memoryview, copie
 
 
 def _end(future: Future[None]) -> None:
-    """Wait for the disk. What it met is raised anew: the future keeps its own, which would come to hold the frames that
-    it goes through, and with them the pass that breaks off."""
+    """Wait for the disk and raise its error, if any, as a new one.
+
+    The future keeps its own error, which would collect the frames that it passes and keep the broken pass alive.
+    """
     problem = future.exception()
     if isinstance(problem, RunError):
         raise RunError(str(problem))
     if problem is not None:
-        raise RuntimeError("a thread of the disk has failed") from problem
+        raise RuntimeError("a disk thread failed") from problem
 
 
 class _Storing:
@@ -162,14 +163,14 @@ class Fetching:
         self._dropped = False
 
     def wait(self) -> Mark:
-        """The mark at which the tile is in its slot; known when the disk has brought it."""
+        """The mark at which the tile is in its slot. Blocks until the disk has read it."""
         if self._arrived is None:
             _end(self.future)
             self._arrived = self._engine.copy_in(self._tile, self._staged, after=(self._free,))
         return self._arrived
 
     def drop(self) -> Mark | None:
-        """Nobody reads the tile any more: the mark at which its slot is free."""
+        """Give up the tile; returns the mark at which its slot is free."""
         self._dropped = self._arrived is None
         return self._free if self._dropped else self._arrived
 
@@ -187,7 +188,7 @@ class Fetching:
 
 
 class DiskTape(SlotTape):
-    """Of whatever features its slots have: a tape whose tiles need no more room than another's can have its stretch."""
+    """A tape in a stretch of the file. Two tapes can share a stretch if their tiles fit into the same room."""
 
     def __init__(self, disk: Disk, stretch: Stretch, tiles: Tiles, slots: Slots):
         super().__init__(tiles, slots)

@@ -1,9 +1,10 @@
-"""What copies tiles between the device and the host while the device computes.
+"""Copies of tiles between the device and the host, beside the computation.
 
-A copy is queued and returns at once with a mark; marks say what must have happened before something else may. On a GPU
-there is one stream for each direction and marks are events, so nothing here waits on the host unasked. On a CPU each
-direction is a thread, and marks are waited for: slower than no copy at all, but the same order of events, with
-`before_copy` to delay copies at random, so that a missing wait is found without a GPU.
+Queueing a copy returns a mark at once. A mark stands for a moment; copies and the computation can be told to wait for
+it. On a GPU there is one stream for each direction and marks are CUDA events, so the host does not wait unless asked
+to. On a CPU there is one thread for each direction and marks are threading events. That is slower than no copy at all,
+but it has the same order of events, so tests that delay copies at random (`before_copy`) find a missing wait without a
+GPU.
 """
 
 import os
@@ -17,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Mark = Any  # of the engine that made it
+Mark = Any  # a CUDA event or a threading.Event
 
 
 class Engine(ABC):
+    """Queues copies to and from one device, and orders them against the computation there."""
+
     def __init__(self, device: torch.device):
         self.device = device
-        self.before_copy: Callable[[], None] | None = None  # run by the copying side: tests delay copies with it
-        self.before_disk: Callable[[], None] | None = (
-            None  # the same for what threads read from the disk or write to it
-        )
-        self.poison = False  # fill freed slots with NaN: tests find what reads one
+        self.before_copy: Callable[[], None] | None = None  # called before each copy, by tests that delay copies
+        self.before_disk: Callable[[], None] | None = None  # the same before each read from the disk or write to it
+        self.poison = False  # fill freed slots with NaN, by tests that look for reads of a freed slot
 
     @abstractmethod
     def copy_in(self, target: Tensor, source: Tensor, after: Sequence[Mark | None]) -> Mark:
@@ -39,23 +40,23 @@ class Engine(ABC):
 
     @abstractmethod
     def computed(self) -> Mark | None:
-        """All that the computation has been asked for so far."""
+        """The mark at which everything that the computation was asked for so far is done."""
 
     @abstractmethod
     def hold(self, mark: Mark | None) -> None:
-        """The computation goes on after the mark."""
+        """Let the computation go on only after the mark."""
 
     @abstractmethod
     def wait(self, mark: Mark | None) -> None:
-        """Wait, on the host and in any thread, for the mark of a copy."""
+        """Block the calling thread until the mark of a copy is reached."""
 
     @abstractmethod
     def reached(self, mark: Mark | None) -> bool:
-        """Whether that would be no wait at all."""
+        """Whether the mark is reached, without waiting."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait, on the host, until nothing is under way."""
+        """Block the calling thread until no copy is under way."""
 
 
 def make_engine(device: torch.device) -> Engine:
@@ -85,7 +86,7 @@ class CudaEngine(Engine):
             target.copy_(source, non_blocking=True)
             if spoil:
                 source.fill_(torch.nan)
-        return stream.record_event(torch.cuda.Event(blocking=True))  # a thread that waits for it takes no core
+        return stream.record_event(torch.cuda.Event(blocking=True))  # blocking: a waiting thread uses no core
 
     def computed(self) -> Mark:
         return torch.cuda.current_stream(self.device).record_event()
@@ -96,7 +97,7 @@ class CudaEngine(Engine):
 
     def wait(self, mark: Mark | None) -> None:
         if mark is not None:
-            with torch.cuda.device(self.device):  # a new thread's is the first GPU, where it would take memory
+            with torch.cuda.device(self.device):  # a new thread would use the first GPU and allocate there
                 mark.synchronize()
 
     def reached(self, mark: Mark | None) -> bool:
@@ -141,18 +142,18 @@ class ThreadEngine(Engine):
         return done
 
     def _queue(self, way: str) -> queue.Queue[Callable[[], None] | None]:
-        """The thread of a direction begins with its first copy in this process: a forked child has none of them."""
+        """The queue of a direction's thread. A forked child has no threads, so each process starts its own."""
         key = way, os.getpid()
         if key not in self._queues:
             work: queue.Queue[Callable[[], None] | None] = queue.Queue()
             self._queues[key] = work
             threading.Thread(target=_serve, args=(work,), name=f"copy-{way}", daemon=True).start()
-            # With the engine, but not as late as Python's own end, when a thread that wakes up takes all down
+            # End the thread with the engine, but not at Python's own end, when a thread that wakes up would crash it
             weakref.finalize(self, work.put, None).atexit = False  # pyrefly: ignore
         return self._queues[key]
 
     def computed(self) -> Mark:
-        return None  # on a CPU what was asked for is done
+        return None  # a CPU has done everything it was asked for
 
     def hold(self, mark: Mark | None) -> None:
         if mark is not None:
@@ -175,7 +176,7 @@ class ThreadEngine(Engine):
 
 
 def _serve(work: queue.Queue[Callable[[], None] | None]) -> None:
-    """Until there is no engine any more."""
+    """Run queued copies until the engine is gone, which puts None into the queue."""
     while copy := work.get():
         copy()
         del copy  # it holds the engine and two tensors, and the next one may never come

@@ -1,8 +1,8 @@
-"""Host memory for tapes and states: one region, cut into parts, registered with the driver once.
+"""Host memory for tapes and optimizer states: one region, cut into parts, registered with the CUDA driver once.
 
-torch's pinned allocator rounds every tensor up to a power of two: 1.25 TiB of tapes would take 2. Registering is what
-takes time (see docs/LOG.md), so threads first touch the pages, then register the parts. A copy must not cross the
-border of a part, and none does: a tape lies within one.
+torch's pinned allocator rounds every tensor up to a power of two: 1.25 TiB of tapes would take 2 TiB. Registering takes
+most of the time (see docs/LOG.md), so several threads touch the pages first and register the parts then. A copy must
+not cross the border between two parts; each tape lies within one part, so none does.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from ithaca.base.errors import RunError
 from ithaca.base.sizes import format_bytes
 from ithaca.tape.engine import Engine
 
-STRIDE = 256 * 2**20  # what a thread touches at a time
+STRIDE = 256 * 2**20  # bytes that a thread touches at a time
 
 
 def whole_pages(size: int) -> int:
-    """What a part of a slab takes."""
+    """The bytes that a part of a slab takes: `size`, rounded up to whole pages."""
     return size + -size % mmap.PAGESIZE
 
 
 class Slab:
-    """`parts[i]` is sizes[i] bytes of host memory; `say` is told how far it is."""
+    """Host memory whose `parts[i]` has `sizes[i]` bytes. `say` is called with the progress of registering."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device, say: Callable[[str], None]):
         starts, total = [], 0
@@ -39,10 +39,10 @@ class Slab:
         # Private: shared memory would come from a tmpfs, with its own limits and small pages
         region = mmap.mmap(-1, max(total, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them: small ones do, only slower to register
+            with contextlib.suppress(OSError):  # a kernel without huge pages: small ones are slower to register
                 region.madvise(mmap.MADV_HUGEPAGE)
         memory = torch.frombuffer(region, dtype=torch.uint8)
-        # Each with a storage of its own: what saves or copies one would otherwise take the whole region along
+        # Each part has a storage of its own: saving or copying one would otherwise take the whole region along
         self.parts = [_part(region, start, size) for start, size in zip(starts, sizes, strict=True)]
         self._device, self._registered = device, []
         if device.type == "cuda":
@@ -52,13 +52,13 @@ class Slab:
                 self.close()
                 raise
         else:
-            memory[:: mmap.PAGESIZE] = 0  # now, so that whoever asks how much is free does not count it twice
+            memory[:: mmap.PAGESIZE] = 0  # touch the pages now, so that they no longer count as free memory
 
     def belong_to(self, owner: object, engine: Engine) -> weakref.finalize:
-        """Close with the owner, or when what this gives is called: after the last copy from the memory or to it."""
-        let_go = weakref.finalize(owner, _let_go, engine, self)
-        let_go.atexit = False  # pyrefly: ignore
-        return let_go
+        """Close the slab when the owner is freed or the result is called, after the last copy has ended."""
+        close = weakref.finalize(owner, _close, engine, self)
+        close.atexit = False  # pyrefly: ignore
+        return close
 
     def _register(self, memory: Tensor, say: Callable[[str], None]) -> None:
         cudart = torch.cuda.cudart()
@@ -73,8 +73,8 @@ class Slab:
                 code = int(cudart.cudaHostRegister(part.data_ptr(), part.nbytes, 0))  # pyrefly: ignore
             if code:
                 raise RunError(
-                    f"the driver does not register {format_bytes(part.nbytes)} of host memory (code {code}); "
-                    "ulimit -l unlimited may help, or less on the host"
+                    f"the CUDA driver cannot register {format_bytes(part.nbytes)} of host memory (code {code}): "
+                    "try `ulimit -l unlimited`, or a Plan that keeps less in host memory"
                 )
             self._registered.append(part)
             return part.nbytes
@@ -90,7 +90,7 @@ class Slab:
                     say(f"registering {format_bytes(self.nbytes)} of host memory: {100 * done / self.nbytes:.0f} %")
 
     def close(self) -> None:
-        """Let the driver forget the memory, and give it back; no copy may be under way."""
+        """Unregister the memory and free it. No copy may be under way."""
         self.parts = []
         if not self._registered:
             return
@@ -106,6 +106,6 @@ def _part(region: mmap.mmap, start: int, size: int) -> Tensor:
     return torch.frombuffer(region, dtype=torch.uint8, offset=start, count=size)
 
 
-def _let_go(engine: Engine, slab: Slab) -> None:
+def _close(engine: Engine, slab: Slab) -> None:
     engine.settle()
     slab.close()

@@ -1,19 +1,20 @@
-"""A Tape is a long tensor cut into tiles, [tokens, features…]; a schedule reads and writes tiles and never asks where
-they live.
+"""A Tape is a long tensor, [tokens, features…], cut into tiles that may live on the device, in host memory or on disk.
 
-    tile = tape.read(i)        tile i, to be read, or changed and written back
-    tile = tape.blank(i)       memory for tile i, to be filled; may be the memory that read(i) gave
-    tape.write(i, tile)        what read or blank gave is tile i now; returns at once, and the tile is given up
-    tape.release(tile)         what read gave is no longer needed
+A schedule reads and writes tiles in the same way wherever they live:
 
-A device tape is one tensor and its tiles are views of it. A host tape is one piece of host memory; its tiles pass
-through slots on the device, and `read` and `prefetch` queue copies ahead of their use. So do those of a disk tape
-(disk.py), which has a stretch of a file. The order that keeps this right:
+    tile = tape.read(i)        tile i, to be read, or to be changed and written back
+    tile = tape.blank(i)       memory for tile i with undefined content; it may be the memory that read(i) returned
+    tape.write(i, tile)        store a tile that read or blank returned; returns at once, and the tile must not be used
+    tape.release(tile)         give back a tile that read returned and that is not written
 
-    a tile is computed on      after it has arrived
-    it arrives                 after it was written out, and after its slot is free
-    a slot is filled           after the slot is free: after its last reader, or after it was copied out
-    it is copied out           after it is computed
+A device tape is one tensor and its tiles are views of it. A host tape is one piece of host memory. Its tiles pass
+through slots, tile-sized tensors on the device; `read` and `prefetch` queue the copies ahead of their use. A disk tape
+(disk.py) is a stretch of a file and uses slots too. Four rules about order keep this right:
+
+    the computation uses a tile      after the tile has arrived in its slot
+    a tile arrives in a slot         after the tile was last written out, and after the slot is free
+    a slot is free                   after the computation released its tile, or after the tile was copied out
+    a tile is copied out             after it is computed
 """
 
 import math
@@ -29,6 +30,8 @@ from ithaca.tape.engine import Engine, Mark
 
 
 class Slots:
+    """Tile-sized tensors on the device, which the tiles of host and disk tapes pass through."""
+
     def __init__(self, engine: Engine, rows: int, features: tuple[int, ...], dtype: torch.dtype, count: int):
         self.engine = engine
         self._free: deque[tuple[Tensor, Mark | None]] = deque()
@@ -40,18 +43,18 @@ class Slots:
             self._free.append((slot, engine.computed()))
 
     def take(self, rows: int) -> tuple[Tensor, Mark | None]:
-        """The first rows of a slot, and the mark at which it is free: the one that was given back first."""
-        assert self._free, "every slot is held: a schedule takes more tiles at a time than it asked for"
+        """The first rows of the slot that was given back first, and the mark at which it is free."""
+        assert self._free, "all slots are in use: a schedule holds more tiles at once than it asked for"
         slot, mark = self._free.popleft()
         self._held[slot.data_ptr()] = slot
         return slot[:rows], mark
 
     def give(self, tile: Tensor, mark: Mark | None) -> None:
-        """The slot of a tile that was taken is free again at the mark."""
+        """Give back the slot of a tile; it is free at the mark."""
         self._free.append((self._held.pop(tile.data_ptr()), mark))
 
     def reclaim(self) -> None:
-        """All slots are free: whoever held one is gone, and nothing is under way."""
+        """Take back all slots after a pass broke off. No copy may be under way."""
         self._free.extend((slot, None) for slot in self._held.values())
         self._held.clear()
 
@@ -64,11 +67,11 @@ class Tape(Protocol):
     tiles: Tiles
 
     def read(self, index: int, toward: int = 0) -> Tensor:
-        """Tile `index`; with `toward` ±1 its neighbour in that direction is fetched ahead."""
+        """Tile `index`. With `toward` ±1, also begin to fetch its neighbour in that direction."""
         ...
 
     def prefetch(self, index: int) -> None:
-        """Begin to fetch a tile that will be read."""
+        """Begin to fetch a tile that will be read later."""
         ...
 
     def blank(self, index: int) -> Tensor: ...
@@ -78,13 +81,16 @@ class Tape(Protocol):
     def release(self, tile: Tensor) -> None: ...
 
     def drop(self) -> None:
-        """Give up tiles that were fetched ahead and not read: a pass broke off."""
+        """Give up tiles that were fetched ahead and not read, after a pass broke off."""
         ...
 
 
 class _Memory:
-    """The memory of a tape, one row a token. With `features`, tiles are rows of those instead, each at the beginning of
-    its own place: a tape that has served lends its memory to another one, tile by tile."""
+    """The memory of a tape, one row per token.
+
+    With `features`, tiles have those features instead and lie at the beginning of the places of the memory's own tiles:
+    a tape whose content is no longer needed lends its memory to another tape in this way.
+    """
 
     def __init__(self, memory: Tensor, tiles: Tiles, features: tuple[int, ...] | None = None):
         assert memory.shape[0] == tiles.length or isinstance(self, StandIn)
@@ -92,12 +98,14 @@ class _Memory:
         self._features = tuple(memory.shape[1:]) if features is None else features
 
     def place(self, index: int) -> Tensor:
-        """Where tile `index` lies."""
+        """The memory of tile `index`."""
         count, part = self.tiles.rows_in(index), self.memory[self.tiles.rows(index)]
         return part.flatten()[: count * math.prod(self._features)].view(count, *self._features)
 
 
 class DeviceTape(_Memory):
+    """One tensor on the device; tiles are views of it."""
+
     def read(self, index: int, toward: int = 0) -> Tensor:  # noqa: ARG002
         return self.place(index)
 
@@ -118,28 +126,28 @@ class DeviceTape(_Memory):
 
 
 class SlotTape(ABC):
-    """A tape whose tiles pass through slots."""
+    """A tape whose tiles pass through slots; the subclasses say how a slot is filled and emptied."""
 
     def __init__(self, tiles: Tiles, slots: Slots):
         self.tiles = tiles
         self._slots, self._engine = slots, slots.engine
-        self._arriving: dict[int, tuple[Tensor, Any]] = {}  # what `_fetch` gave
+        self._arriving: dict[int, tuple[Tensor, Any]] = {}  # tile -> its slot, and what `_fetch` returned
 
     @abstractmethod
     def _fetch(self, index: int, tile: Tensor, free: Mark | None) -> Any:
-        """Begin to fill a slot, which is free at the mark, with tile `index`."""
+        """Begin to fill a slot with tile `index`; the slot is free at the mark."""
 
     @abstractmethod
     def _arrived(self, coming: Any) -> Mark:
-        """The mark at which what is fetched is there."""
+        """The mark at which the tile is in its slot; `coming` is what `_fetch` returned."""
 
     @abstractmethod
     def _dropped(self, coming: Any) -> Mark | None:
-        """The mark at which the slot of what is fetched is free, since nobody will read it."""
+        """The mark at which the slot is free when the tile will not be read after all."""
 
     @abstractmethod
     def _store(self, index: int, tile: Tensor) -> Mark:
-        """Begin to take a tile away; its slot is free at the mark."""
+        """Begin to store tile `index`; its slot is free at the returned mark."""
 
     def read(self, index: int, toward: int = 0) -> Tensor:
         self.prefetch(index)
@@ -176,6 +184,8 @@ class SlotTape(ABC):
 
 
 class HostTape(_Memory, SlotTape):
+    """One piece of host memory; tiles are copied to slots and back."""
+
     def __init__(self, memory: Tensor, tiles: Tiles, slots: Slots, features: tuple[int, ...] | None = None):
         _Memory.__init__(self, memory, tiles, features)
         SlotTape.__init__(self, tiles, slots)
@@ -196,8 +206,7 @@ class HostTape(_Memory, SlotTape):
 
 
 class StandIn(HostTape):
-    """A host or disk tape of which a few tiles are in memory and stand for all in turn: for rehearsals, its values are
-    wrong."""
+    """A host or disk tape with memory for a few tiles only, which all tiles share. For rehearsals: values are wrong."""
 
     def place(self, index: int) -> Tensor:
         count, held = self.tiles.rows_in(index), len(self.memory) // self.tiles.size

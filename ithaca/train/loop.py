@@ -19,12 +19,14 @@ from ithaca.config import Config
 from ithaca.data.tokenfile import TokenFile
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
-from ithaca.parallel.balance import Work, describe_work, ring_work
+from ithaca.parallel.axes import Axes
+from ithaca.parallel.balance import RingWork, describe_work, ring_work
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.hangs import answering, lost_touch, set_timeout, step_seconds, timeout
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.planner.advice import Rank, out_of_memory
+from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
+from ithaca.schedule.job import Job
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.loader import Loader
 from ithaca.train.report import Progress, Sink, draw_loss, open_sinks
@@ -148,10 +150,11 @@ class TrainingRun:
         grid, (rows, tokens) = self.mesh, self._pass_size()
         sequences = math.ceil(rows / grid.data_ranks)
         spec, plan = self.model.spec, self.model.plan
-        rank = Rank(spec, plan, sequences * tokens, grid.ulysses, grid.ring, grid.parameter_ranks // grid.context_ranks)
+        axes = Axes(shard=grid.shard, ring=grid.ring, ulysses=grid.ulysses)
+        job = Job(spec=spec, plan=plan, tokens=sequences * tokens, axes=axes)
         first = next((words for words in str(error).split(". ") if "Tried" in words), str(error).split(". ")[0])
         total = torch.cuda.mem_get_info(grid.device)[1]
-        return out_of_memory(rank, first, torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total)
+        return out_of_memory(job, first, torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total)
 
     def _step_seconds(self) -> float:
         """Return an upper bound for the seconds of a step on the rank with the most sequences."""
@@ -222,11 +225,11 @@ class TrainingRun:
             losses.append(loss.detach())
         return torch.stack(losses).sum().item()
 
-    def _ring_work(self, batches: list[Batch]) -> Work | None:
+    def _ring_work(self, batches: list[Batch]) -> RingWork | None:
         """Return how the attention work of this rank's sequences spreads over its ring; None without a ring."""
         if self.mesh.ring == 1:
             return None
-        return sum((ring_work(batch.layout, batch.bounds, self.model.plan.sweeps) for batch in batches), Work([]))
+        return sum((ring_work(batch.layout, batch.bounds, self.model.plan.sweeps) for batch in batches), RingWork([]))
 
     def _metrics(self, batches: list[Batch], loss: float, norm: float, rate: float, seconds: float) -> dict[str, Any]:
         ranks, tokens = self.mesh.size, sum(batch.total_tokens for batch in batches)

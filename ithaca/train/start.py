@@ -19,14 +19,11 @@ from ithaca.model.source import ModelSource, describe_model, load_model
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import least
 from ithaca.parallel.mesh import Mesh
-from ithaca.planner.cluster import RUNTIME, Cluster
-from ithaca.planner.explain import Asked, explain
-from ithaca.planner.fitting import SHORTEST
-from ithaca.planner.hardware import nearest, read_gpus
-from ithaca.planner.longest import binding, longest
-from ithaca.planner.search import search
-from ithaca.planner.show_plan import refusal
+from ithaca.planner.hardware import RUNTIME, Cluster, nearest, read_gpus
+from ithaca.planner.report import Question, explain, refusal
+from ithaca.planner.search import binding, longest, search
 from ithaca.plans.plan import Plan
+from ithaca.schedule.variants import SHORTEST
 from ithaca.tape.budget import host_budget
 from ithaca.train.run_folder import RunFolder
 
@@ -90,16 +87,16 @@ def choose_plan(config: Config, spec: Spec, grid: Mesh, tokens: int, memory: Fre
     sequences = -(-given // mesh.replicate) if given else None  # None: one for each group of ranks that share one
     answer = search(spec, cluster, tokens, mesh=axes, sequences=sequences)
     most = longest(spec, cluster)
-    asked = Asked(config.model.source, spec, cluster, tokens, None, running=True)
+    asked = Question(config.model.source, spec, cluster, tokens, None, running=True)
     if answer is None:
         raise PlanError(_refusal(asked, most, axes, given))
     lines = explain(asked, answer, most, binding(spec, cluster, None, most))
     if axes is None:
-        mesh = replace(mesh, ulysses=answer.ulysses, ring=answer.ring)
+        mesh = replace(mesh, ulysses=answer.axes.ulysses, ring=answer.axes.ring)
     return answer.plan, mesh, lines
 
 
-def _refusal(asked: Asked, most: int, axes: tuple[int, int] | None, sequences: int | None) -> str:
+def _refusal(asked: Question, most: int, axes: tuple[int, int] | None, sequences: int | None) -> str:
     """Return why no Plan fits. `most`: the longest context of one sequence on all GPUs."""
     tokens, cluster = asked.tokens or most, asked.cluster
     given = [f"mesh.ulysses={axes[0]} and mesh.ring={axes[1]}"] if axes else []
@@ -116,7 +113,7 @@ def _refusal(asked: Asked, most: int, axes: tuple[int, int] | None, sequences: i
 def _cluster(grid: Mesh, copies: int, memory: FreeMemory) -> Cluster:
     """Return the GPUs of one copy of the parameters, with their share of the nodes' memory.
 
-    The planner keeps back a part of the free host memory (Cluster.of_host): loading the model takes some before the
+    The planner keeps back a part of the free host memory (Cluster.budget): loading the model takes some before the
     tapes are allocated.
     """
     properties = torch.cuda.get_device_properties(grid.device)

@@ -155,25 +155,25 @@ def test_gradients_of_several_inputs_and_outputs_come_in_order() -> None:
     assert_close(w.sums["first.bias"], dq.sum(0))
 
 
-def test_unread_layers_give_the_same_gradients_without_their_product() -> None:
+def test_a_final_layer_gives_the_same_gradients_without_its_output() -> None:
     x, dy = numbers((ROWS, HIDDEN), (ROWS, HIDDEN), seed=3)
     results = []
-    for unread in ((), ("second",)):
-        w = Summed(make_weights(), SHAPES, unread)
+    for final in (None, "second"):
+        w = Summed(make_weights(), SHAPES, final)
         part = x.clone().requires_grad_()
         y = sliced(w, part)
         (dx,) = w.differentiate(y, (part,), (dy,))
         results.append([dx, *w.sums.values()])
-        if unread:
+        if final:
             assert y.shape == dy.shape
             # Only the residual is in it, no product and no bias
             assert torch.equal(y, x)
-    for read, unread in zip(*results, strict=True):
-        assert torch.equal(read, unread)
+    for computed, left_out in zip(*results, strict=True):
+        assert torch.equal(computed, left_out)
 
 
-def test_an_unread_output_takes_no_memory() -> None:
-    w = Summed(make_weights(), SHAPES, unread=("first",))
+def test_the_output_of_a_final_layer_takes_no_memory() -> None:
+    w = Summed(make_weights(), SHAPES, final="first")
     (x,) = numbers((ROWS, HIDDEN))
     y = linear(w, "first", x, rows=HALVES[1])
     assert y.shape == (ROWS, 5)

@@ -377,7 +377,7 @@ def taken(folder: Path) -> tuple[int, int]:
     model = make(folder, ithaca.Plan(recipe="sweep", chunk=32))
     said = model.host_bytes(3, 64)
     model.allocate(3, 64)
-    tapes = model._tapes[True]
+    tapes = model.reservation._tapes[True]
     slots = [slot for slots in tapes._slots.values() for slot, _ in slots._free]
     memory = [tape.memory for group in tapes._tapes.values() for tape in group.values()]  # pyrefly: ignore
     return said, sum(tensor.nbytes for tensor in (*slots, *memory))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ithaca.parallel.balance import Work, describe_work, ring_work
+from ithaca.parallel.balance import RingWork, describe_work, ring_work
 from ithaca.parallel.layout import Layout
 
 layouts = st.builds(
@@ -46,7 +46,7 @@ def test_every_pair_is_counted(layout: Layout, ends: set[int]) -> None:
                 [int(seen[owner == rank][:, owner == (rank - step) % layout.ring].sum()) for rank in ranks]
                 for step in ranks
             ]
-        assert ring_work(layout, bounds, keys_stay).turns == wanted
+        assert ring_work(layout, bounds, keys_stay).periods == wanted
 
 
 @given(layouts, st.booleans())
@@ -54,7 +54,7 @@ def test_one_document_is_balanced(layout: Layout, keys_stay: bool) -> None:
     """In every turn, not only in all: nobody waits."""
     layout = layout if keys_stay else of_one_chunk(layout)
     work = ring_work(layout, (0, layout.padded), keys_stay)
-    assert all(len(set(turn)) == 1 for turn in work.turns)
+    assert all(len(set(period)) == 1 for period in work.periods)
     assert work.imbalance == work.waiting == 0
 
 
@@ -65,9 +65,9 @@ def test_a_long_sequence_of_many_documents_is_quick() -> None:
 
 
 def test_what_is_said() -> None:
-    work = Work([[4, 2], [0, 2]])
+    work = RingWork([[4, 2], [0, 2]])
     assert (work.pairs, work.imbalance, work.waiting) == ([4, 4], 0, pytest.approx(0.5))
-    assert describe_work(work + Work([[8, 0]])) == (
-        "ring ranks attend to 12, 4 pairs of tokens: the fullest to 50.0 % more than the mean; as they wait for "
+    assert describe_work(work + RingWork([[8, 0]])) == (
+        "ring ranks attend to 12, 4 pairs of tokens: the busiest to 50.0 % more than the mean; as they wait for "
         "each other, attention takes 75.0 % longer than if all were even"
     )

@@ -129,7 +129,7 @@ def both_ways(rows: list[int], **sizes: int) -> bool:
     joined = join_batches(
         mesh,
         lambda: [
-            rank_batch(*own_rows(model, whole, count), count, mesh, vocab, model._lay)
+            rank_batch(*own_rows(model, whole, count), count, mesh, vocab, model.reservation.layout)
             for whole, count in zip(wholes, rows, strict=True)
         ],
     )
@@ -173,7 +173,7 @@ def changed_on_one(rank: int, change: str) -> str:
         else:
             own = [tensor[:, :-1] for tensor in own]
     with pytest.raises(ithaca.InputError) as caught:
-        join_batches(mesh, lambda: [rank_batch(*own, rows, mesh, model.spec.vocab, model._lay)])
+        join_batches(mesh, lambda: [rank_batch(*own, rows, mesh, model.spec.vocab, model.reservation.layout)])
     return str(caught.value).removeprefix(f"rank {rank}: ")
 
 

@@ -1,6 +1,7 @@
 """Between ring ranks: what is added up in fp32, what is kept until it has arrived, how many bytes that is."""
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ from torch import Tensor
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.walk import merge
+from ithaca.model.presets import PRESETS
+from ithaca.model.spec import read_spec
+from ithaca.parallel.axes import Axes
 from ithaca.parallel.collectives import Group
-from ithaca.parallel.head_split import split_heads
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.loopback import Loopback
 from ithaca.parallel.ring import Ring
 from ithaca.plans.plan import Plan
-from ithaca.plans.traffic import Sender, block_traffic
+from ithaca.schedule.costs import Peers, traffic
+from ithaca.schedule.job import Job
 from ithaca.schedule.whole.ring_kernel import RingKernel
 
 BF16 = torch.bfloat16
@@ -161,6 +165,7 @@ def test_what_is_sent_in_bfloat16(options: dict, ranks: int) -> None:
     """Sums and log-sum-exps are fp32 in it; and it is kept until it has arrived."""
     plan, group = Plan(**options), Watched(ranks)
     passes(plan, Ring(Group(group)))
-    rounds = ((split_heads(HEADS, KV_HEADS, 1),),)
-    said = block_traffic(plan, 0, 1, rounds, Sender(0, TOKENS, 1, SIZE, 2, 4, ranks))
-    assert group.bytes == sum(way.bytes for way in said)
+    spec = replace(read_spec(PRESETS["tiny"]), heads=HEADS, kv_heads=KV_HEADS, head_size=SIZE).with_layers(1)
+    job = Job(spec=spec, plan=plan, tokens=TOKENS * ranks, axes=Axes(ring=ranks))
+    messages = [message for way in job.costs.messages(job, 0) for message in way]
+    assert group.bytes == traffic(messages, job, Peers.all(1, ranks, 0)).bytes

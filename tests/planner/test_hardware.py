@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from ithaca.base.errors import PlanError
-from ithaca.planner.hardware import NUMBERS, RATES, nearest, parse_gpus, read_gpus
+from ithaca.model.config_json import find_config
+from ithaca.model.spec import read_spec
+from ithaca.planner.hardware import NUMBERS, RATES, causal_mfu, nearest, parse_gpus, peak_flops, read_gpus
 
 WANTED = ("A100-40GB", "A100-80GB", "H100-80GB", "H200-141GB", "B200-180GB", "GH200-96GB", "RTX4090-24GB", "L40S-48GB")
 
@@ -39,11 +41,11 @@ def test_counts_and_names() -> None:
         assert (count, gpu.name) == (8, "H100-80GB")
     assert parse_gpus("L40S-48GB", known)[0] == 1
     assert parse_gpus("16xh200", known)[1].name == "H200-141GB"
-    with pytest.raises(PlanError, match="GPU 'A100' is one of several: A100-40GB or A100-80GB"):
+    with pytest.raises(PlanError, match="GPU 'A100' could be A100-40GB or A100-80GB: name one of them"):
         parse_gpus("A100", known)
     with pytest.raises(PlanError, match=r"GPU 'H100-80G' is not known: did you mean 'H100-80GB'\?"):
         parse_gpus("8xH100-80G", known)
-    with pytest.raises(PlanError, match="has 0 GPUs: 1 or more"):
+    with pytest.raises(PlanError, match="--gpus 0xH100-80GB has 0 GPUs: give 1 or more, as 8xH100-80GB"):
         parse_gpus("0xH100-80GB", known)
     assert parse_gpus(5000 * "9" + "xH200", known)[0] > 2**60
 
@@ -88,6 +90,15 @@ def test_what_a_driver_calls_it(driver: str, gigabytes: int, name: str) -> None:
     assert nearest(driver, gigabytes * 10**9, read_gpus()).name == name
 
 
+def test_mfu_is_of_the_gpu_s_own_peak() -> None:
+    """One basis for plan, rehearsal and training: an A100 that does half as much as an H100 is the better used."""
+    assert peak_flops("NVIDIA A100-SXM4-80GB", 85 * 10**9) == 312e12
+    assert peak_flops("NVIDIA H200", 150 * 10**9) == 989e12
+    assert peak_flops("Tesla V100-SXM2-32GB", 34 * 10**9) is None
+    spec = read_spec(find_config("tiny")[0])
+    assert causal_mfu(spec, 2048, 1e6, 312e12) == pytest.approx(1e6 * spec.flops_per_token(2048) / 312e12)
+
+
 def test_a_gpu_of_another_file_is_found_by_its_driver(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('["v100-32GB"]\n' + made_up())
@@ -115,22 +126,22 @@ def test_another_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('["X"]\nmemory = 5', "memory of GPU 'X' is 5: a number and its source are needed"),
+        ('["X"]\nmemory = 5', "memory of GPU 'X' is 5: write a number and its source"),
         ('["X"]\nmemory = [-5, "no"]', "memory of GPU 'X' is"),
-        ('["X"]\nmemory = [inf, "no"]', "memory of GPU 'X' is more than can be planned with: up to 1e\\+24 can"),
-        (f'["X"]\nmemory = [1{400 * "0"}, "no"]', "memory of GPU 'X' is more than can be planned with: up to 1e"),
-        ('["X"]\nmemory = [nan, "no"]', "memory of GPU 'X' is .*nan, 'no'.: a number and its source are needed"),
-        ('["X"]\nmemory = [true, "no"]', "memory of GPU 'X' is .*True, 'no'.: a number and its source are needed"),
-        ('["X"]\nmemory = [1e-300, "no"]', "memory of GPU 'X' is .*1e-300, 'no'.: a number and its source are needed"),
+        ('["X"]\nmemory = [inf, "no"]', "memory of GPU 'X' is too large: give at most 1e\\+24"),
+        (f'["X"]\nmemory = [1{400 * "0"}, "no"]', "memory of GPU 'X' is too large: give at most 1e"),
+        ('["X"]\nmemory = [nan, "no"]', "memory of GPU 'X' is .*nan, 'no'.: write a number and its source"),
+        ('["X"]\nmemory = [true, "no"]', "memory of GPU 'X' is .*True, 'no'.: write a number and its source"),
+        ('["X"]\nmemory = [1e-300, "no"]', "memory of GPU 'X' is .*1e-300, 'no'.: write a number and its source"),
         ('["X"]\nmemory = [5]', "memory of GPU 'X' is"),
-        ('["H200-141GB"]\nmatmul = 5', "matmul of GPU 'H200-141GB' is 5: a number and its source are needed"),
-        ('["X"]\n' + made_up().replace("ram =", "# ="), "GPU 'X' has no ram: a number and its source are needed"),
-        ('["X"]\nmemory = [5, "s"]', "GPU 'X' has no flops: a number and its source are needed"),
+        ('["H200-141GB"]\nmatmul = 5', "matmul of GPU 'H200-141GB' is 5: write a number and its source"),
+        ('["X"]\n' + made_up().replace("ram =", "# ="), "GPU 'X' has no ram: write a number and its source"),
+        ('["X"]\nmemory = [5, "s"]', "GPU 'X' has no flops: write a number and its source"),
         (
             '["H100-80GB"]\nmemroy = [5, "s"]',
-            "GPU 'H100-80GB' has a 'memroy', which nobody reads: did you mean 'memory'",
+            "GPU 'H100-80GB' has an unknown number 'memroy': did you mean 'memory'",
         ),
-        ("x = 1", "'x' in '.*' is no GPU: a table of numbers is"),
+        ("x = 1", "'x' in '.*' is not a GPU: write a table of numbers"),
         ("[", "cannot be read as TOML"),
         (f"x = {20_000 * '['}", "cannot be read as TOML"),
     ],

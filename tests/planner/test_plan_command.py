@@ -16,7 +16,7 @@ from ithaca.base.sizes import format_tokens
 from ithaca.cli import main
 from ithaca.config import read_config
 from ithaca.model.presets import PRESETS
-from ithaca.plans.plan import RECIPES
+from ithaca.plans.recipes import RECIPES
 from tests.nursery import Ended
 
 Say = Callable[..., Ended]
@@ -110,33 +110,94 @@ def test_the_words(say: Say) -> None:
     end = say("llama3-8b", "--tokens", "2M", "--host", "1.9TB")
     assert (end.code, end.err) == (0, "")
     lines = end.out.splitlines()
-    assert lines[0] == "llama3-8b at 2M tokens on 8xH100-80GB: fits, with recipe 'sweep' on ulysses 8"
-    for wanted in (
-        r"a GPU, at its peak \(.* block\)  .* GiB of 70.1 GiB",
-        r"  states +11.2 GiB  = 8,030,261,248 parameters × 12 bytes / 8",
-        r"  K and V +3 GiB  = 2,097,152 tokens × 1 head × 128 × 2 × \(2 \+ 4\) bytes",
-        r"a node's host   .* of 1.64 TiB",
-        r"block inputs x  of .* on the host.*",
-        r"outputs o       of .* layers on the host.*",
-        r"attention       runs once",
-        r"free on a GPU   .*",
-        r"a step          .* for 1 sequence: \d+ tokens/s on each GPU, [0-9.]+ % causal MFU",
-        r"  attention forward .*, attention backward .*, linear .*, exchange .*, copies .*, weights .*, optimizer .*",
-        r"the longest context is \d+K, and what limits it is the host's memory \(--host\)",
-        r"  longer: \d+K tokens, .* a step",
-        r"  longer: \d+K tokens where attention may run again in backward",
-        r"  faster: 16xH100-80GB, .* a sequence instead of .*",
-        r"  fewer GPUs: 4xH100-80GB.*",
-        r"assumed, or measured elsewhere:",
-        r"  matmul .* TFLOP/s: measured on an H200.*",
-        r"  5% of the host kept back",
-    ):
-        assert any(re.fullmatch(wanted, line) for line in lines), (wanted, end.out)
-    assert not any(line.startswith("a node's disk") for line in lines)
+    assert lines[0] == "llama3-8b at 2M tokens on 8xH100-80GB: fits with recipe 'sweep'; 8 GPUs share each sequence"
+    order = [
+        r"GPU memory: .* GiB of 70.1 GiB at the peak \(.* block\)",
+        r"  states +11.2 GiB  weights and optimizer moments, fp32: 8,030,261,248 parameters × 12 bytes / 8",
+        r"  K and V +3 GiB  of one layer, .*: 2,097,152 tokens × 1 head × 128 × 2 × \(2 \+ 4\) bytes",
+        r"Host memory: .* of 1.64 TiB",
+        r"Saved block inputs: \d+ layers in host memory.*",
+        r"Saved attention outputs: \d+ layers in host memory.*",
+        r"Attention: runs once",
+        r"A step: .* for 1 sequence; \d+ tokens/s per GPU, [0-9.]+ % causal MFU",
+        r"  Computing: attention forward .*, attention backward .*, matrix products .*",
+        r"  Hidden behind it: messages .*, copies to and from the host .*, gathering weights .*",
+        r"Longest context: \d+K tokens, limited by host memory \(--host\)",
+        r"  \d+K take .* a step",
+        r"  Up to \d+K if attention is recomputed in backward \(slower\)",
+        r"  Faster: 16xH100-80GB, .* a sequence instead of .*",
+        r"  Fewer GPUs: 4xH100-80GB.*",
+        r"Some speeds and reserves are assumed: --verbose lists them",
+        r"To train:",
+    ]
+    found = [next((n for n, line in enumerate(lines) if re.fullmatch(wanted, line)), None) for wanted in order]
+    assert None not in found, (order[found.index(None)], end.out)
+    assert found == sorted(found, key=lambda number: number or 0)
+    assert not any(line.startswith("Disk") for line in lines)
+    assert len(lines) < 40
     assert lines[-1].startswith(
         "ithaca train --set model.source=llama3-8b --set train.tokens=2M --set plan.recipe=sweep"
     )
     read_config(None, shlex.split(lines[-1])[3::2])
+
+
+def test_assumptions_are_listed_on_demand(say: Say) -> None:
+    words = ["llama3-8b", "--gpus", "16xH100-80GB", "--tokens", "2M"]
+    short, full = (say(*words, *more).out for more in ([], ["--verbose"]))
+    for wanted in (
+        r"Assumed, or measured on another GPU:",
+        r"  across 50 GB/s: assumed: a card of 400 Gbit/s for each GPU",
+        r"  matmul .* TFLOP/s: measured on an H200.*",
+        r"  5% of host memory kept free",
+    ):
+        assert re.search(f"^{wanted}$", full, re.MULTILINE), wanted
+        assert not re.search(f"^{wanted}$", short, re.MULTILINE), wanted
+    assert "--verbose" not in full
+
+
+def test_more_gpus_than_a_node_has(say: Say) -> None:
+    """The answer says how they share a sequence, and where the command is started."""
+    out = say("llama3-8b", "--gpus", "16xH100-80GB", "--tokens", "5M").out
+    assert "; 16 GPUs share each sequence (8 Ulysses × 2 ring ranks)" in out.splitlines()[0]
+    assert "To train, on each of the 2 nodes (with srun, or with --nodes 2 --meet HOST):" in out
+    assert re.search(r"Host memory: .* on each node", out)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentences"),
+    [
+        (
+            ["--gpus", "8xH100-80GB", "--tokens", "1M", "--recipe", "ulysses"],
+            ["Saved block inputs: 32 layers in host memory", "Attention: recomputed in backward in 32 of 32 layers"],
+        ),
+        (
+            ["--gpus", "64xH200-141GB", "--tokens", "32K", "--recipe", "ulysses"],
+            ["Saved activations: all of 32 layers on the GPU", "Attention: runs once"],
+        ),
+        (
+            ["--gpus", "8xH200-141GB", "--tokens", "512K", "--recipe", "ulysses"],
+            [
+                "Saved block inputs: 32 layers on the GPU",
+                "Saved attention outputs: 32 layers on the GPU",
+                "Attention: runs once",
+            ],
+        ),
+    ],
+)
+def test_what_blocks_save(say: Say, words: list[str], sentences: list[str]) -> None:
+    lines = say("llama3-8b", *words).out.splitlines()
+    assert [line for line in lines if line.startswith(("Saved", "Attention"))] == sentences
+
+
+def test_nodes_within_the_number_of_gpus(say: Say) -> None:
+    """Nodes × GPUs on each; the option that said the same still works, with a notice."""
+    words = ["llama3-8b", "--tokens", "64K", "--json"]
+    new = answer(say(*words, "--gpus", "4x4xH100-80GB"))
+    old = say(*words, "--gpus", "16xH100-80GB", "--node-gpus", "4")
+    assert old.err == "--node-gpus is now part of --gpus, as 4x8xH100-80GB: the old option still works\n"
+    assert json.loads(old.out) == new
+    assert new["gpus"] == "16xH100-80GB"
+    assert new != answer(say(*words, "--gpus", "16xH100-80GB"))
 
 
 @pytest.mark.parametrize(("model", "tokens"), [("llama3.2-1b", "64K"), ("llama3-70b", "8M")])
@@ -155,8 +216,8 @@ def test_the_longest_is_planned_for_when_no_length_is_given(say: Say) -> None:
     assert (found["limit"], found["recomputed_attention_layers"]) == ("host", 0)
     tokens = str(int(longest * 1.05))
     end = say("llama3-8b", "--host", "1.9TB", "--tokens", tokens)
-    assert f"the longest context where attention runs once is {format_tokens(longest)}" in end.out
-    assert re.search(r"attention       runs again in backward, in \d+ of 32 layers", end.out)
+    assert f"Longest context if attention runs once: {format_tokens(longest)} tokens" in end.out
+    assert re.search(r"Attention: recomputed in backward in \d+ of 32 layers", end.out)
 
 
 def test_what_fits_is_no_longer_than_the_longest(say: Say) -> None:
@@ -170,14 +231,14 @@ def test_what_fits_is_no_longer_than_the_longest(say: Say) -> None:
 def test_faster_is_faster(say: Say) -> None:
     """Of a model this small nothing is gained by another GPU."""
     found = answer(say("tiny", "--gpus", "1xRTX4090-24GB", "--tokens", "128", "--json"))
-    assert not any(text.startswith("faster") for text in found["alternatives"])
+    assert not any(text.startswith("Faster") for text in found["alternatives"])
 
 
 def test_the_most_gpus(say: Say) -> None:
     """Twice as many, which might be faster, cannot be planned for."""
     found = answer(say("llama3-8b", "--gpus", "1048576xH100-80GB", "--tokens", "1M", "--json"))
     assert found["fits"]
-    assert not any(text.startswith("faster") for text in found["alternatives"])
+    assert not any(text.startswith("Faster") for text in found["alternatives"])
 
 
 def test_a_folder_is_a_model(say: Say, tmp_path: Path) -> None:
@@ -209,38 +270,45 @@ def refused(end: Ended) -> str:
     ("words", "sentence"),
     [
         (["llama3-8b", "--gpus", "8xH10-80GB"], "GPU 'H10-80GB' is not known: did you mean 'H100-80GB'?"),
-        (["llama3-8b", "--gpus", "8xA100"], "GPU 'A100' is one of several: A100-40GB or A100-80GB"),
+        (["llama3-8b", "--gpus", "8xA100"], "GPU 'A100' could be A100-40GB or A100-80GB: name one of them"),
         (["llama3-8b", "--gpus", " "], "GPU ' ' is not known: known are A100-40GB"),
         (["llama3-9b"], "'llama3-9b' is neither a folder nor a preset: did you mean 'llama3-8b'?"),
         (["llama3-8b", "--recipe", "sweeep"], "recipe 'sweeep' does not exist: did you mean 'sweep'?"),
-        (["llama3-8b", "--gpus", "0xH100-80GB"], "'0xH100-80GB' has 0 GPUs: 1 or more can be planned for"),
+        (["llama3-8b", "--gpus", "0xH100-80GB"], "--gpus 0xH100-80GB has 0 GPUs: give 1 or more, as 8xH100-80GB"),
         (["llama3-8b", "--gpus", "-3xH100-80GB"], "GPU '-3xH100-80GB' is not known"),
-        (["llama3-8b", "--gpus", f"{10**7}xH100-80GB"], "cannot be planned for: 1 to 1048576 GPUs can"),
-        (["llama3-8b", "--gpus", f"{9999 * '9'}xH100-80GB"], "cannot be planned for: 1 to 1048576 GPUs can"),
+        (["llama3-8b", "--gpus", f"{10**7}xH100-80GB"], "is out of range: give 1 to 1048576 GPUs"),
+        (["llama3-8b", "--gpus", f"{9999 * '9'}xH100-80GB"], "is out of range: give 1 to 1048576 GPUs"),
         (
             ["llama3-8b", "--gpus", "12xH100-80GB"],
-            "--gpus 12xH100-80GB does not fill nodes of 8 GPUs: 8 or 16 do, or say how many a node has with --node-gp",
+            "--gpus 12xH100-80GB does not fill nodes of 8 GPUs: use 8 or 16, or give nodes and GPUs per node, as "
+            "2x6xH100-80GB",
         ),
-        (["llama3-8b", "--node-gpus", "0"], "--node-gpus 0 cannot be planned for: 1 to 576 can"),
+        (["llama3-8b", "--gpus", "1x0xH100-80GB"], "0 GPUs on a node are out of range: give 1 to 576"),
         (
             ["llama3-8b", "--tokens", "127"],
-            "--tokens 127 cannot be planned for: 128, a tile of attention, to 4096M can",
+            "--tokens 127 is out of range: give 128 (a tile of attention) to 4096M",
         ),
         (
             ["llama3-8b", "--tokens", "4097M"],
-            "--tokens 4097M cannot be planned for: 128, a tile of attention, to 4096M",
+            "--tokens 4097M is out of range: give 128 (a tile of attention) to 4096M",
         ),
-        (["llama3-8b", "--tokens", "999999999G"], "cannot be planned for: 128, a tile of attention, to 4096M can"),
+        (
+            ["llama3-8b", "--tokens", "999999999G"],
+            "--tokens 999999999G is out of range: give 128 (a tile of attention) to 4096M",
+        ),
         (["llama3-8b", "--tokens", "0"], "'0' is not a number of tokens: write 4096, 64K or 5M"),
         (["llama3-8b", "--tokens", "many"], "'many' is not a number of tokens: write 4096, 64K or 5M"),
         (["llama3-8b", "--host", "lots"], "'lots' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
         (["llama3-8b", "--host", ""], "'' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
-        (["llama3-8b", "--recipe", ""], "recipe '' does not exist: known are dense, ulysses"),
-        (["tiny", "--host", f"17{290 * '0'}TB"], "--host 1.7e+291TB cannot be planned for: up to 1000000TB can"),
-        (["tiny", "--disk", "1000001TB"], "--disk 1000001TB cannot be planned for: up to 1000000TB can"),
+        (["llama3-8b", "--recipe", ""], "recipe '' does not exist: known are sweep, dense, ulysses"),
+        (["tiny", "--host", f"17{290 * '0'}TB"], "--host 1.7e+291TB is out of range: give at most 1000000TB"),
+        (["tiny", "--disk", "1000001TB"], "--disk 1000001TB is out of range: give at most 1000000TB"),
         (["llama3-8b", "--disk", "some"], "'some' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
-        (["tiny", "--picture", "x.jpeg"], "--picture x.jpeg is of no kind that can be drawn: .png, .svg and .pdf are"),
-        (["tiny", "--picture", "x"], "--picture x is of no kind that can be drawn: .png, .svg and .pdf are"),
+        (
+            ["tiny", "--picture", "x.jpeg"],
+            "--picture x.jpeg cannot be drawn: use a name that ends with .png, .svg or .pdf",
+        ),
+        (["tiny", "--picture", "x"], "--picture x cannot be drawn: use a name that ends with .png, .svg or .pdf"),
         (
             ["tiny", "--hardware", "none.toml"],
             "'none.toml' cannot be read as TOML ([Errno 2] No such file or directory",
@@ -271,11 +339,11 @@ def test_nothing_to_measure(say: Say, tmp_path: Path, monkeypatch: pytest.Monkey
     ("content", "sentence"),
     [
         ("[", "cannot be read as TOML"),
-        ("x = 1", "is no GPU: a table of numbers is"),
-        ('["H100-80GB"]\nmemory = "80GB"', "memory of GPU 'H100-80GB' is 80GB: a number and its source are needed"),
-        ('["Mine-1GB"]\nmemory = [1e9, "me"]', "GPU 'Mine-1GB' has no flops: a number and its source are needed"),
-        ('["H100-80GB"]\nram = [1e24, "me"]', "--host 8e+12TB cannot be planned for: up to 1000000TB can"),
-        ('["H100-80GB"]\nmemory = [1e9, "me"]', "moments alone take 5.5 MiB of each GPU, of which 0 B can be used"),
+        ("x = 1", "is not a GPU: write a table of numbers"),
+        ('["H100-80GB"]\nmemory = "80GB"', "memory of GPU 'H100-80GB' is 80GB: write a number and its source"),
+        ('["Mine-1GB"]\nmemory = [1e9, "me"]', "GPU 'Mine-1GB' has no flops: write a number and its source"),
+        ('["H100-80GB"]\nram = [1e24, "me"]', "--host 8e+12TB is out of range: give at most 1000000TB"),
+        ('["H100-80GB"]\nmemory = [1e9, "me"]', "moments alone take 5.5 MiB of each GPU, and 0 B can be used"),
     ],
 )
 def test_hardware_that_cannot_be_used(say: Say, tmp_path: Path, content: str, sentence: str) -> None:
@@ -303,7 +371,7 @@ def test_hardware_of_one_s_own(say: Say, tmp_path: Path) -> None:
 def test_states_that_do_not_fit(say: Say, model: str, count: int, gpu: str) -> None:
     """The number of GPUs that is named does hold them: ask again."""
     text = refused(say(model, "--gpus", f"{count}x{gpu}"))
-    found = re.search(r"does not fit: weights, gradients and moments alone take .*: (\d+) GPUs would do", text)
+    found = re.search(r"does not fit: weights, gradients and moments alone take .*: use (\d+) GPUs", text)
     assert found, text
     enough = int(found[1])
     assert enough > count
@@ -316,7 +384,7 @@ def test_a_length_that_does_not_fit(say: Say) -> None:
     found = json.loads(end.out)
     assert (found["fits"], found["tokens"]) == (False, 40 * 2**20)
     assert (end.code, end.err) == (2, "")  # whoever reads JSON reads it there
-    shorter = re.search(r"--tokens (\w+) is the longest, by 1.09 TiB of the host's memory \(--host\)", found["why"])
+    shorter = re.search(r"--tokens (\w+) is the longest, limited by 1.09 TiB of host memory \(--host\)", found["why"])
     assert shorter, found["why"]
     again = answer(say("llama3-8b", "--tokens", shorter[1], "--host", "1.2TB", "--json"))
     assert again["tokens"] == found["max_tokens"]

@@ -9,11 +9,12 @@ import pytest
 from ithaca.base.owners import GRADIENTS
 from ithaca.model.config_json import find_config
 from ithaca.model.spec import read_spec
-from ithaca.planner.hardware import read_gpus
-from ithaca.planner.machine import Machine
-from ithaca.planner.memory import predict_memory
+from ithaca.parallel.axes import Axes
+from ithaca.planner.hardware import Machine, read_gpus
 from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.plan import Plan
+from ithaca.schedule.job import Job
+from ithaca.schedule.step_memory import step_memory
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 GPU = read_gpus(RESULTS / "rates-h200.toml")["H200-141GB"]
@@ -24,10 +25,19 @@ POINTS = [
 ]
 
 
+def job_of(seen: dict[str, Any], layers_run: int | None = None) -> Job:
+    """What was run. Records before the option was renamed call `residual` `gradient`."""
+    spec, options = read_spec(find_config(seen["model"])[0]), dict(seen["plan"])
+    if "gradient" in options:
+        options["residual"] = options.pop("gradient")
+    if layers_run is None:
+        spec = spec.with_layers(seen["layers"])
+    return Job(spec=spec, plan=Plan(**options), tokens=seen["tokens"], axes=Axes(**seen["mesh"]), layers_run=layers_run)
+
+
 @pytest.mark.parametrize("seen", POINTS, ids=lambda seen: seen["point"])
 def test_memory(seen: dict[str, Any]) -> None:
-    spec, mesh = read_spec(find_config(seen["model"])[0]), seen["mesh"]
-    found = predict_memory(spec, Plan(**seen["plan"]), seen["tokens"], **mesh, present=seen["layers"])
+    found = step_memory(job_of(seen, seen["layers"]))
     assert found.total == pytest.approx(seen["peak_bytes"], rel=0.05)
 
 
@@ -35,17 +45,15 @@ def test_gradients_at_the_end_of_a_tied_model() -> None:
     """A block's are still being reduced when the embedding's is added to the head's."""
     names = {"3B sweep, o recomputed, 256K of 8", "1B sweep 128K of 4", "3B sweep 1M of 8"}
     for seen in (row for row in POINTS if row["point"] in names):
-        spec = read_spec(find_config(seen["model"])[0])
-        found = predict_memory(spec, Plan(**seen["plan"]), seen["tokens"], **seen["mesh"], present=seen["layers"])
-        assert (spec.tied, found.moment) == (True, "the embedding's gradient")
+        job = job_of(seen, seen["layers"])
+        found = step_memory(job)
+        assert (job.spec.tied, found.phase) == (True, "the embedding's gradient")
         assert found.parts[GRADIENTS] == pytest.approx(seen["memory"][GRADIENTS], rel=0.01)
 
 
 @pytest.mark.parametrize("seen", [row for row in POINTS if "seconds" in row], ids=lambda seen: seen["point"])
 def test_seconds(seen: dict[str, Any]) -> None:
     """Messages are looped back through the GPU's memory."""
-    spec, mesh = read_spec(find_config(seen["model"])[0]).with_layers(seen["layers"]), seen["mesh"]
     machine = Machine(nodes=seen["ranks"], gpus=1, inside=GPU.bandwidth / 2, across=GPU.bandwidth / 2)
-    plan, shared = Plan(**seen["plan"]), (mesh["ulysses"], mesh["ring"])
-    found = predict_seconds(spec, plan, GPU, machine, seen["tokens"], *shared)
+    found = predict_seconds(job_of(seen), GPU, machine)
     assert found.step == pytest.approx(seen["seconds"], rel=0.12)

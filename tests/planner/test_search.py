@@ -14,15 +14,16 @@ from ithaca.config import read_config
 from ithaca.model.config_json import find_config
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import Spec, read_spec
-from ithaca.planner.cluster import Cluster
-from ithaca.planner.explain import Asked, train_line
-from ithaca.planner.fitting import LONGEST, SHORTEST, Answer
-from ithaca.planner.hardware import read_gpus
-from ithaca.planner.longest import STEP, binding, longest
-from ithaca.planner.memory import predict_memory
-from ithaca.planner.search import search
+from ithaca.parallel.axes import Axes
+from ithaca.planner.hardware import Cluster, read_gpus
+from ithaca.planner.report import Question, train_line
+from ithaca.planner.search import LONGEST, STEP, Answer, binding, longest, search
 from ithaca.planner.seconds import predict_seconds
-from ithaca.plans.plan import RECIPES, Plan
+from ithaca.plans.plan import Plan
+from ithaca.plans.recipes import RECIPES
+from ithaca.schedule.job import Job
+from ithaca.schedule.step_memory import step_memory
+from ithaca.schedule.variants import SHORTEST
 
 K, M = 2**10, 2**20
 GPUS = read_gpus()
@@ -85,17 +86,16 @@ def test_published_lengths_within_a_column(recipe: str, published: int) -> None:
 # Every answer fits
 def check(answer: Answer, spec: Spec, there: Cluster, tokens: int) -> None:
     assert answer.tokens == tokens
-    assert answer.shard * answer.ring * answer.ulysses == there.count
-    found = predict_memory(spec, answer.plan, tokens, answer.ulysses, answer.ring, answer.shard)
+    assert answer.axes.size == there.count
+    job = Job(spec=spec, plan=answer.plan, tokens=tokens, axes=answer.axes)
+    found = step_memory(job)
     assert found == answer.memory
     assert found.total <= there.capacity < there.gpu.memory
     assert found.host * there.machine.gpus < there.host
     assert found.disk * there.machine.gpus <= there.disk
-    mesh = answer.ulysses, answer.ring
-    assert answer.seconds == predict_seconds(spec, answer.plan, there.gpu, there.machine, tokens, *mesh)
+    assert answer.seconds == predict_seconds(job, there.gpu, there.machine)
     assert 0 < answer.rate < there.gpu.flops / spec.flops_per_token(tokens)
-    assert answer.ulysses == 1 or answer.plan.shares_heads
-    assert answer.ring == 1 or answer.plan.rings
+    assert answer.plan.entry.allows(answer.axes.ulysses, answer.axes.ring)
 
 
 CLUSTERS = st.builds(
@@ -187,7 +187,7 @@ def test_a_recipe_for_fewer_ranks_than_there_are() -> None:
     most = longest(spec, there, "ulysses")
     answer = search(spec, there, most, "ulysses")
     assert answer is not None
-    assert (answer.ulysses, answer.shard) == (32, 2)
+    assert (answer.axes.ulysses, answer.axes.shard) == (32, 2)
 
 
 def test_less_than_a_step() -> None:
@@ -289,12 +289,12 @@ def test_the_train_line_says_the_same(spec: Spec, there: Cluster, tokens: int, r
     answer = search(spec, there, tokens, recipe)
     assume(answer is not None)
     assert answer is not None
-    line = shlex.split(train_line(Asked("some folder/it's", spec, there, tokens, recipe), answer))
+    line = shlex.split(train_line(Question("some folder/it's", spec, there, tokens, recipe), answer))
     assert line[:2] == ["ithaca", "train"]
     assert set(line[2::2]) == {"--set"}
     config = read_config(None, line[3::2])
     assert config.plan == answer.plan
-    assert (config.mesh.ulysses, config.mesh.ring, config.mesh.shard) == (answer.ulysses, answer.ring, None)
+    assert (config.mesh.ulysses, config.mesh.ring, config.mesh.shard) == (answer.axes.ulysses, answer.axes.ring, None)
     assert (config.train.tokens, config.model.source) == (tokens, "some folder/it's")
     assert config.plan == Plan(**vars(config.plan))
     config.plan.placement(spec.layers)
@@ -304,18 +304,19 @@ def test_a_settled_mesh_and_several_sequences() -> None:
     spec, there = spec_of("llama3-8b"), cluster()
     given_mesh = search(spec, there, 64 * K, mesh=(2, 2))
     assert given_mesh is not None
-    assert (given_mesh.ulysses, given_mesh.ring, given_mesh.shard) == (2, 2, 2)
+    axes = Axes(shard=2, ring=2, ulysses=2)
+    assert given_mesh.axes == axes
     for sequences, rows in ((8, 4), (3, 2), (2, 1)):  # of a pass, over two groups of four GPUs
         found = search(spec, there, 64 * K, mesh=(2, 2), sequences=sequences)
         assert found is not None
         assert (found.tokens, found.rows) == (64 * K, rows)
-        assert found.memory == predict_memory(spec, found.plan, rows * 64 * K, 2, 2, 2)
+        assert found.memory == step_memory(Job(spec=spec, plan=found.plan, tokens=rows * 64 * K, axes=axes))
 
 
 @pytest.mark.parametrize("tokens", [0, 127, LONGEST + 1])
 def test_lengths_that_cannot_be_planned_for(tokens: int) -> None:
     with pytest.raises(
-        PlanError, match=rf"--tokens {tokens} cannot be planned for: 128, a tile of attention, to 4294967296"
+        PlanError, match=rf"--tokens {tokens} is out of range: give 128 \(a tile of attention\) to 4294967296"
     ):
         search(spec_of("tiny"), cluster(), tokens)
 
@@ -323,9 +324,13 @@ def test_lengths_that_cannot_be_planned_for(tokens: int) -> None:
 @pytest.mark.parametrize(
     ("count", "node_gpus", "sentence"),
     [
-        (0, 8, "--gpus 0xH100-80GB cannot be planned for: 1 to 1048576 GPUs can"),
-        (2**20 + 8, 8, "--gpus 1048584xH100-80GB cannot be planned for: 1 to 1048576 GPUs can"),
-        (12, 8, "--gpus 12xH100-80GB does not fill nodes of 8 GPUs: 8 or 16 do, or say how many a node has"),
+        (0, 8, "--gpus 0xH100-80GB is out of range: give 1 to 1048576 GPUs"),
+        (2**20 + 8, 8, "--gpus 1048584xH100-80GB is out of range: give 1 to 1048576 GPUs"),
+        (
+            12,
+            8,
+            "--gpus 12xH100-80GB does not fill nodes of 8 GPUs: use 8 or 16, or give nodes and GPUs per node, as 2x6x",
+        ),
     ],
 )
 def test_gpus_that_cannot_be_planned_for(count: int, node_gpus: int, sentence: str) -> None:

@@ -6,10 +6,11 @@ import pytest
 
 from ithaca.model.config_json import find_config
 from ithaca.model.spec import read_spec
-from ithaca.planner.hardware import read_gpus
-from ithaca.planner.machine import Machine
+from ithaca.parallel.axes import Axes
+from ithaca.planner.hardware import Machine, read_gpus
 from ithaca.planner.seconds import Seconds, predict_seconds
 from ithaca.plans.plan import Plan
+from ithaca.schedule.job import Job
 
 K, M = 2**10, 2**20
 GPU = read_gpus()["H100-80GB"]
@@ -22,8 +23,8 @@ PUBLISHED = {
 
 
 def predicted(model: str, plan: Plan, tokens: int, nodes: int = 1, ulysses: int = 8, ring: int = 1) -> Seconds:
-    spec, machine = read_spec(find_config(model)[0]), Machine(nodes=nodes, gpus=8)
-    return predict_seconds(spec, plan, GPU, machine, tokens, ulysses, ring)
+    job = Job(spec=read_spec(find_config(model)[0]), plan=plan, tokens=tokens, axes=Axes(ring=ring, ulysses=ulysses))
+    return predict_seconds(job, GPU, Machine(nodes=nodes, gpus=8))
 
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
@@ -51,10 +52,13 @@ def test_twice_the_ranks_take_half_the_time() -> None:
 def test_a_slow_link_to_the_host_is_waited_for() -> None:
     spec, machine = read_spec(find_config("llama3-8b")[0]), Machine(nodes=1, gpus=8)
     slow = replace(GPU, host=1e6)
-    found = predict_seconds(spec, Plan(recipe="sweep"), slow, machine, M, 8)
+
+    def seconds(plan: Plan) -> Seconds:
+        return predict_seconds(Job(spec=spec, plan=plan, tokens=M, axes=Axes(ulysses=8)), slow, machine)
+
+    found = seconds(Plan(recipe="sweep"))
     assert found.step == pytest.approx(found.copies, rel=1e-3)
-    device = Plan(recipe="sweep", x="device", o="device", residual="device")
-    assert predict_seconds(spec, device, slow, machine, M, 8).copies == 0
+    assert seconds(Plan(recipe="sweep", x="device", o="device", residual="device")).copies == 0
 
 
 def test_optimizer_states_on_the_host_take_their_time() -> None:

@@ -18,13 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ithaca
+from ithaca.assemble import Substitutes
 from ithaca.base.errors import PlanError, RunError
 from ithaca.plans.places import IN_MEMORY, Placement, spell
-from ithaca.plans.tape_specs import disk_bytes
+from ithaca.tape.spec import disk_bytes
 from tests.models import make_model, save
-from tests.plans.placements import placements
 from tests.sampling import sampled
 from tests.schedule.steps import Outcome, assert_same, compare, model_step, naive_step, random_batch
+from tests.schedule.sweep.placements import placements
 from tests.tape.disks import open_files
 
 LAYERS = 6
@@ -142,8 +143,8 @@ def own_file(folder: Path, disk: Path) -> tuple[int, list[str]]:
     plan = ithaca.Plan(recipe="sweep", o="disk", disk=str(disk))
     model = ithaca.apply(ithaca.load_model(folder, "float64"), plan, ithaca.mesh())
     model.allocate(2, 64)
-    file = os.fstat(model._tapes[True]._disk._file._file)  # pyrefly: ignore
-    assert file.st_size == disk_bytes(model._needs(True), model._tapes[True].tiles)
+    file = os.fstat(model.reservation._tapes[True]._disk._file._file)  # pyrefly: ignore
+    assert file.st_size == disk_bytes(model.reservation.specs(True), model.reservation._tapes[True].tiles)
     return file.st_ino, os.listdir(disk)
 
 
@@ -176,7 +177,9 @@ def test_whole_blocks_with_x_of_some_layers_on_the_host(ranks, folders, recipe: 
     compare(ranks(2), folders["tied"], plan, [random_batch(3, 23, documents=True, ignored=0.2, seed=2)])
     model = ithaca.apply(ithaca.load_model(folders["tied"], "float64"), plan)
     model.allocate(1, 64)
-    assert model.describe_tapes()[1] == f"tapes: on the host x of 4 layers {4 * 64 * 48 * 8 / 1024:.3g} KiB"
+    assert (
+        model.describe_tapes()[1] == f"Saved activations: in host memory x of 4 layers {4 * 64 * 48 * 8 / 1024:.3g} KiB"
+    )
 
 
 def test_whole_blocks_with_x_on_the_disk(folders, tmp_path: Path) -> None:
@@ -237,7 +240,7 @@ def test_what_is_on_the_disk_is_said_and_counted(folders, tmp_path: Path) -> Non
     model = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), plan)
     model.allocate(1, 64)
     said, row = model.describe_tapes()[1], 64 * 48 * 8 / 1024
-    assert f"on the disk x of 4 layers {4 * row:.3g} KiB, o {6 * row:.3g} KiB" in said
+    assert f"on disk x of 4 layers {4 * row:.3g} KiB, o {6 * row:.3g} KiB" in said
     on_host = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), ithaca.Plan(recipe="sweep", chunk=32))
     staging = 6 * 32 * 48 * 8
     assert on_host.host_bytes(1, 64) - model.host_bytes(1, 64) == 10 * row * 1024 - staging
@@ -255,8 +258,8 @@ def test_a_way_through_the_page_cache_is_said(folders, tmp_path: Path, monkeypat
 
 def test_a_rehearsal_needs_no_disk(folders) -> None:
     plan = ithaca.Plan(recipe="sweep", x="disk, rebuild*5", o="disk", disk="/nowhere", chunk=4, tile=4)
-    model = ithaca.apply(ithaca.load_model(folders["wide"], "float64"), plan)
-    model.tiles_held = 2
+    source, held = ithaca.load_model(folders["wide"], "float64"), Substitutes(tiles_held=2)
+    model = ithaca.apply(source, plan, substitutes=held)
     loss = model(model.shard(*random_batch(1, 30, documents=False, ignored=0.0, seed=7)))
     loss.backward()
     assert loss.isfinite()
@@ -269,8 +272,8 @@ def test_what_is_made_again_is_said(folders) -> None:
     lines = model.describe_tapes()
     assert "x of 2 layers" in lines[1]
     assert "o of 5 layers" in lines[1]
-    assert lines[2] == "backward rebuilds x of 4 layers from o, in 6 passes through mix and feed"
-    assert lines[3] == "backward runs the attention of 1 of 6 layers again"
+    assert lines[2] == "Backward recomputes x of 4 layers from attention outputs: 6 passes of output projection and MLP"
+    assert lines[3] == "Backward recomputes the attention of 1 of 6 layers"
 
 
 REFUSED = [
@@ -282,7 +285,7 @@ REFUSED = [
     ({"x": "host, disk"}, "x='host, disk' needs a folder on a disk"),
     ({"disk": "/tmp"}, "disk='/tmp' does nothing without x='disk' or o='disk': use one, or leave it out"),
     ({"o": "disk", "disk": ""}, "disk='' is no folder: '/scratch' would be one"),
-    ({"o": "disk", "disk": "/nowhere"}, "plan.disk='/nowhere' is no folder in which a file can be made .No such file"),
+    ({"o": "disk", "disk": "/nowhere"}, "plan.disk='/nowhere' is not a folder that a file can be made in .No such"),
     ({"lse": "disk", "disk": "/tmp"}, "lse=disk does not exist: known are device, host"),
     ({"optimizer": "disk", "disk": "/tmp"}, "optimizer=disk does not exist: known are device, host"),
     (

@@ -11,12 +11,13 @@ from torch import Tensor
 import ithaca
 from ithaca.attention.walk import merge
 from ithaca.parallel.collectives import Group, Pending
-from ithaca.plans.traffic import Sender, Traffic, block_traffic
 from ithaca.schedule import reference as naive
+from ithaca.schedule.costs import Traffic
 from tests.models import make_model, relative, save
 from tests.sampling import sampled
 from tests.schedule.contexts import LAYERS, MODELS, Options, context_step, open_model, packed, save_models, sized
 from tests.schedule.steps import EXACT, Rows, assert_same, naive_step, random_batch
+from tests.schedule.test_costs import stated
 
 SHAPES = ((1, 2), (1, 4), (2, 2), (2, 3), (4, 2))  # Ulysses × ring ranks
 RECIPES: dict[str, Options] = {
@@ -199,10 +200,7 @@ def sent(folder: Path, plan: ithaca.Plan, mesh: dict[str, int], tokens: int) -> 
         backward = True
         loss.backward()
     assert batch.layout.padded == tokens
-    layout, size = batch.layout, model.spec.head_size
-    sender = Sender(model.exchange.rank, layout.local, layout.chunks.count, size, 8, 8, model.mesh.ring)
-    blocks = [block_traffic(model.plan, layer, LAYERS, model.rounds, sender) for layer in range(LAYERS)]
-    return found, [sum(way, Traffic(0, 0)) for way in zip(*blocks, strict=True)]
+    return found, stated(model, tokens)
 
 
 def traffic_cases() -> Iterator[object]:

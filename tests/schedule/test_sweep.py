@@ -281,7 +281,7 @@ def test_without_gradients_nothing_is_kept(folders) -> None:
             wanted = dense(dense.shard(tokens, labels, ids))
             found = model(model.shard(tokens, labels, ids))
         assert relative(found, wanted) <= EXACT
-        assert not model._tapes.get(True), "tapes of a training pass"
+        assert not model.reservation._tapes.get(True), "tapes of a training pass"
         loss = model(model.shard(tokens, labels, ids))
         with torch.no_grad():  # while that one waits
             assert relative(model(model.shard(tokens, labels, ids)), wanted) <= EXACT

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ithaca.base.tiles import Tiles
-from ithaca.tape.blocks import Stretch, staged_bytes, stretch_bytes, whole_blocks
 from ithaca.tape.disk import Disk, DiskTape
 from ithaca.tape.file import TapeFile
 from ithaca.tape.slab import Slab
+from ithaca.tape.spec import Stretch, staged_bytes, stretch_bytes, whole_blocks
 from ithaca.tape.tape import Slots, Tape
 
 

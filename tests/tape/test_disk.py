@@ -25,10 +25,10 @@ from torch import Tensor
 from ithaca.base.errors import PlanError, RunError
 from ithaca.base.tiles import Tiles
 from ithaca.tape import disk as disk_module
-from ithaca.tape.blocks import BLOCK
 from ithaca.tape.disk import DiskTape, Fetching
 from ithaca.tape.engine import Engine, Mark, ThreadEngine, make_engine
 from ithaca.tape.file import TapeFile, free_space
+from ithaca.tape.spec import BLOCK
 from ithaca.tape.tape import DeviceTape, HostTape, Slots
 from tests.tape.disks import disk_tapes, make_disk, open_files, read_all
 from tests.tape.test_tape import CPU, SLOTS, TAPES, TILES, make_program, make_slots, numbers, run
@@ -330,7 +330,7 @@ def test_a_disk_that_the_system_limits(engine: ThreadEngine, tmp_path: Path) -> 
         with pytest.raises(RunError, match=r"could not be written .* \(File too large\)"):
             read_all(tape)
         with pytest.raises(
-            PlanError, match=r"does not take the 8 KiB of a rank's tapes \(File too large; .* are free\)"
+            PlanError, match=r"has no room for the 8 KiB of a rank's tapes \(File too large; .* are free\)"
         ):
             TapeFile(str(tmp_path), 2 * BLOCK)
     assert not os.listdir(tmp_path)
@@ -339,7 +339,7 @@ def test_a_disk_that_the_system_limits(engine: ThreadEngine, tmp_path: Path) -> 
 @pytest.mark.parametrize("folder", ["missing", "file", "/proc", "nul\0l"])
 def test_a_folder_that_is_none(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(PlanError, match=r"is no folder in which a file can be made \(.+\): one that exists"):
+    with pytest.raises(PlanError, match=r"is not a folder that a file can be made in \(.+\): name one that exists"):
         free_space(str(tmp_path / folder))
 
 

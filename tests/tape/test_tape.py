@@ -226,7 +226,7 @@ def test_no_more_slots_than_there_are(engine: ThreadEngine) -> None:
     tape.read(0)
     tape.blank(1)
     for take in (tape.read, tape.blank, tape.prefetch):
-        with pytest.raises(AssertionError, match="every slot is held"):
+        with pytest.raises(AssertionError, match="all slots are in use"):
             take(2)
     assert slots.held == 2
 

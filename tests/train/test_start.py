@@ -13,11 +13,12 @@ from ithaca.base.sizes import format_bytes
 from ithaca.config import Config, MeshSection, read_config
 from ithaca.model.config_json import find_config
 from ithaca.model.spec import read_spec
-from ithaca.planner.cluster import Cluster
-from ithaca.planner.hardware import read_gpus
-from ithaca.planner.memory import predict_memory
+from ithaca.parallel.axes import Axes
+from ithaca.planner.hardware import Cluster, read_gpus
 from ithaca.planner.search import search
 from ithaca.plans.plan import Plan
+from ithaca.schedule.job import Job
+from ithaca.schedule.step_memory import Memory, step_memory
 from ithaca.train import start
 from ithaca.train.loop import train
 from ithaca.train.run_folder import RunFolder
@@ -102,6 +103,10 @@ def cluster(count: int, host: float = 1.9e12, node: int = 8) -> Cluster:
     return Cluster(count, read_gpus()["H100-80GB"], host, node_gpus=node)
 
 
+def memory_of(plan: Plan, tokens: int, axes: Axes) -> Memory:
+    return step_memory(Job(spec=read_spec(find_config("llama3-8b")[0]), plan=plan, tokens=tokens, axes=axes))
+
+
 def test_it_is_the_planner_s_answer(machine: dict[str, Any]) -> None:  # noqa: ARG001
     plan, mesh, said = chosen()
     spec = read_spec(find_config("llama3-8b")[0])
@@ -109,10 +114,10 @@ def test_it_is_the_planner_s_answer(machine: dict[str, Any]) -> None:  # noqa: A
     assert wanted is not None
     assert plan == wanted.plan
     assert mesh == MeshSection(ulysses=8)
-    assert said[0] == "llama3-8b at 5M tokens on 8xH100-80GB: fits, with recipe 'sweep' on ulysses 8"
-    assert said[-1].startswith("the same by name: --set plan.recipe=sweep --set plan.chunk=65536 ")
+    assert said[0] == "llama3-8b at 5M tokens on 8xH100-80GB: fits with recipe 'sweep'; 8 GPUs share each sequence"
+    assert said[-1].startswith("The same Plan by name: --set plan.recipe=sweep --set plan.chunk=65536 ")
     assert said[-1].endswith(" --set mesh.ulysses=8 --set mesh.ring=1")
-    assert not any("--host" in line for line in said)  # which is an option of ithaca plan
+    assert not any("--host" in line or "--verbose" in line for line in said)  # which are options of ithaca plan
 
 
 def test_the_memory_is_what_there_is(machine: dict[str, Any]) -> None:
@@ -121,14 +126,13 @@ def test_the_memory_is_what_there_is(machine: dict[str, Any]) -> None:
     machine["memory"] = 50 * 10**9
     smaller = chosen(tokens=2 * M)[0]
     assert smaller != roomy
-    spec = read_spec(find_config("llama3-8b")[0])
-    assert predict_memory(spec, smaller, 2 * M, 8).total < 50e9 < predict_memory(spec, roomy, 2 * M, 8).total
+    assert memory_of(smaller, 2 * M, Axes(ulysses=8)).total < 50e9 < memory_of(roomy, 2 * M, Axes(ulysses=8)).total
     machine |= {"memory": 80 * 10**9, "taken": 31_500_000_000}
     assert chosen(tokens=2 * M)[0] == smaller  # what another program holds, beyond what this one's driver takes
     machine["host"] = 2 * 10**11
     with pytest.raises(
         PlanError,
-        match=r"2M tokens of llama3-8b on 8xH100-80GB do not fit: train.tokens=\w+ is the longest, by",
+        match=r"2M tokens of llama3-8b on 8xH100-80GB do not fit: train.tokens=\w+ is the longest, limited by",
     ):
         chosen(tokens=2 * M)
 
@@ -137,8 +141,8 @@ def test_several_nodes(machine: dict[str, Any]) -> None:  # noqa: ARG001
     plan, mesh, said = chosen(ranks=16, node=8)
     wanted = search(read_spec(find_config("llama3-8b")[0]), cluster(16), 5 * M)
     assert wanted is not None
-    assert (plan, mesh.ulysses, mesh.ring) == (wanted.plan, wanted.ulysses, wanted.ring)
-    assert any("across" in line for line in said)
+    assert (plan, mesh.ulysses, mesh.ring) == (wanted.plan, wanted.axes.ulysses, wanted.axes.ring)
+    assert "16 GPUs share each sequence (8 Ulysses × 2 ring ranks)" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +158,7 @@ def test_a_mesh_that_is_given(machine: dict[str, Any], given: list[str], mesh: M
     assert found == mesh
     assert plan.recipe in recipes
     sharing = mesh.ulysses * mesh.ring
-    spec = read_spec(find_config("llama3-8b")[0])
-    memory = predict_memory(spec, plan, 64 * K, mesh.ulysses, mesh.ring, 8 // sharing)
+    memory = memory_of(plan, 64 * K, Axes(shard=8 // sharing, ring=mesh.ring, ulysses=mesh.ulysses))
     assert memory.total <= cluster(8).capacity
 
 
@@ -166,7 +169,7 @@ def test_copies_of_the_parameters(machine: dict[str, Any]) -> None:
     assert "on 4xH100-80GB" in said[0]
     states = next(line for line in said if line.startswith("  states"))
     assert states.endswith("bytes / 4")
-    assert any(line.startswith("a node's host") and line.endswith("of 841 GiB") for line in said)
+    assert any(line.startswith("Host memory: ") and line.endswith("of 841 GiB") for line in said)
     machine["memory"] = 24 * 10**9
     chosen(tokens=64 * K)
     with pytest.raises(PlanError, match="does not fit"):
@@ -174,29 +177,29 @@ def test_copies_of_the_parameters(machine: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "ranks", "sequences", "rows"),
+    ("given", "axes", "sequences", "rows"),
     [
-        (["train.batch=8", "mesh.shard=8"], (1, 1, 8), 8, 1),
-        (["train.batch=32", "mesh.shard=8"], (1, 1, 8), 32, 4),
-        (["train.batch=32", "train.micro_batch=16", "mesh.shard=8"], (1, 1, 8), 16, 2),
-        (["train.micro_batch=9", "mesh.shard=8"], (1, 1, 8), 9, 2),  # of the rank with most
-        (["train.batch=4", "mesh.ulysses=4"], (4, 1, 2), 4, 2),
-        (["train.batch=32", "mesh.replicate=2"], (1, 1, 4), 16, 4),  # of each copy
+        (["train.batch=8", "mesh.shard=8"], Axes(shard=8), 8, 1),
+        (["train.batch=32", "mesh.shard=8"], Axes(shard=8), 32, 4),
+        (["train.batch=32", "train.micro_batch=16", "mesh.shard=8"], Axes(shard=8), 16, 2),
+        (["train.micro_batch=9", "mesh.shard=8"], Axes(shard=8), 9, 2),  # of the rank with most
+        (["train.batch=4", "mesh.ulysses=4"], Axes(shard=2, ulysses=4), 4, 2),
+        (["train.batch=32", "mesh.replicate=2"], Axes(shard=4), 16, 4),  # of each copy
     ],
 )
 def test_sequences_of_a_pass_count(
     machine: dict[str, Any],  # noqa: ARG001
     given: list[str],
-    ranks: tuple[int, int, int],
+    axes: Axes,
     sequences: int,
     rows: int,
 ) -> None:
     """Those of a rank lie side by side: memory is that of one sequence as long as all."""
     plan, _, said = chosen(*given, tokens=64 * K)
-    assert any(line.startswith("a step ") and f" for {sequences} sequences: " in line for line in said)
+    assert any(line.startswith("A step: ") and f" for {sequences} sequences; " in line for line in said)
     assert " at 64K tokens on " in said[0]
-    memory = predict_memory(read_spec(find_config("llama3-8b")[0]), plan, rows * 64 * K, *ranks)
-    assert f"  {format_bytes(memory.total)} of {format_bytes(cluster(8).capacity)}" in said[2]
+    memory = memory_of(plan, rows * 64 * K, axes)
+    assert f" {format_bytes(memory.total)} of {format_bytes(cluster(8).capacity)} at the peak" in said[2]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def test_no_rank_is_without_a_sequence(machine: dict[str, Any], given: list[str]
     data_ranks = 8 // (mesh.ulysses * mesh.ring)
     assert data_ranks <= most
     sequences = {"train.micro_batch=2": 2, "train.batch=12": 12}.get(given[-1], most) if given else data_ranks
-    assert any(line.startswith("a step ") and f" for {sequences} sequence" in line for line in said)
+    assert any(line.startswith("A step: ") and f" for {sequences} sequence" in line for line in said)
 
 
 @pytest.mark.parametrize(
@@ -229,12 +232,12 @@ def test_no_rank_is_without_a_sequence(machine: dict[str, Any], given: list[str]
         (
             [],
             {"tokens": 40 * M},
-            r"40M tokens of llama3-8b on 8xH100-80GB do not fit: train.tokens=\w+ is the longest, by",
+            r"40M tokens of llama3-8b on 8xH100-80GB do not fit: train.tokens=\w+ is the longest, limited by",
         ),
         (
             ["mesh.ulysses=2"],
             {"tokens": 40 * M},
-            r"do not fit: train.tokens=\w+ is the longest, by .*, with train.micro_batch=1 and without options of mesh",
+            r"train.tokens=\w+ is the longest, limited by .*, with train.micro_batch=1 and without options of mesh",
         ),
         (
             ["mesh.ulysses=2"],
@@ -258,9 +261,8 @@ def test_a_gpu_that_nobody_has_described(machine: dict[str, Any]) -> None:
     """Its memory is known; its speed is taken to be another's, and that is said."""
     machine |= {"name": "Tesla V100-SXM2-32GB", "memory": 32 * 10**9}
     plan, mesh, said = chosen(tokens=64 * K)
-    memory = predict_memory(
-        read_spec(find_config("llama3-8b")[0]), plan, 64 * K, mesh.ulysses, mesh.ring, 8 // mesh.ulysses // mesh.ring
-    )
+    axes = Axes(shard=8 // mesh.ulysses // mesh.ring, ring=mesh.ring, ulysses=mesh.ulysses)
+    memory = memory_of(plan, 64 * K, axes)
     assert memory.total < 32 * 10**9
     assert "on 8xTesla V100-SXM2-32GB: fits" in said[0]
     assert any("assumed as of the A100-80GB: Tesla V100-SXM2-32GB is in no table" in line for line in said)

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.facts import KernelFacts
+from ithaca.base.owners import ATTENTION, owned_by
 from ithaca.base.precision import at_least_fp32
 
 
@@ -152,6 +153,7 @@ def _covers(pieces: Pieces, q: Tensor, k: Tensor) -> bool:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
+    @owned_by(ATTENTION)
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, pieces: Pieces, scale: float) -> Tensor:
         o, lse = kernel.forward(q, k, v, pieces, scale)
         ctx.save_for_backward(q, k, v, o, lse)
@@ -160,6 +162,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @owned_by(ATTENTION)
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         kernel, pieces, scale = ctx.call
         return (*kernel.backward(do, *ctx.saved_tensors, pieces, scale), None, None, None)

@@ -1,4 +1,4 @@
-"""K and V of a block as tapes, written by one chunk and read by the later ones; and the sums of their gradients."""
+"""K and V of a block on tapes, written by one chunk and read by later ones; and the sums of their gradients."""
 
 from collections.abc import Iterable
 
@@ -9,32 +9,32 @@ from ithaca.tape.tape import Tape
 
 
 class KVTiles:
-    """Tiles of K and V. A tile that is not there yet is made when it is first read."""
+    """Tiles of K and V. A tile that is not there yet is computed at its first read (`make`)."""
 
-    def __init__(self, tapes: list[Tape], there: Iterable[int] = ()):
+    def __init__(self, tapes: list[Tape], written: Iterable[int] = ()):
         self._tapes = tapes
-        self._there = set(there)
-        self._open: dict[int, tuple[list[Tensor], bool]] = {}  # tile -> its tensors, and whether they are new
+        self._written = set(written)
+        self._open: dict[int, tuple[list[Tensor], bool]] = {}  # tile -> K and V, and whether they are new
 
     def put(self, index: int, k: Tensor, v: Tensor) -> None:
-        """Take in a tile and open it for the next reader, after whom it is written."""
+        """Take in a new tile. It stays open for the first reader and is written when that one releases it."""
         tiles = [tape.blank(index).copy_(tensor) for tape, tensor in zip(self._tapes, (k, v), strict=True)]
         self._open[index] = tiles, True
-        self._there.add(index)
+        self._written.add(index)
 
     def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:
-        if index not in self._there:
+        if index not in self._written:
             self.put(index, *self.make(index))
         elif index not in self._open:
             self._open[index] = [tape.read(index) for tape in self._tapes], False
-        if following in self._there:
+        if following in self._written:
             for tape in self._tapes:
                 tape.prefetch(following)  # pyrefly: ignore
         k, v = self._open[index][0]
         return k, v
 
     def make(self, index: int) -> tuple[Tensor, Tensor]:
-        raise AssertionError(f"K and V of tile {index} are read before they are there")
+        raise AssertionError(f"K and V of tile {index} are read before they are written")
 
     def release(self, index: int) -> None:
         tiles, new = self._open.pop(index)
@@ -42,11 +42,11 @@ class KVTiles:
             tape.write(index, tile) if new else tape.release(tile)
 
     def has(self, index: int) -> bool:
-        return index in self._there
+        return index in self._written
 
 
 class KVGradients:
-    """dK and dV of every tile, in at least fp32: chunks add to those of earlier tiles, in reverse order."""
+    """dK and dV of every tile, in at least fp32. Chunks run in reverse and add to those of earlier tiles."""
 
     def __init__(self, tapes: list[Tape]):
         self._tapes = tapes
@@ -65,17 +65,17 @@ class KVGradients:
         self._begun.add(index)
 
     def take(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """dK and dV of a tile to which nothing will be added any more."""
+        """dK and dV of a tile that no later chunk will add to."""
         whole = []
         for tape in self._tapes:
             total = tape.read(index)
-            whole.append(total.to(dtype, copy=True))  # the tile itself is given up
+            whole.append(total.to(dtype, copy=True))  # a copy, because the tile is released
             tape.release(total)
         return whole[0], whole[1]
 
 
 class KVWithGradients:
-    """Keys as a walk backward reads them: the sums that it adds to as soon as the kernel is done come with them."""
+    """K and V for a backward walk, which prefetches the sums that it will add to with them."""
 
     def __init__(self, keys: KVTiles, sums: KVGradients):
         self._keys, self._sums = keys, sums

@@ -1,12 +1,13 @@
-"""Keep o, rebuild x: which x are made again in the backward pass, from where, and onto which tapes. Arithmetic only.
+"""Keep o, rebuild x: which x are rebuilt in the backward pass, from which layer, and onto which tapes. No torch.
 
-Attention is most of a long step, so o is kept; from x and o of a layer the next x costs only mix and feed. The backward
-pass goes down the layers. When it comes to one whose x is not there, the x of the nearest layer below that has one is
-taken up again, layer by layer. It needs no tapes of its own: what is made lies on those that are no longer needed, the
-o and x of layers above that are done. The first layer to come, the last of the model, finds none. Its x then exists for
-one chunk at a time, in passing, and the x below it, which comes by, takes the place of the chunk's o when that is used
-up. So do all x where an o is narrower than an x, or is not kept. The weights of all layers that are passed through are
-then needed together.
+Attention is most of a long step, so o is saved. From x and o of a layer, the next x costs only the output projection
+and the MLP. Backward goes down the layers. When it reaches a layer whose x was not saved, it starts from the nearest
+saved x below and recomputes layer by layer. Rebuilt x need no tapes of their own: they go onto tapes of layers above,
+whose o and x are no longer needed.
+
+The last layer comes first and finds no free tape. Its x exists for one chunk at a time: the chunk passes through all
+layers from the saved x on, with the weights of these layers gathered together. The x just below takes the place of the
+chunk's o once that is used up. The same happens to every x if an o is narrower than an x, or is not saved.
 """
 
 from collections.abc import Mapping
@@ -14,23 +15,35 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
+from ithaca.model.spec import Spec
 from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, Placement
+from ithaca.plans.plan import Plan
 
 Home = tuple[str, int]  # ("o", 31): the tape of layer 31's o
-LONGEST_PASSING = 4  # layers
+LONGEST_PASSING = 4  # layers that a chunk passes through with their weights gathered together
 
 
 @dataclass(frozen=True)
 class Rebuild:
-    """How a layer's x is made again when its turn comes."""
+    """How the x of one layer is rebuilt."""
 
     source: int  # the layer below whose x is there
-    homes: Mapping[int, Home]  # what takes the x of the layers after it; some only come by
+    homes: Mapping[int, Home]  # the tapes for x of the layers above it; an x without one exists only in passing
 
 
-@lru_cache(maxsize=4096)  # a search asks for the same ones again and again
+def rebuilds_of(plan: Plan, spec: Spec) -> Mapping[int, Rebuild]:
+    """What a backward pass rebuilds, by layer."""
+    return plan_rebuilds(plan.placement(spec.layers), x_fits_o(spec)) if plan.sweeps else {}
+
+
+def x_fits_o(spec: Spec) -> bool:
+    """Whether the tape of an o can hold an x."""
+    return spec.heads * spec.head_size >= spec.hidden
+
+
+@lru_cache(maxsize=4096)  # the planner's search asks for the same ones many times
 def plan_rebuilds(placement: Placement, roomy: bool) -> Mapping[int, Rebuild]:
-    """By layer; `roomy` when a tape of an o can hold an x."""
+    """Rebuilds by layer; `roomy`: the tape of an o can hold an x."""
     rebuilds: dict[int, Rebuild] = {}
     there: dict[int, Home] = {layer: ("x", layer) for layer, word in enumerate(placement.x) if word != REBUILD}
     free: list[Home] = []
@@ -54,10 +67,10 @@ def plan_rebuilds(placement: Placement, roomy: bool) -> Mapping[int, Rebuild]:
 
 
 def layers_to_keep(layers: int, count: int) -> set[int]:
-    """The layers whose x are worth the most when so many are kept; the first is always one.
+    """The best layers to save x of, if `count` are saved; layer 0 is always one.
 
-    Free tapes double on the way down, and so may the distances: from 2, 4, 8 … layers on, each x is rebuilt only once.
-    The first distance, which is risen in passing with the weights of all its layers, is never long.
+    Free tapes double on the way down, and so can distances: 2, 4, 8 … layers, and each x is rebuilt only once. The
+    first distance stays short, because the weights of all its layers are gathered together.
     """
     lengths = [2 ** min(place + 1, 32) for place in range(count)]  # from the top
     if (total := sum(lengths)) < layers:
@@ -65,26 +78,26 @@ def layers_to_keep(layers: int, count: int) -> set[int]:
         lengths[0] = min(lengths[0], LONGEST_PASSING)
     top, kept = layers, {0}
     for number, length in enumerate(lengths[:-1]):
-        top = max(top - length, count - 1 - number)  # one layer at least for each that is still to come
+        top = max(top - length, count - 1 - number)  # leave a layer for each that is still to come
         kept.add(top)
     return kept
 
 
 def fewest_kept(layers: int) -> int:
-    """How many x must be kept for the first distance to be short."""
+    """How many x must be saved for the first distance to be short."""
     return 1 if layers <= LONGEST_PASSING else 2
 
 
 def passing_layers(rebuilds: Mapping[int, Rebuild]) -> int:
-    """The most layers whose weights are needed at once for an x that is made in passing."""
+    """The most layers whose weights are gathered together to rebuild an x in passing."""
     return max((layer - rebuild.source for layer, rebuild in rebuilds.items() if layer not in rebuild.homes), default=0)
 
 
-def rebuild_passes(placement: Placement, roomy: bool) -> int:
-    """How often mix and feed of a layer run over all tokens in a backward pass because x was not kept."""
+def rebuild_passes(placement: Placement, spec: Spec) -> int:
+    """How often the output projection and MLP of a layer run over all tokens to rebuild x."""
     last, passes = len(placement.x) - 1, 0
-    for layer, rebuild in plan_rebuilds(placement, roomy).items():
-        # What only comes by is made for the chunk itself, and before that for its K and V, which the last layer has
+    for layer, rebuild in plan_rebuilds(placement, x_fits_o(spec)).items():
+        # In passing, x is rebuilt for the chunk itself and, except in the last layer, before that for its K and V
         times = 1 if layer in rebuild.homes or layer == last else 2
         passes += times * (layer - rebuild.source)
     return passes

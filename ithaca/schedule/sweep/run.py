@@ -1,33 +1,32 @@
-"""The `sweep` schedule: a block is one causal sweep over chunks, and one reverse sweep backward.
+"""The sweep: a block runs as one causal pass over chunks, and backward as one reverse pass.
 
-    forward, chunks in order     x tile -> q, k, v -> k, v join the K/V tapes -> attend to K/V so far -> o tile
-                                 -> mix and feed -> the next block's x tile
-    backward, in reverse         x, o and gradient tiles -> back through feed and mix -> attention backward of the chunk
-                                 on all K/V before it, adding to their dK and dV; those of the chunk itself are now
-                                 complete, since every later chunk is done -> back through the projections
-                                 -> the gradient tile, in place
+    forward, chunks in order     read x -> project q, k, v -> append k, v to the K/V tapes -> attend to all K/V so far
+                                 -> write o -> output projection and MLP -> write the next block's x
+    backward, in reverse         read x, o and the residual's gradient -> backward of MLP and output projection
+                                 -> attention backward of the chunk against all K/V before it, adding to their dK, dV
+                                 -> dK, dV of the chunk itself are now complete, because every later chunk is done
+                                 -> backward of the projections -> write the residual's gradient in place
 
-Attention runs once where o and the log-sum-exp are kept; where they are not, a chunk's comes again just before its
-backward pass. x is read, or made again from the o of layers below (rising.py). K and V are made again, each tile when a
+Attention runs once if o and the log-sum-exp are saved; otherwise a chunk's attention is recomputed just before its
+backward pass. x is read, or rebuilt from o of layers below (rebuild_x.py). K and V are recomputed, each tile when a
 chunk first visits it, so that reading x hides behind attention; the last layer still has those of its forward pass.
 
-Of the tokens' length the device holds K, V (in the dtype of the computation) and their gradients (fp32):
-6 · Hkv · D / hidden d, 1.5 d for Llama3-8B; the rest where the Plan puts it. Beside that, about 20 chunk-sized hidden
-states while a chunk's attention runs backward (over a ring, those within attention are of all its ranks' tokens), and
-the slots that host tapes pass through.
+Of the sequence's full length the device holds K, V (in the dtype of the computation) and their gradients (fp32):
+6 · Hkv · D / hidden d, 1.5 d for Llama3-8B. The rest lives where the Plan puts it. Beside that a chunk takes about 20
+hidden states of its own size while its attention runs backward. cost.py has all of it, and what is sent.
 
-Over Ulysses ranks a tile of x, o or the gradient is this rank's part of a chunk, with all heads; K, V, their gradients
-and the log-sum-exp are of the whole chunk, with this rank's heads. In between is the exchange, and chunks are staggered
-so that it travels while their neighbours attend (stages.py). Ring ranks keep their K and V: a chunk's queries are
-gathered from all of them before it attends, and what each found with its own keys is merged after it; backward, dq is
-summed, and dK and dV never move (parallel/ring.py). What is sent: plans/traffic.py.
+Over Ulysses ranks a tile of x, o or the residual is this rank's part of a chunk, with all heads. K, V, their gradients
+and the log-sum-exp are of the whole chunk, with this rank's heads. The exchange lies in between, and chunks are
+staggered so that it hides behind the attention of their neighbours (`run_chunks`). Ring ranks keep their K and V: a
+chunk's queries are gathered over the ring, each rank attends to its own keys, and the outputs are merged. Backward, dq
+is reduced, and dK and dV never move (parallel/ring.py).
 
-Blocks exchange tapes, not tensors. The graph between them is carried by a 0-dim tensor, the token: weights are inputs
-of each block's step, and the token's gradient is the upstream scale of the loss, by which theirs are multiplied.
+Blocks exchange tapes, not tensors. A 0-dim tensor, the carrier, takes the autograd graph from block to block. Weights
+are inputs of each block's autograd Function, and the carrier's gradient is the upstream scale of the loss.
 (From FPDT: chunks and double buffering. From UPipe's accounting: where the memory goes.)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,24 +36,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ithaca.attention.walk import Walk
+from ithaca.base.owners import BLOCKS, owned_by
 from ithaca.model.block import Weights, project
 from ithaca.model.linear import Summed
 from ithaca.model.rotary import Rotary, Rotation
 from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.exchange import Exchange, Exchanged
 from ithaca.parallel.head_split import HeadSplit
-from ithaca.parallel.layout import hops
 from ithaca.parallel.ring import Ring
 from ithaca.schedule.pre_post_attention import Projection, post_attention, post_attention_backward, summed
+from ithaca.schedule.sweep.cost import hops
 from ithaca.schedule.sweep.kv_tapes import KVGradients, KVTiles, KVWithGradients
-from ithaca.schedule.sweep.pipeline import Stages, run_chunks
-from ithaca.schedule.sweep.rebuild_x import Step, Xs, open_xs
+from ithaca.schedule.sweep.rebuild_x import Advance, XReader, open_xs
 from ithaca.schedule.tapes import Pass
+
+ChunkSteps = Iterator[None]  # the work of a chunk; it yields where it has sent something and must wait
 
 
 @dataclass(frozen=True)
 class SweepCall:
-    """What one block needs to know beside its weights."""
+    """What one block needs beside its weights."""
 
     spec: Spec
     layer: int
@@ -66,17 +67,17 @@ class SweepCall:
     exchange: Exchange
     ring: Ring
     split: HeadSplit
-    weights_of: Callable[[int], AbstractContextManager[Weights]]  # of another layer, to be read
+    weights_of: Callable[[int], AbstractContextManager[Weights]]  # gathers the weights of another layer, to be read
 
     @contextmanager
-    def step_from(self, layer: int) -> Iterator[Step]:
-        """Mix and feed of another layer."""
+    def advance_from(self, layer: int) -> Iterator[Advance]:
+        """Output projection and MLP of another layer, while its weights are gathered."""
         with self.weights_of(layer) as w:
             yield lambda x, o, y: post_attention(self.spec, w, x, o, y, self.tile)
 
     @property
     def hops(self) -> int:
-        """Exchanges between a chunk's projections and its attention, each of which a neighbour can compute behind."""
+        """Exchanges between a chunk's projections and its attention, each hidden behind a neighbouring chunk."""
         return hops(self.exchange.ranks, self.ring.ranks)
 
     def rotation(self, chunk: int, dtype: torch.dtype) -> Rotation | None:
@@ -89,8 +90,8 @@ class SweepCall:
         return Projection(self.spec, w, x, self.rotation(chunk, x.dtype), Heads.all(self.spec))
 
 
-def _meanwhile(over: Exchange | Ring) -> Stages:
-    """Let neighbouring chunks go on, where what was sent has a way to go."""
+def _let_others_run(over: Exchange | Ring) -> ChunkSteps:
+    """Yield to neighbouring chunks while a message is on its way; not if there is only one rank."""
     if over.ranks > 1:
         yield
 
@@ -103,7 +104,8 @@ def run_sweep(w: dict[str, Tensor], carrier: Tensor, call: SweepCall) -> Tensor:
 class _Sweep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, call: SweepCall, names: tuple[str, ...], *weights: Tensor) -> Tensor:
-        _forward(call, dict(zip(names, weights, strict=True)))
+        with owned_by(BLOCKS):
+            _forward(call, dict(zip(names, weights, strict=True)))
         ctx.save_for_backward(*weights)
         ctx.call, ctx.names = call, names
         return carrier.clone()
@@ -113,8 +115,9 @@ class _Sweep(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
         names, wanted = ctx.names, ctx.needs_input_grad[3:]
         given = dict(zip(names, ctx.saved_tensors, strict=True))
-        w = summed(given, [name for name, needed in zip(names, wanted, strict=True) if needed])
-        _backward(ctx.call, w)
+        with owned_by(BLOCKS):
+            w = summed(ctx.call.spec, given, [name for name, needed in zip(names, wanted, strict=True) if needed])
+            _backward(ctx.call, w)
         for total in w.sums.values():
             total *= scale
         return scale, None, None, *(w.sums.get(name) for name in names)
@@ -124,29 +127,29 @@ def _forward(call: SweepCall, w: Weights) -> None:
     keys, chunks = KVTiles(call.tapes.kv), range(call.walk.tiles.count)
     run_chunks((_chunk_forward(call, w, chunk, keys) for chunk in chunks), call.hops > 0)
     call.tapes.kv_of_layer = call.layer
-    call.tapes.x(call.layer + 1).prefetch(0)  # for whoever reads it next, while the last chunk is still computed
+    call.tapes.x(call.layer + 1).prefetch(0)  # the next block reads it while the last chunk is still computed
 
 
-def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> Stages:
+def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> ChunkSteps:
     xs, ys, kept = call.tapes.x(call.layer), call.tapes.x(call.layer + 1), call.tapes.attended(call.layer)
     x = xs.read(chunk, toward=1)
     q, *kv = project(call.spec, w, x, call.rotation(chunk, x.dtype), Heads.all(call.spec))
     coming = call.exchange.to_heads(call.split, (q,), kv)
     del q, kv
-    yield from _meanwhile(call.exchange)
+    yield from _let_others_run(call.exchange)
     (q,), kv = coming.wait()
     gathering = call.ring.gather(q)
     del q, coming
-    yield from _meanwhile(call.ring)
+    yield from _let_others_run(call.ring)
     keys.put(chunk, *kv)
     (queries,) = gathering.wait()
     merging = call.ring.merge(*call.walk.forward(chunk, queries, keys))
     del kv, queries, gathering
-    yield from _meanwhile(call.ring)
+    yield from _let_others_run(call.ring)
     o, lse = merging.wait()
     going = call.exchange.to_tokens(call.split, (o,))
     del o, merging
-    yield from _meanwhile(call.exchange)
+    yield from _let_others_run(call.exchange)
     (o,), _ = going.wait()
     for tape, tile in zip(kept, (o, lse.T), strict=False):
         tape.write(chunk, tape.blank(chunk).copy_(tile))
@@ -158,7 +161,7 @@ def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> St
 
 def _backward(call: SweepCall, w: Summed) -> None:
     tapes, layer, count = call.tapes, call.layer, call.walk.tiles.count
-    with open_xs(tapes, layer, call.step_from) as xs:
+    with open_xs(tapes, layer, call.advance_from) as xs:
         sums = KVGradients(tapes.kv_gradients)
         keys = _RebuiltKV(call, w, xs)
         chunks = reversed(range(count))
@@ -168,54 +171,56 @@ def _backward(call: SweepCall, w: Summed) -> None:
             tape.prefetch(count - 1)
 
 
-def _chunk_backward(call: SweepCall, w: Summed, chunk: int, xs: Xs, keys: "_RebuiltKV", sums: KVGradients) -> Stages:
+def _chunk_backward(
+    call: SweepCall, w: Summed, chunk: int, xs: XReader, keys: "_RebuiltKV", sums: KVGradients
+) -> ChunkSteps:
     kept, residuals = call.tapes.attended(call.layer), call.tapes.residual
     x, *tiles, residual = (tape.read(chunk, toward=-1) for tape in (xs, *kept, residuals))
     if kept:
         projection, (o, lse) = None, tiles
-        lse, there = lse.T, ()
+        lse, arrived = lse.T, ()
     else:
         projection = call.project(w, chunk, x)
-        there, o, lse = _attend_again(call, chunk, projection, keys)
+        arrived, o, lse = _recompute_attention(call, chunk, projection, keys)
     do = torch.empty_like(o)
     post_attention_backward(call.spec, w, x, o, residual, residual, do, call.tile)
-    if projection is None:  # only now, where it can wait: MLPs are wide
+    if projection is None:  # after the MLP, which takes most memory
         projection = call.project(w, chunk, x)
         coming = keys.send(chunk, (projection.q, o, do), projection.kv)
-        projection.let_go()
+        projection.free_outputs()
     else:
         coming = call.exchange.to_heads(call.split, (do,))
     del o, do
-    yield from _meanwhile(call.exchange)
-    gathering = call.ring.gather(*there, *coming.wait()[0])
+    yield from _let_others_run(call.exchange)
+    gathering = call.ring.gather(*arrived, *coming.wait()[0])
     gathering_lse = call.ring.gather(lse.T[..., None])
-    del there, coming
-    yield from _meanwhile(call.ring)
+    del arrived, coming
+    yield from _let_others_run(call.ring)
     (q, o, do), (lse,) = gathering.wait(), gathering_lse.wait()
     dq = call.walk.backward(chunk, do, q, o, lse[..., 0].T, KVWithGradients(keys, sums), sums.add)
     reducing = call.ring.reduce(dq)
     del q, o, do, dq, lse, gathering, gathering_lse
     for tape, tile in zip(kept, tiles, strict=True):
         tape.release(tile)
-    # The walk may have read x tiles for K and V, among them the one that comes next
+    # The walk may have read x tiles for K and V, also the one that comes next
     xs.prefetch(chunk - 1 - call.hops)
-    yield from _meanwhile(call.ring)
+    yield from _let_others_run(call.ring)
     dq = reducing.wait()
     going = call.exchange.to_tokens(call.split, (dq,), sums.take(chunk, dq.dtype))
     del dq, reducing
-    yield from _meanwhile(call.exchange)
+    yield from _let_others_run(call.exchange)
     (dq,), dkv = going.wait()
     residual += projection.backward(dq, *dkv)
     residuals.write(chunk, residual)
     xs.release(x)
 
 
-def _attend_again(
+def _recompute_attention(
     call: SweepCall, chunk: int, projection: Projection, keys: "_RebuiltKV"
 ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """(q, o) of this rank's heads, o of its tokens, and the log-sum-exp."""
+    """(q, o) of this rank's heads, o of this rank's tokens, and the log-sum-exp."""
     coming = keys.send(chunk, (projection.q,), projection.kv)
-    projection.let_go()
+    projection.free_outputs()
     ((q,), _) = coming.wait()
     (queries,) = call.ring.gather(q).wait()
     o, lse = call.ring.merge(*call.walk.forward(chunk, queries, keys)).wait()
@@ -224,16 +229,16 @@ def _attend_again(
 
 
 class _RebuiltKV(KVTiles):
-    """K and V of earlier chunks, made again from x when they are first visited."""
+    """K and V of earlier chunks, recomputed from x when a chunk first visits them."""
 
-    def __init__(self, call: SweepCall, w: Summed, xs: Xs):
-        still_there = range(call.walk.tiles.count) if call.tapes.kv_of_layer == call.layer else ()
-        super().__init__(call.tapes.kv, still_there)
+    def __init__(self, call: SweepCall, w: Summed, xs: XReader):
+        still_valid = range(call.walk.tiles.count) if call.tapes.kv_of_layer == call.layer else ()
+        super().__init__(call.tapes.kv, still_valid)
         self._call, self._w, self._xs = call, w, xs
         self._coming: dict[int, Exchanged] = {}
 
     def send(self, chunk: int, queries: Sequence[Tensor], kv: Sequence[Tensor]) -> Exchanged:
-        """Send query-like tensors of a chunk to their heads; its K and V go with them if nobody has asked for those."""
+        """Send query-like tensors of a chunk to their heads, with its K and V if no chunk has asked for those yet."""
         missing = not self.has(chunk) and chunk not in self._coming
         coming = self._call.exchange.to_heads(self._call.split, queries, kv if missing else ())
         if missing:
@@ -243,7 +248,7 @@ class _RebuiltKV(KVTiles):
     def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:
         tiles = super().read(index, following)
         if following is not None and not self.has(following) and following not in self._coming:
-            if self._call.exchange.ranks > 1:  # to be here when this tile's attention is done
+            if self._call.exchange.ranks > 1:  # arrives while this tile's attention runs
                 self._coming[following] = self._begin(following)
                 self._xs.prefetch(following - 1)
             else:
@@ -257,7 +262,32 @@ class _RebuiltKV(KVTiles):
 
     def _begin(self, index: int) -> Exchanged:
         call, x = self._call, self._xs.read(index)
-        with torch.no_grad():
+        with torch.no_grad(), owned_by(BLOCKS):
             _, *kv = project(call.spec, self._w, x, call.rotation(index, x.dtype), Heads.keys_only(call.spec))
         self._xs.release(x)
         return call.exchange.to_heads(call.split, (), kv)
+
+
+def run_chunks(chunks: Iterable[ChunkSteps], staggered: bool) -> None:
+    """Run all chunks to their end, as a pipeline if `staggered`: while one waits for a message, its neighbours compute.
+
+    In order, a chunk is done before the next begins. Staggered, each begins one step before its predecessor goes on:
+
+        chunk 0   project and send   attend and send   finish
+        chunk 1                      (before it:) project and send   attend and send   finish
+
+    Both ways run each step's chunks in the same order, so all sums are the same.
+    """
+    running: list[ChunkSteps] = []
+    for chunk in chunks:
+        running = _advance([chunk, *running])
+        while running and not staggered:
+            running = _advance(running)
+    while running:
+        running = _advance(running)
+
+
+def _advance(running: list[ChunkSteps]) -> list[ChunkSteps]:
+    """Run each chunk to its next yield; the chunks that are not done."""
+    ended = object()
+    return [chunk for chunk in running if next(chunk, ended) is not ended]

@@ -1,13 +1,13 @@
 """Attention of all local tokens over the Ulysses ranks, in rounds of heads.
 
-A round takes a few query heads of every rank: their rows of the projection, by head index, to the ranks that attend
-with them, and their outputs back to their places among all heads. K and V go with the queries of a round or, where
-several rounds read them, before the first of those. One round is Ulysses as it was published (`ulysses`, `alst`); more
-of them (`untied`) need less memory: of q, and of what attention makes of it, only a round's heads exist at a time.
+A round takes a few query heads of every rank. It projects them by head index, sends them to the ranks that attend with
+them, and puts their outputs back in their places among all heads. K and V go with the queries of a round or, if several
+rounds read them, before the first of those. One round is Ulysses as published (`ulysses`, `alst`). More rounds
+(`untied`) need less memory: q and o of only one round's heads exist at a time.
 
-Backward, where o and the log-sum-exp are there: each round is projected and exchanged again, with o and its gradient,
-and dK and dV are summed over the rounds that read them, in at least fp32, before they travel back. Where they are not,
-attention runs again first; if it is one round, its tensors are kept in between. What is sent: plans/traffic.py.
+Backward, if o and the log-sum-exp are saved: each round is projected and exchanged again, with o and its gradient. dK
+and dV are summed in at least fp32 over the rounds that read the same K and V before they are sent back. If they are not
+saved, attention is recomputed first; with one round its tensors are kept in between. cost.py has what is sent.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel, attend, softmax_scale
+from ithaca.base.owners import ATTENTION, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.model.block import Weights, project
 from ithaca.model.linear import Summed
@@ -33,7 +34,7 @@ from ithaca.schedule.pre_post_attention import Projection
 
 @dataclass(frozen=True)
 class Attention:
-    """What a block's attention needs to know beside its weights and its input."""
+    """What a block's attention needs beside its weights and its input."""
 
     spec: Spec
     kernel: Kernel
@@ -46,7 +47,7 @@ class Attention:
         return len(self.rounds) == 1 and len(self.rounds[0]) == 1
 
     def forward(self, w: Weights, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, list[Tensor]]:
-        """o of the local tokens, all heads; and each round's log-sum-exp of all tokens, this rank's heads."""
+        """o of the local tokens with all heads, and each round's log-sum-exp of all tokens with this rank's heads."""
         outputs, lses = _Outputs(self.spec, x, self.one_round), []
         for group in self.rounds:
             joint = len(group) == 1
@@ -66,13 +67,13 @@ class Attention:
         return outputs.whole, lses
 
     def send_keys(self, w: Weights, x: Tensor, rotation: Rotation | None, split: HeadSplit) -> Sequence[Tensor]:
-        """K and V of this rank's heads for several rounds, in memory of their own."""
+        """K and V of this rank's heads, for several rounds."""
         with torch.no_grad():
             _, *kv = project(self.spec, w, x, rotation, Heads(range(0), split.kv_heads))
         return self.exchange.to_heads(split, (), kv).wait()[1]
 
     def differentiable(self, w: Weights, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """o, with everything kept for its backward pass by autograd; in one round."""
+        """o in one round, with everything that backward needs kept by autograd."""
         q, k, v = project(self.spec, w, x, rotation, Heads.all(self.spec))
         if self.exchange.ranks == 1:
             return attend(q, k, v, self.kernel, self.pieces)
@@ -80,11 +81,13 @@ class Attention:
         q, k, v = _ToHeads.apply(q, k, v, self.exchange, split)
         return _ToTokens.apply(attend(q, k, v, self.kernel, self.pieces), self.exchange, split)
 
+    @owned_by(ATTENTION)
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if not q.shape[1]:  # a rank with fewer heads than others
+        if not q.shape[1]:  # this rank has no head left in this round
             return torch.empty_like(q), q.new_empty(0, len(q), dtype=at_least_fp32(q.dtype))
         return self.kernel.forward(q, k, v, self.pieces, softmax_scale(q))
 
+    @owned_by(ATTENTION)
     def attend_backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +97,7 @@ class Attention:
 
 
 class _Outputs:
-    """o of all heads, put together from rounds; one round's is taken as it is."""
+    """o of all heads, assembled from rounds; with one round, its output as it is."""
 
     def __init__(self, spec: Spec, x: Tensor, one_round: bool):
         self._all = None if one_round else x.new_empty(len(x), spec.heads, spec.head_size)
@@ -109,8 +112,8 @@ class _Outputs:
                 target.copy_(part)
 
 
-class AttentionAgain:
-    """The same attention in a block's backward pass: `o`, kept or made again, `do` to be filled in, then gradients."""
+class RecomputedAttention:
+    """The same attention in a block's backward pass: gives `o`, saved or recomputed; the caller fills `do`."""
 
     def __init__(self, call: Attention, w: Summed, x: Tensor, rotation: Rotation | None, kept: Sequence[Tensor]):
         self._call, self._w, self._x, self._turn = call, w, x, rotation
@@ -128,11 +131,11 @@ class AttentionAgain:
         return Projection(self._call.spec, self._w, self._x, self._turn, Heads(q, kv))
 
     def _hold(self) -> Tensor:
-        """Attention again, of one round, whose tensors stay for its backward pass."""
+        """Recompute the attention of one round and hold its tensors for its backward pass."""
         call, ((split,),) = self._call, self._call.rounds
         projection = self._project(split.q_heads, split.kv_heads)
         coming = call.exchange.to_heads(split, (projection.q,), projection.kv)
-        projection.let_go()
+        projection.free_outputs()
         (q,), kv = coming.wait()
         o, lse = call.attend(q, *kv)
         self._held = projection, (q, *kv, o, lse)
@@ -140,7 +143,7 @@ class AttentionAgain:
         return o
 
     def backward(self, dx: Tensor) -> None:
-        """Add the projections' to dx; o and do are given up."""
+        """Add the gradient through the projections to dx; frees o and do."""
         lses = iter(self._lses)
         for group in self._call.rounds:
             if self._held:
@@ -165,7 +168,7 @@ class AttentionAgain:
     def _one_round(self, split: HeadSplit, lses: Iterator[Tensor], dx: Tensor) -> None:
         projection = self._project(split.q_heads, split.kv_heads)
         coming = self._call.exchange.to_heads(split, (projection.q, *self._gradients_of(split)), projection.kv)
-        projection.let_go()
+        projection.free_outputs()
         (q, o, do), (k, v) = coming.wait()
         del coming
         dq, *dkv = self._call.attend_backward(do, q, k, v, o, next(lses))
@@ -180,7 +183,7 @@ class AttentionAgain:
         for split in group:
             projection = self._project(split.q_heads, range(0))
             coming = exchange.to_heads(split, (projection.q, *self._gradients_of(split)))
-            projection.let_go()
+            projection.free_outputs()
             (q, o, do), _ = coming.wait()
             del coming
             dq, *dkv = self._call.attend_backward(do, q, k, v, o, next(lses))
@@ -188,10 +191,10 @@ class AttentionAgain:
             sums = _add(sums, dkv)
             self._project_backward(projection, split, dq, (), dx)
         del dq, dkv
-        # Projected once more: what K and V leave for their backward pass is a hidden state, and not needed until now
+        # Projected once more here: keeping the first projection would hold a hidden state through all rounds
         projection, dtype = self._project(range(0), group[0].kv_heads), k.dtype
         del k, v
-        projection.let_go()
+        projection.free_outputs()
         _, dkv = exchange.to_tokens(group[0], (), [total.to(dtype) for total in sums]).wait()
         dx += projection.backward(*dkv)
 
@@ -202,7 +205,7 @@ class AttentionAgain:
         dx += projection.backward(dq, *dkv)
 
     def _gradients_of(self, split: HeadSplit) -> tuple[Tensor, Tensor]:
-        """o and do of a round's heads."""
+        """o and do with a round's heads."""
         if self._call.one_round:
             return self.o, self.do
         (o, *others), (do, *more) = _heads(self.o, split), _heads(self.do, split)

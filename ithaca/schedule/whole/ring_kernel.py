@@ -1,14 +1,13 @@
-"""Attention whose K and V travel around the ring, for blocks that run over all local tokens (`ring`, `hybrid`).
+"""Ring attention as a kernel: K and V travel around the ring, for blocks over all local tokens (`ring`, `hybrid`).
 
-A ring rank keeps its queries, two runs of the sequence; the K and V of each rank come by, one block after the other,
-and the next is on its way while the kernel runs on this one. Backward they come by again, and with each block, one step
-behind it, the sums of its dK and dV, in at least fp32, which are home after the last step. Only key/value heads travel.
+A ring rank keeps its queries, two segments of the sequence. The K and V of each rank arrive one block after the other,
+and the next block is on its way while the kernel runs on this one. Backward they arrive again. The sums of a block's dK
+and dV, in at least fp32, follow one step behind it and are home after the last step. Only key/value heads travel.
 
-    around    R − 1 steps of K and V, point to point; backward R more of their gradients
-    gather    all K and V at once, in R times their memory; backward so are the sums of all gradients, in fp32, and are
-              scattered and added up at once
+    around    R − 1 steps of K and V, point to point; backward R more steps of their gradients
+    gather    all K and V at once, in R times their memory; backward the gradients of all, in fp32, reduce-scattered
 
-To whoever attends it is a kernel like others, of this rank's queries on everybody's keys.
+It has the signature of a kernel, so that checkpointing, rounds of heads and the exchange know nothing of the ring.
 """
 
 from collections.abc import Iterator
@@ -24,11 +23,11 @@ from ithaca.base.precision import at_least_fp32
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.ring import Ring, ring_runs
 
-Block = tuple[int, Tensor]  # whose K and V, and they, [2, tokens, heads, D]
+Block = tuple[int, Tensor]  # the rank that owns them, and K and V [2, tokens, heads, D]
 
 
 class RingKernel:
-    """`bounds`: of the documents; `gathers`: all K and V at once."""
+    """`bounds`: offsets of the documents; `gathers`: all K and V are gathered at once."""
 
     def __init__(self, kernel: Kernel, ring: Ring, layout: Layout, bounds: tuple[int, ...], gathers: bool):
         self.name, self.bucket = kernel.name, kernel.bucket
@@ -77,7 +76,7 @@ class RingKernel:
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
     def _blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
-        """Everybody's K and V, one's own first."""
+        """K and V of every rank, this rank's own first."""
         mine = torch.stack((k, v))
         if self._gathers:
             every = self._ring.all_gather(mine).wait()

@@ -1,11 +1,11 @@
-"""The `whole` schedule: a block runs over all local tokens at once, its MLP in tiles where the Plan says so.
+"""Blocks that run over all local tokens at once, with the MLP in tiles if the Plan says so.
 
-Checkpointing decides what a block keeps, per local token and in units of its hidden state d (Llama3-8B):
+Activation checkpointing decides what a block saves, per local token in units of a hidden state d (Llama3-8B):
     none       every intermediate, about 17 d; nothing is computed twice
-    selective  x and o (2 d, and the log-sum-exp); norms, projections and MLP run again, attention does not
-    full       x (1 d, on the device or the host); everything runs again
-The checkpointed forms are one autograd step per block, whose backward runs the block again in two halves: what comes
-after the attention, and the projections before it (which `full` needs first, to have the attention's output again).
+    selective  x and o (2 d, and the log-sum-exp); norms, projections and MLP are recomputed, attention is not
+    full       x (1 d, on the device, the host or the disk); everything is recomputed
+The checkpointed forms are one autograd Function per block. Its backward runs the block again in two halves: the half
+after attention, and the projections before it (which `full` needs first, to have the attention's output again).
 """
 
 from dataclasses import dataclass
@@ -15,27 +15,29 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ithaca.base.owners import BLOCKS, owned_by
 from ithaca.model.block import Weights, mlp, output_projection
 from ithaca.model.rotary import Rotation
 from ithaca.model.spec import Heads
 from ithaca.schedule.pre_post_attention import post_attention, post_attention_backward, summed
 from ithaca.schedule.tapes import Pass
-from ithaca.schedule.whole.attention import Attention, AttentionAgain
+from ithaca.schedule.whole.attention import Attention, RecomputedAttention
 from ithaca.tape.tape import Tape
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What one block needs to know beside its weights and its input."""
+    """What one block needs beside its weights and its input."""
 
     attention: Attention
     layer: int
     rotation: Rotation | None
     checkpoint: str
     tile: int | None
-    tapes: Pass | None  # where this layer's x is kept, when that is not the device
+    tapes: Pass | None  # with this layer's x, if that is not saved on the device
 
 
+@owned_by(BLOCKS)
 def run_block(w: dict[str, Tensor], x_TE: Tensor, call: BlockCall) -> Tensor:
     """The block's output; differentiable in x and the weights."""
     if call.checkpoint == "none":
@@ -63,15 +65,16 @@ class _Checkpointed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @owned_by(BLOCKS)
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         call, names, spec = ctx.call, ctx.names, ctx.call.attention.spec
         if call.tapes is not None:
             call.tapes.waits = False
         weights, kept = ctx.saved_tensors[: len(names)], list(ctx.saved_tensors[len(names) :])
         wanted = [name for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True) if needed]
-        w = summed(dict(zip(names, weights, strict=True)), wanted)
+        w = summed(spec, dict(zip(names, weights, strict=True)), wanted)
         x = kept.pop(0) if call.tapes is None else _get(call.tapes.x(call.layer))
-        attention = AttentionAgain(call.attention, w, x, call.rotation, kept)
+        attention = RecomputedAttention(call.attention, w, x, call.rotation, kept)
         dx = torch.empty_like(dy)
         post_attention_backward(spec, w, x, attention.o, dy, dx, attention.do, call.tile or len(x))
         attention.backward(dx)

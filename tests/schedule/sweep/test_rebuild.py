@@ -4,9 +4,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ithaca.model.presets import PRESETS
+from ithaca.model.spec import read_spec
 from ithaca.plans.places import REBUILD, RECOMPUTE, Placement
 from ithaca.schedule.sweep.rebuild import LONGEST_PASSING, layers_to_keep, passing_layers, plan_rebuilds, rebuild_passes
-from tests.plans.placements import placements
+from tests.schedule.sweep.placements import placements
+
+SPEC = read_spec(PRESETS["llama3-8b"])  # whose o is as wide as its x
 
 
 def from_the_first(last_o: str) -> Placement:
@@ -45,7 +49,7 @@ def test_few_kept_x_rebuild_each_other_once(layers: int) -> None:
         assert len(kept) == count
         assert 0 in kept
         placement = Placement(tuple("host" if n in kept else REBUILD for n in range(layers)), ("host",) * layers)
-        passes = rebuild_passes(placement, roomy=True)
+        passes = rebuild_passes(placement, SPEC)
         assert passes >= layers - count
         if 2 ** (count + 1) - 2 >= layers:
             assert passes == layers - count

@@ -8,21 +8,11 @@ from hypothesis import strategies as st
 
 import ithaca
 from ithaca.base.errors import PlanError
-from ithaca.model.spec import Heads
-from ithaca.parallel.head_split import split_heads
+from ithaca.parallel.axes import Axes
 from ithaca.plans.places import RECOMPUTE
-from ithaca.plans.tape_specs import (
-    device_bytes,
-    disk_bytes,
-    has_room_for_x,
-    host_bytes,
-    layout_of,
-    passing_bytes,
-    rebuilds_of,
-    tape_specs,
-    tiles_of,
-)
-from ithaca.schedule.sweep.rebuild import LONGEST_PASSING, passing_layers, rebuild_passes
+from ithaca.schedule.job import Job
+from ithaca.schedule.sweep.rebuild import LONGEST_PASSING, passing_layers, rebuild_passes, rebuilds_of
+from ithaca.tape.spec import device_bytes, disk_bytes, host_bytes
 
 SPEC = ithaca.load_model("llama3-8b").spec
 TOKENS = 2**17
@@ -30,11 +20,9 @@ TOKENS = 2**17
 
 def taken(plan: ithaca.Plan, tokens: int = TOKENS, ranks: int = 1) -> tuple[int, int]:
     """By the first rank, which has as many heads as any."""
-    split = split_heads(SPEC.heads, SPEC.kv_heads, ranks)
-    asked = tape_specs(plan.settled(), SPEC, 2, Heads(split.q[0], split.kv[0]), ranks)
-    tiles = tiles_of(plan, layout_of(plan, tokens, ranks))
-    hosted = sum(need.bytes_of(tiles.length) for need in asked if need.place == "host")
-    return device_bytes(asked, tiles) + passing_bytes(plan, SPEC, asked), hosted
+    job = Job(spec=SPEC, plan=plan, tokens=tokens, axes=Axes(ulysses=ranks), rank=0)
+    hosted = sum(tape.bytes_of(job.tiles.length) for tape in job.tapes if tape.place == "host")
+    return device_bytes(job.tapes, job.tiles) + job.costs.passing_bytes(job), hosted
 
 
 @settings(max_examples=40, deadline=None)
@@ -66,7 +54,7 @@ def test_place_prefers_o_to_x_and_the_device_to_the_host() -> None:
     lean = place(4 * gib, 37 * gib)
     assert lean.o == "host"
     assert lean.placement(32).x.count("host") == 4
-    assert rebuild_passes(lean.placement(32), has_room_for_x(SPEC)) == 28
+    assert rebuild_passes(lean.placement(32), SPEC) == 28
 
 
 def placed(disk: str | int, tokens: int = TOKENS, **options) -> ithaca.Plan:
@@ -83,11 +71,10 @@ def test_place_stays_within_its_budgets_on_the_disk_too(host: int, disk: int) ->
     except PlanError:
         assert host + disk < 40 * 2**30
         return
-    asked = tape_specs(plan.settled(), SPEC, 2)
-    tiles = tiles_of(plan, layout_of(plan, TOKENS, 1))
-    assert host_bytes(asked, tiles, gpu=True) <= host
-    assert disk_bytes(asked, tiles) <= disk
-    assert (plan.disk is not None) == (disk_bytes(asked, tiles) > 0)
+    job = Job(spec=SPEC, plan=plan, tokens=TOKENS)
+    assert host_bytes(job.tapes, job.tiles, gpu=True) <= host
+    assert disk_bytes(job.tapes, job.tiles) <= disk
+    assert (plan.disk is not None) == (disk_bytes(job.tapes, job.tiles) > 0)
 
 
 def test_place_uses_the_disk_last_and_before_attention_runs_again() -> None:
@@ -98,7 +85,7 @@ def test_place_uses_the_disk_last_and_before_attention_runs_again() -> None:
     on_disk = [layer for layer, word in enumerate(spilled.o) if word == "disk"]
     assert on_disk
     assert on_disk == [*range(len(on_disk))]  # what is needed last
-    assert "disk" not in spilled.x  # which mix and feed give in less time than a disk
+    assert "disk" not in spilled.x  # which output projection and MLP give in less time than a disk
     with pytest.raises(PlanError, match="no room in device=40 GiB and host=60 GiB, even"):
         placed(0, long, **little)
     with pytest.raises(PlanError, match="no room in device=40 GiB and host=60 GiB and disk=1 GiB, even"):
@@ -126,7 +113,7 @@ def test_place_for_ranks_that_share(ranks: int) -> None:
 
 
 def test_place_weighs_work_against_work() -> None:
-    """A pass through mix and feed costs more than attention at 1K tokens, and far less at 1M."""
+    """A pass through output projection and MLP costs more than attention at 1K tokens, and far less at 1M."""
     narrow, plan = replace(SPEC, heads=16), ithaca.Plan(recipe="sweep", chunk=64)
     for tokens, recomputed in ((2**10, 31), (2**20, 0)):
         placed = ithaca.place(plan, narrow, tokens, device=32 * 2**10 * tokens, host=300 * 2**10 * tokens)
@@ -145,5 +132,5 @@ def test_place_refuses_what_fits_nowhere() -> None:
     for wrong, sentence in (({"tokens": 0}, "'0' is not a number of tokens"), ({"dtype": "fp8"}, "dtype 'fp8' is not")):
         with pytest.raises(ithaca.IthacaError, match=sentence):
             ithaca.place(plan, SPEC, **({"tokens": TOKENS, "device": 0, "host": 0} | wrong))
-    with pytest.raises(PlanError, match="recipe 'dense' keeps no o"):
+    with pytest.raises(PlanError, match="recipe 'dense' saves no o"):
         ithaca.place(ithaca.Plan(), SPEC, TOKENS, device="5GiB", host="9GiB")

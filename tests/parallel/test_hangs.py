@@ -1,8 +1,9 @@
-"""A rank that ends or hangs is named by all others, soon or within the time that they were told to wait."""
+"""How long ranks wait for each other, and that all others name a rank that ends or hangs."""
 
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -10,20 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ithaca.parallel import hangs as lost
-from ithaca.parallel.hangs import set_timeout
+import ithaca
+from ithaca.base.sizes import MOST_SECONDS
+from ithaca.parallel import hangs
+from ithaca.parallel.hangs import set_timeout, step_seconds, timeout
 from tests.missing import survive, vanish
 from tests.nursery import SECONDS, Nursery
 
 
 def collectives(how: str, pid: Path) -> None:
     """Some collectives, in the third of which rank 2 of 4 is missing; where it was killed, rank 3 is late as well."""
-    lost.POLL_SECONDS, lost.ANSWER_SECONDS = 0.1, 4.0
+    hangs.POLL_SECONDS, hangs.ANSWER_SECONDS = 0.1, 4.0
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     dist.barrier()
     set_timeout([group], 7200 if how == "killed" else 4)  # longer than a test may take, or not
-    with lost.answering(group):
+    with hangs.answering(group):
         for number in range(4):
             if number == 2 and rank == 2:
                 vanish(how, pid)
@@ -53,13 +56,13 @@ def test_the_rank_that_is_missing(nursery: Nursery, tmp_path: Path, how: str, sa
 
 def beside_a_host(pid: Path) -> None:
     """As without a launcher, where the store lives in rank 0, which stops: its connections stay, and say nothing."""
-    lost.ANSWER_SECONDS, lost.STORE_SECONDS = 0.5, 0.5
+    hangs.ANSWER_SECONDS, hangs.STORE_SECONDS = 0.5, 0.5
     host = dist.get_rank() == 0
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if host else None
     port = [store.port if store else 0]
     dist.broadcast_object_list(port)
     store = store or dist.TCPStore("localhost", port[0])
-    lost._get_default_store = lambda: store
+    hangs._get_default_store = lambda: store
     dist.barrier()
     if host:
         vanish("stopped", pid)
@@ -72,7 +75,7 @@ def beside_a_host(pid: Path) -> None:
 
 def end_of_a_collective(text: str) -> None:
     assert dist.group.WORLD is not None
-    with lost.answering(dist.group.WORLD):
+    with hangs.answering(dist.group.WORLD):
         raise RuntimeError(text)
 
 
@@ -94,7 +97,7 @@ def other_errors() -> list[bool]:
     errors = (RuntimeError("CUDA out of memory"), ValueError("Timed out waiting"), KeyboardInterrupt())
     same = []
     for error in errors:
-        with pytest.raises(BaseException) as caught, lost.answering(dist.group.WORLD):
+        with pytest.raises(BaseException) as caught, hangs.answering(dist.group.WORLD):
             raise error
         same.append(caught.value is error)
     return same
@@ -102,3 +105,34 @@ def other_errors() -> list[bool]:
 
 def test_errors_that_no_rank_caused(ranks) -> None:
     assert ranks(2).run(other_errors) == [[True] * 3] * 2
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_the_time_of_a_step() -> None:
+    assert step_seconds(200e12 * 277, GPU, cores=1) == step_seconds(200e12 * 277, GPU, cores=8) == 277
+    assert step_seconds(5e9, CPU, cores=1) == 1
+    assert step_seconds(5e9, CPU, cores=4) == 0.25
+
+
+def test_the_timeout_is_longer_than_any_step() -> None:
+    assert timeout(0) == 600
+    assert timeout(277) == 600 + 3 * 277
+    assert timeout(1e30) == MOST_SECONDS
+    timedelta(seconds=timeout(1e30)) / timedelta(milliseconds=1)
+
+
+def waits(replicate: int, ulysses: int) -> list[float]:
+    mesh = ithaca.mesh(replicate=replicate, ulysses=ulysses, device="cpu")
+    set_timeout(mesh.groups, 1234.5)
+    used = [mesh.group, *(mesh.parameters.get_group(axis) for axis in range(mesh.parameters.ndim))]
+    used += [mesh.ulysses_group] if mesh.ulysses_group else []
+    found = [group._get_backend(CPU).options._timeout.total_seconds() for group in used]
+    set_timeout(mesh.groups, 1800)  # the job serves other tests
+    return found
+
+
+@pytest.mark.parametrize(("replicate", "ulysses", "groups"), [(1, 1, 2), (2, 1, 3), (1, 2, 3), (2, 2, 4)])
+def test_every_group_of_a_mesh(ranks, replicate: int, ulysses: int, groups: int) -> None:
+    assert ranks(4).run(waits, replicate, ulysses) == [[1234.5] * groups] * 4

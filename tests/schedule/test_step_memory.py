@@ -15,19 +15,20 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from ithaca.attention.kernels.seam import Kernel
 from ithaca.base.owners import BATCH, BLOCKS, GATHERED, GRADIENTS, KEYS, STATES, TAPES
 from ithaca.model.config_json import find_config
 from ithaca.model.presets import PRESETS
-from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import Spec, read_spec
+from ithaca.parallel.axes import Axes
 from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import mesh
-from ithaca.planner import memory
-from ithaca.planner.memory import Memory, predict_memory
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal import rehearse
-from ithaca.rehearsal.fake_kernels import Weightless
-from ithaca.rehearsal.memory_owners import Meter
+from ithaca.rehearsal.fake_kernels import FakeKernel
+from ithaca.rehearsal.memory_meter import Meter
+from ithaca.schedule.job import BF16, Job
+from ithaca.schedule.step_memory import Memory, block_parameters, host_states, phases, resident, step_memory
 from tests.nursery import Nursery
 
 K, M = 2**10, 2**20
@@ -73,42 +74,40 @@ def watch(name: str, tied: bool, present: int, file: Path) -> None:
     """Rehearse in a process of its own; write what was held when the last and the first block's attention began."""
     # A virtual CPU may announce instructions for bf16 that it does not have
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
-    meters: list[Meter] = []
     seen: list[Counter[str]] = []
 
-    class Watched(Meter):
-        def __init__(self, *args: Any):
-            super().__init__(*args)
-            meters.append(self)
+    class Watching(FakeKernel):
+        def __init__(self, kernel: Kernel, meter: Meter):
+            super().__init__(kernel)
+            self._meter = meter
 
-    class Watching(Weightless):
         def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-            seen.append(Counter(meters[0].now))
+            seen.append(Counter(self._meter.now))
             return super().backward(*args)
 
-    def in_bf16(scene: rehearse.Scene, spec: Spec) -> ModelSource:
-        some = spec.with_layers(scene.layers or spec.layers)
-        return ModelSource(some, {}, RandomWeights(some, 0), "bfloat16", None)
-
-    rehearse.Meter, rehearse.Weightless, rehearse._source = Watched, Watching, in_bf16  # pyrefly: ignore
     PRESETS["tiny"] = {**PRESETS["tiny"], "tie_word_embeddings": tied}
     words, axes = SCENES[name]
-    plan = Plan(**words)
     start_loopback(4)
-    scene = rehearse.Scene(model="tiny", plan=plan, tokens=TOKENS, layers=present, memory_only=True, **axes)
-    found = rehearse.play(scene, mesh(**axes))
+    scene = rehearse.Scene(
+        model="tiny",
+        plan=Plan(**words),
+        tokens=TOKENS,
+        layers=present,
+        memory_only=True,
+        axes=Axes(**axes),
+        dtype="bfloat16",
+    )
+    found = rehearse.play(scene, mesh(**axes), watch=Watching)
     dist.destroy_process_group()
     file.write_text(json.dumps({"last": seen[0], "first": seen[-1], "host": found["host_bytes"]}))
 
 
-def moments(name: str, tied: bool, present: int) -> tuple[memory.Job, dict[str, Counter[str]]]:
+def predict(name: str, tied: bool, present: int) -> tuple[Job, dict[str, Counter[str]]]:
     """The same two, predicted."""
     words, axes = SCENES[name]
-    job = memory.Job(
-        tiny(tied), Plan(**words).settled(), TOKENS, **{"ulysses": 1, "ring": 1, "shard": 1} | axes, present=present
-    )
-    inside = dict(job.moments())
-    return job, {which: job.always() + inside[f"attention of the {which} block"] for which in ("last", "first")}
+    job = Job(spec=tiny(tied), plan=Plan(**words), tokens=TOKENS, axes=Axes(**axes), layers_run=present)
+    inside = dict(phases(job))
+    return job, {which: resident(job) + inside[f"attention of the {which} block"] for which in ("last", "first")}
 
 
 @pytest.mark.parametrize(("name", "tied", "present"), CASES)
@@ -116,27 +115,31 @@ def test_what_a_rehearsed_rank_holds(nursery: Nursery, tmp_path: Path, name: str
     end = nursery.job(watch, name, tied, present, tmp_path / "seen.json")[0]
     assert end.code == 0, end.err
     found = json.loads((tmp_path / "seen.json").read_text())
-    job, predicted = moments(name, tied, present)
-    block = memory.BF16 * job.block.all
+    job, predicted = predict(name, tied, present)
+    block = BF16 * block_parameters(job).all
     counters = 4 * sum(1 for _ in tiny(tied).with_layers(present).shapes())  # AdamW's, of steps
     passing = name == "x rebuilt"
     for which in ("last", "first"):
         held = Counter(found[which])
         for owner in (KEYS, TAPES, BATCH, GRADIENTS):
             assert held[owner] == predicted[which][owner], (which, owner)
-        if not job.host_states:  # which on this CPU are seen as well
+        if not host_states(job):  # which on this CPU are seen as well
             assert held[STATES] == predicted[which][STATES] + counters
         # Of the blocks that are predicted, the one before is not there when the first is run; and those of an x that
         # is made in passing are needed at the last alone, and are the ones before
         more = passing if which == "last" else 1 + passing
         assert held[GATHERED] == predicted[which][GATHERED] - more * block, which
-    words, axes = SCENES[name]
-    assert found["host"] == predict_memory(tiny(tied), Plan(**words), TOKENS, **axes).host - job.host_states
+    assert found["host"] == step_memory(job).host - host_states(job)
 
 
 # From here on arithmetic alone
 def llama(plan: Plan, tokens: int = M, **axes: int) -> Memory:
-    return predict_memory(read_spec(find_config("llama3-8b")[0]), plan, tokens, **{"ulysses": 8} | axes)
+    return step_memory(llama_job(plan, tokens, **axes))
+
+
+def llama_job(plan: Plan, tokens: int = M, **axes: int) -> Job:
+    spec = read_spec(find_config("llama3-8b")[0])
+    return Job(spec=spec, plan=plan, tokens=tokens, axes=Axes(**{"ulysses": 8} | axes))
 
 
 PLANS = [
@@ -183,9 +186,7 @@ def test_parts_and_total(plan: Plan) -> None:
     found = llama(plan)
     assert found.total == sum(found.parts.values())
     assert all(type(size) is int and size > 0 for size in found.parts.values())
-    spec = read_spec(find_config("llama3-8b")[0])
-    moments = memory.Job(spec, plan.settled(), M, 8, 1, 1, spec.layers).moments()
-    assert found.moment in dict(moments)
+    assert found.phase in dict(phases(llama_job(plan)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -229,6 +230,6 @@ def test_absent_layers_are_the_last() -> None:
     """Of four, alternating, the fourth is held for a rehearsal of three."""
     held = {}
     for words in ("host, device", "device, host"):
-        plan = Plan(recipe="dense", x=words).settled()
-        held[words] = memory.Job(tiny(True), plan, TOKENS, 1, 1, 1, present=3).always()[BLOCKS]
-    assert held == {"host, device": TOKENS * 256 * memory.BF16, "device, host": 0}
+        job = Job(spec=tiny(True), plan=Plan(recipe="dense", x=words), tokens=TOKENS, layers_run=3)
+        held[words] = resident(job)[BLOCKS]
+    assert held == {"host, device": TOKENS * 256 * BF16, "device, host": 0}

@@ -1,4 +1,4 @@
-"""What a block is said to send over the Ulysses ranks, against what leaves a rank."""
+"""What a schedule's cost says that a block sends over the Ulysses ranks, against what leaves a rank."""
 
 import itertools
 from pathlib import Path
@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ithaca
-from ithaca.plans.traffic import Sender, Traffic, block_traffic
-from tests.schedule.contexts import LAYERS, head_counts, open_model, sampled, save_models
+from ithaca.schedule.costs import Peers, Traffic, traffic
+from tests.sampling import sampled
+from tests.schedule.contexts import LAYERS, head_counts, open_model, save_models
 
 LOCAL = 6  # tokens of each rank: no padding
 BYTES = 8  # of a number
@@ -70,9 +71,15 @@ def sent(
         backward = True
         loss.backward()
     assert batch.layout.padded == tokens
-    sender = Sender(rank, batch.layout.local, batch.layout.chunks.count, model.spec.head_size, BYTES, BYTES)
-    blocks = [block_traffic(model.plan, layer, LAYERS, model.rounds, sender) for layer in range(LAYERS)]
-    return found, [sum(way, Traffic(0, 0)) for way in zip(*blocks, strict=True)]
+    return found, stated(model, tokens)
+
+
+def stated(model: ithaca.Model, tokens: int) -> list[Traffic]:
+    """What the schedule's cost says that a rank sends in all layers: forward, and backward."""
+    job, rank = model.reservation.job(tokens), model.exchange.rank
+    peers = Peers.all(model.mesh.ulysses, model.mesh.ring, rank)
+    blocks = [job.costs.messages(job, layer) for layer in range(LAYERS)]
+    return [traffic([message for block in blocks for message in block[way]], job, peers) for way in (0, 1)]
 
 
 FEW = ("ulysses-selective", "alst", "untied", "sweep-host-2", "sweep-recompute-3", "sweep-mixed-3")

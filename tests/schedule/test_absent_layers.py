@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-import ithaca
 from ithaca.base.owners import BLOCKS, GATHERED, GRADIENTS, STATES, TAPES
 from ithaca.model.presets import PRESETS
-from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import read_spec
-from ithaca.rehearsal.ballast import absent_bytes
+from ithaca.plans.plan import Plan
+from ithaca.schedule.job import Job
+from ithaca.schedule.step_memory import absent_layers
 
 SPEC = read_spec(PRESETS["tiny"])  # 4 layers, in fp32 on a CPU
 T, E, Q, HEADS = 96, 256, 256, 8
@@ -17,9 +17,11 @@ BLOCK = sum(SPEC.with_layers(count).parameters() * sign for count, sign in ((2, 
 
 
 def absent(layers: int, **plan: Any) -> dict[str, int]:
-    some = SPEC.with_layers(layers)
-    model = ithaca.apply(ModelSource(some, {}, RandomWeights(some, 0), "auto", None), ithaca.Plan(**plan))
-    return absent_bytes(model, SPEC, T)
+    """In fp32, by owner."""
+    job, running = (
+        Job(spec=spec, plan=Plan(**plan), tokens=T, itemsize=4) for spec in (SPEC, SPEC.with_layers(layers))
+    )
+    return {owner: size for owner, size in absent_layers(job, running).items() if size}
 
 
 def test_all_layers_leave_nothing_out() -> None:
@@ -38,11 +40,11 @@ def test_all_layers_leave_nothing_out() -> None:
     ],
 )
 def test_two_of_four(plan: dict[str, Any], kept: dict[str, int]) -> None:
-    found = {owner: size for owner, size in absent(2, **plan).items() if size}
+    found = absent(2, **plan)
     states = {STATES: 2 * BLOCK * 12, GRADIENTS: 2 * BLOCK * 4}
     assert found == states | kept
 
 
 def test_the_last_layers_are_left_out() -> None:
     assert absent(3, recipe="dense", x="host, device")[BLOCKS] == T * E * 4
-    assert absent(3, recipe="dense", x="device, host")[BLOCKS] == 0
+    assert absent(3, recipe="dense", x="device, host").get(BLOCKS, 0) == 0

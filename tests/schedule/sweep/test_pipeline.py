@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ithaca.schedule.sweep.pipeline import run_chunks
+from ithaca.schedule.sweep.run import run_chunks
 
 
 def chunk(name: str, stages: int, seen: list[str]) -> Iterator[None]:

@@ -7,14 +7,13 @@ import pytest
 from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE, GATHERED, GRADIENTS
 from ithaca.model.config_json import find_config
 from ithaca.model.spec import Spec, read_spec
-from ithaca.planner.cluster import Cluster
-from ithaca.planner.hardware import read_gpus
-from ithaca.planner.longest import longest
-from ithaca.planner.machine import Machine
-from ithaca.planner.memory import Job, predict_memory
-from ithaca.planner.search import search
+from ithaca.parallel.axes import Axes
+from ithaca.planner.hardware import Cluster, Machine, read_gpus
+from ithaca.planner.search import longest, search
 from ithaca.planner.seconds import BETWEEN, Seconds, predict_seconds
 from ithaca.plans.plan import Plan
+from ithaca.schedule.job import Job
+from ithaca.schedule.step_memory import phases, step_memory
 
 K, M = 2**10, 2**20
 BF16, FP32 = 2, 4
@@ -27,14 +26,14 @@ LLAMA_BLOCK = E * (Q + 2 * KV) + Q * E + 3 * E * 14336 + 2 * E  # parameters
 QWEN_BLOCK = E * (Q + 2 * KV) + Q * E + 3 * E * 12288 + 2 * E + 2 * 128  # norms of q and k among them
 
 
-def moments(plan: Plan, tokens: int, ulysses: int, ring: int = 1, spec: Spec = QWEN) -> dict[str, Counter[str]]:
-    return dict(Job(spec, plan.settled(), tokens, ulysses, ring, 1, spec.layers).moments())
+def phases_of(plan: Plan, tokens: int, ulysses: int, ring: int = 1, spec: Spec = QWEN) -> dict[str, Counter[str]]:
+    return dict(phases(Job(spec=spec, plan=plan, tokens=tokens, axes=Axes(ring=ring, ulysses=ulysses))))
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_sweep_over_both_axes(again: bool) -> None:
     """Chunks of 64K over 2 × 2 ranks, four of them under way beside one that is at work."""
-    found = moments(Plan(recipe="sweep", chunk=64 * K, o="recompute" if again else "host"), M, 2, 2)
+    found = phases_of(Plan(recipe="sweep", chunk=64 * K, o="recompute" if again else "host"), M, 2, 2)
     T = 16 * K
     q, k = T * 2 * 16 * 128 * BF16, T * 2 * 4 * 128 * BF16  # of half of the heads, and the tokens of two ranks
     local, gathered = T * Q * BF16, 2 * q
@@ -53,14 +52,14 @@ def test_a_sweep_over_both_axes(again: bool) -> None:
 
 @pytest.mark.parametrize(("travel", "copies"), [("gather", 2 * 3), ("around", 2 + 2 * 2)])
 def test_k_and_v_that_travel(travel: str, copies: int) -> None:
-    found = moments(Plan(recipe="hybrid", travel=travel), 128 * K, 2, 2)["attention of the first block"]
+    found = phases_of(Plan(recipe="hybrid", travel=travel), 128 * K, 2, 2)["attention of the first block"]
     T = 32 * K
     q, k = T * 2 * 16 * 128 * BF16, T * 2 * 4 * 128 * BF16
     assert found[EXCHANGE] == 3 * q + 2 * k + copies * 2 * k
 
 
 def test_everything_that_a_block_makes() -> None:
-    found = moments(Plan(recipe="dense", checkpoint="none"), 8 * K, 1, spec=LLAMA)["attention of the last block"]
+    found = phases_of(Plan(recipe="dense", checkpoint="none"), 8 * K, 1, spec=LLAMA)["attention of the last block"]
     T = 8 * K
     kept = T * BF16 * (4 * E + 3 * Q + 2 * KV + 3 * 14336)
     assert found[BLOCKS] == 32 * kept + 2 * T * E * BF16 + FP32 * LLAMA_BLOCK
@@ -68,7 +67,10 @@ def test_everything_that_a_block_makes() -> None:
 
 def test_what_is_not_cut_over_ranks() -> None:
     """ZeRO-2 has all weights on every rank, ZeRO-1 all gradients of blocks as well."""
-    found = {zero: predict_memory(LLAMA, Plan(recipe="ulysses", zero=zero), M, 8).parts for zero in (1, 2, 3)}
+    found = {
+        zero: step_memory(Job(spec=LLAMA, plan=Plan(recipe="ulysses", zero=zero), tokens=M, axes=Axes(ulysses=8))).parts
+        for zero in (1, 2, 3)
+    }
     assert found[2][GATHERED] == found[1][GATHERED] == BF16 * 8_030_261_248
     assert found[3][GATHERED] < BF16 * 8_030_261_248 / 8
     assert found[1][GRADIENTS] - found[2][GRADIENTS] == FP32 * 32 * LLAMA_BLOCK
@@ -76,7 +78,8 @@ def test_what_is_not_cut_over_ranks() -> None:
 
 # Seconds
 def seconds(plan: Plan, tokens: int = M, ulysses: int = 8, machine: Machine | None = None) -> Seconds:
-    return predict_seconds(LLAMA, plan, GPU, machine or Machine(nodes=1, gpus=8), tokens, ulysses)
+    job = Job(spec=LLAMA, plan=plan, tokens=tokens, axes=Axes(ulysses=ulysses))
+    return predict_seconds(job, GPU, machine or Machine(nodes=1, gpus=8))
 
 
 def test_a_disk_is_shared_by_the_gpus_of_a_node() -> None:

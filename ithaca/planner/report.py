@@ -1,0 +1,394 @@
+"""The planner's answer in words: lines to read, the object of `--json`, a refusal in one sentence.
+
+The lines give the verdict first, then memory, time, limits and alternatives, and last the command that trains so.
+Numbers that a user can check are printed as arithmetic.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ithaca.base import owners
+from ithaca.base.sizes import format_bytes, format_number, format_seconds, format_tokens
+from ithaca.model.spec import Spec
+from ithaca.parallel.axes import Axes
+from ithaca.planner.hardware import HERE, MARGIN, MOST_GPUS, RATES, RUNTIME, Cluster, Gpu, causal_mfu
+from ithaca.planner.search import LEAST_MEMORY, STEP, Answer, binding, longest, search
+from ithaca.planner.seconds import DISK
+from ithaca.plans.places import REBUILD, RECOMPUTE
+from ithaca.plans.plan import RECIPE_OPTIONS, Plan
+from ithaca.plans.recipes import RECIPES
+from ithaca.tape.budget import KEPT_BACK
+
+PLACES = {
+    "device": "on the GPU",
+    "host": "in host memory",
+    "disk": "on disk",
+    REBUILD: "recomputed from attention outputs",
+    RECOMPUTE: "recomputed",
+}
+LIMITS = {
+    "GPU": "GPU memory",
+    "host": "host memory (--host)",
+    "disk": "the disk (--disk)",
+    "planner": "the planner's range",
+}
+OWNERS = {
+    owners.GRADIENTS: "this GPU's share, and those being reduced",
+    owners.GATHERED: "weights of the running blocks",
+    owners.KEYS: "of one layer, with their gradients",
+    owners.TAPES: "saved activations, and slots for those saved elsewhere",
+    owners.BLOCKS: "activations of blocks, weight gradients of the running one",
+    owners.ATTENTION: "gradients and workspace of the kernel",
+    owners.EXCHANGE: "q, K, V and o as they are sent and received",
+    owners.LOSS: "a tile of logits, the head's gradient",
+    owners.BATCH: "token ids, labels, positions",
+    owners.KERNELS: "cuBLAS",
+    owners.ALLOCATOR: "freed memory that PyTorch keeps",
+    owners.OTHER: "the embedding's gradient",
+}
+SHOWN = 1000  # an owner with less than this part of the total is left out
+PER_PARAMETER = 16  # bytes of weight, gradient and two moments
+MOST_TRIED = 4096  # GPUs up to which a refusal looks for enough of them
+HIDDEN = 0.005  # of a step: what computing waits for less than this is called hidden
+JSON_OWNERS = {  # all other owners are "activations"
+    "states": (owners.STATES, owners.GRADIENTS),
+    "workspace": (owners.GATHERED, owners.KERNELS, owners.ALLOCATOR),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the planner was asked."""
+
+    model: str  # as the user names it
+    spec: Spec
+    cluster: Cluster
+    tokens: int | None  # None: the longest context that fits
+    recipe: str | None  # None: the fastest
+    running: bool = False  # a run asks while it starts, not `ithaca plan`
+
+    @property
+    def gpus(self) -> str:
+        """'8xH100-80GB'"""
+        return f"{self.cluster.count}x{self.cluster.gpu.name}"
+
+    def name_limit(self, limit: str) -> str:
+        """A limit in words, with the option of `ithaca plan` that sets it."""
+        return LIMITS[limit].split(" (")[0] if self.running else LIMITS[limit]
+
+
+# As lines
+
+
+def explain(question: Question, answer: Answer, most: int, limit: str, verbose: bool = False) -> list[str]:
+    """The answer in lines. `most`, `limit`: the longest context and what limits it; `verbose`: with assumptions."""
+    return [
+        f"{question.model} at {format_tokens(answer.tokens)} tokens on {question.gpus}: fits with recipe "
+        f"'{answer.plan.recipe}'; {_sharing(answer.axes)}",
+        "",
+        *_memory_lines(question, answer),
+        *saved_lines(question.spec, answer),
+        "",
+        *_time_lines(question, answer),
+        "",
+        *_limit_lines(question, answer, most, limit),
+        "",
+        *_assumption_lines(question, verbose),
+        *train_lines(question, answer),
+    ]
+
+
+def _sharing(axes: Axes) -> str:
+    if axes.context == 1:
+        return "each GPU has its own sequence" if axes.data > 1 else "1 GPU"
+    mesh = f" ({axes.ulysses} Ulysses × {axes.ring} ring ranks)" if axes.ring > 1 else ""
+    several = f", {axes.data} sequences at a time" if axes.data > 1 else ""
+    return f"{axes.context} GPUs share each sequence{mesh}{several}"
+
+
+def _memory_lines(question: Question, answer: Answer) -> list[str]:
+    cluster, memory, gpus = question.cluster, answer.memory, question.cluster.machine.gpus
+    shown = {owner: size for owner, size in memory.parts.items() if size >= memory.total / SHOWN}
+    width, notes = max(map(len, shown)), OWNERS | _arithmetic(question, answer)
+    used = f"{format_bytes(memory.host * gpus)} of {format_bytes(cluster.budget.host * gpus)}"
+    lines = [
+        f"GPU memory: {format_bytes(memory.total)} of {format_bytes(cluster.capacity)} at the peak ({memory.phase})",
+        *(
+            f"  {owner:{width}}  {format_bytes(size):>9}  {notes[owner]}"
+            for owner, size in sorted(shown.items(), key=lambda item: -item[1])
+        ),
+        f"Host memory: {used}" + (" on each node" if cluster.machine.nodes > 1 else ""),
+    ]
+    if cluster.disk:
+        lines.append(f"Disk: {format_bytes(memory.disk * gpus)} of {format_bytes(cluster.disk)}")
+    return lines
+
+
+def _arithmetic(question: Question, answer: Answer) -> dict[str, str]:
+    """Owners whose size a user can check, with the arithmetic."""
+    memory, count = answer.memory, f"{question.spec.parameters():,} parameters"
+    each, moments = (12, " and optimizer moments") if answer.plan.optimizer == "device" else (4, "")
+    found = {owners.STATES: f"weights{moments}, fp32: {count} × {each} bytes / {question.cluster.count}"}
+    kv = next((tape for tape in memory.tapes if tape.name == "kv" and tape.place == "device"), None)
+    if kv:
+        tokens, (heads, size) = memory.tiles.length * kv.ranks, kv.features
+        sizes = f"{tokens:,} tokens × {_count(heads, 'head')} × {size} × 2 × (2 + 4) bytes"
+        found[owners.KEYS] = f"{OWNERS[owners.KEYS]}: {sizes}"
+    return found
+
+
+def saved_lines(spec: Spec, answer: Answer) -> list[str]:
+    """What blocks save for their backward pass, where, and whether attention runs again."""
+    plan = answer.plan.settled()
+    placement = plan.placement(spec.layers)
+    if plan.checkpoint == "none":
+        lines = [f"Saved activations: all of {spec.layers} layers on the GPU"]
+    else:
+        lines = [f"Saved block inputs: {_by_place(placement.x)}"]
+    if plan.checkpoint == "selective":
+        lines.append(f"Saved attention outputs: {_by_place(('device',) * spec.layers)}")
+    elif "o" in plan.entry.options:
+        lines.append(f"Saved attention outputs: {_by_place(placement.o)}")
+    again = answer.recomputed(spec)
+    lines.append(
+        f"Attention: recomputed in backward in {again} of {spec.layers} layers" if again else "Attention: runs once"
+    )
+    return lines
+
+
+def _by_place(words: Sequence[str]) -> str:
+    """'18 layers in host memory, 13 recomputed from attention outputs'"""
+    counts = [(words.count(word), PLACES[word]) for word in dict.fromkeys(words)]
+    first, *rest = sorted(counts, reverse=True)
+    return ", ".join([f"{_count(first[0], 'layer')} {first[1]}", *(f"{count} {place}" for count, place in rest)])
+
+
+def _time_lines(question: Question, answer: Answer) -> list[str]:
+    seconds = answer.seconds
+    computing = {
+        "attention forward": seconds.attention_forward,
+        "attention backward": seconds.attention_backward,
+        "matrix products": seconds.linear,
+        "optimizer": seconds.optimizer,
+    }
+    beside = {
+        "messages": seconds.exchange,
+        "copies to and from " + ("host and disk" if question.cluster.disk else "the host"): seconds.copies,
+        "gathering weights": seconds.weights,
+    }
+    waits = seconds.step - seconds.computing - seconds.optimizer
+    if waits < HIDDEN * seconds.step:
+        together = f"Hidden behind it: {_parts(beside, seconds.step)}"
+    else:
+        together = (
+            f"At the same time: {_parts(beside, seconds.step)}; computing waits {format_seconds(waits)} for these"
+        )
+    lines = [
+        f"A step: {format_seconds(seconds.step)} for {_count(answer.sequences, 'sequence')}; "
+        f"{format_number(answer.rate)} tokens/s per GPU, {100 * mfu(question, answer):.1f} % causal MFU",
+        f"  Computing: {_parts(computing, seconds.step)}",
+    ]
+    return [*lines, f"  {together}"] if any(beside.values()) else lines
+
+
+def _parts(seconds: dict[str, float], step: float) -> str:
+    """The parts of a step, without those of less than a hundred-thousandth of it."""
+    return ", ".join(f"{name} {format_seconds(value)}" for name, value in seconds.items() if value > 1e-5 * step)
+
+
+def _limit_lines(question: Question, answer: Answer, most: int, limit: str) -> list[str]:
+    most = longest_known(question.spec, answer, most)
+    once = " if attention runs once" if answer.tokens > most else ""
+    return [
+        f"Longest context{once}: {format_tokens(most)} tokens, limited by {question.name_limit(limit)}",
+        *(f"  {text}" for text in alternatives(question, answer, most)),
+    ]
+
+
+def longest_known(spec: Spec, answer: Answer, most: int) -> int:
+    """The longest context: `most`, which is found in whole steps, or the length that was asked for and fits.
+
+    If attention runs again only because this length does not fit otherwise, `most` stays the longest.
+    """
+    can_save_o = "o" in answer.plan.entry.options
+    return most if can_save_o and answer.recomputed(spec) else max(most, answer.tokens)
+
+
+def alternatives(question: Question, answer: Answer, most: int) -> list[str]:
+    """The nearest other answers: a longer context, more GPUs, fewer GPUs."""
+    spec, cluster, recipe = question.spec, question.cluster, question.recipe
+    found = []
+    if most > answer.tokens and (other := search(spec, cluster, most, recipe)):
+        found.append(f"{format_tokens(most)} take {format_seconds(other.seconds.step)} a step")
+    if "o" in RECIPES[recipe or LEAST_MEMORY].options:  # attention can run once, and it need not
+        again = longest(spec, cluster, recipe, recomputing=True, from_=most) if most else 0
+        if again > 1.01 * most:
+            found.append(f"Up to {format_tokens(again)} if attention is recomputed in backward (slower)")
+    now = answer.seconds.step / answer.sequences
+    for count, more in ((2 * cluster.count, True), (cluster.count // 2, False)):
+        if not 1 <= count <= MOST_GPUS or (count > cluster.node_gpus and count % cluster.node_gpus):
+            continue
+        other = search(spec, cluster.resized(count), answer.tokens, recipe)
+        each = other.seconds.step / other.sequences if other else 0.0
+        if other and (not more or each < now):
+            word = "Faster" if more else "Fewer GPUs"
+            times = f"{format_seconds(each)} a sequence instead of {format_seconds(now)}"
+            found.append(f"{word}: {count}x{cluster.gpu.name}, {times}")
+        if not other and not more:
+            found.append(f"Fewer GPUs: does not fit on {count}x{cluster.gpu.name}")
+    return found
+
+
+def mfu(question: Question, answer: Answer) -> float:
+    """Causal MFU of the answer, by this GPU's own peak."""
+    return causal_mfu(question.spec, answer.tokens, answer.rate, question.cluster.gpu.flops)
+
+
+def _assumption_lines(question: Question, verbose: bool) -> list[str]:
+    cluster = question.cluster
+    sources = {*cluster.gpu.sources.values()}
+    if verbose:
+        texts = [text for text in assumptions(cluster.gpu, cluster.machine.nodes) if "data sheet" not in text]
+        return ["Assumed, or measured on another GPU:", *(f"  {text}" for text in texts), ""]
+    if len(sources) == 1:
+        return [f"The speed of this GPU is {sources.pop()}", ""]
+    return [] if question.running else ["Some speeds and reserves are assumed: --verbose lists them", ""]
+
+
+def assumptions(gpu: Gpu, nodes: int) -> list[str]:
+    """The numbers that were not measured on this GPU, each with its source."""
+    names = [name for name in gpu.sources if name != "across" or nodes > 1]
+    found = [f"{_figure(gpu, name)}: {gpu.sources[name]}" for name in names if gpu.sources[name] != HERE]
+    return [
+        *found,
+        f"{format_bytes(RUNTIME)} of each GPU for the driver and NCCL, {MARGIN:.0%} of it for errors of prediction",
+        f"{KEPT_BACK:.0%} of host memory kept free",
+        f"{DISK / 1e9:g} GB/s to and from each node's disk",
+    ]
+
+
+def _figure(gpu: Gpu, name: str) -> str:
+    value, title = getattr(gpu, name), name.replace("_", " ")
+    if name in ("flops", *RATES):
+        return f"{title} {value / 1e12:.4g} TFLOP/s"
+    return f"{title} {value / 1e9:.4g} GB" + ("" if name in ("memory", "ram") else "/s")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def train_lines(question: Question, answer: Answer) -> list[str]:
+    """How to train with this answer; for a run, how to name its Plan."""
+    if question.running:
+        return [f"The same Plan by name: {_settings(question, answer)}"]
+    nodes = question.cluster.machine.nodes
+    where = f", on each of the {nodes} nodes (with srun, or with --nodes {nodes} --meet HOST)" if nodes > 1 else ""
+    return [f"To train{where}:", train_line(question, answer)]
+
+
+def train_line(question: Question, answer: Answer) -> str:
+    """The command that trains with this Plan and mesh."""
+    return f"ithaca train {_settings(question, answer)}"
+
+
+def _settings(question: Question, answer: Answer) -> str:
+    """Plan and mesh as `--set` options; a run already has a model and a length."""
+    named = {"model.source": question.model, "train.tokens": format_tokens(answer.tokens)}
+    sets = ({} if question.running else named) | {
+        **{f"plan.{name}": value for name, value in plan_options(answer.plan).items()},
+        "mesh.ulysses": answer.axes.ulysses,
+        "mesh.ring": answer.axes.ring,
+    }
+    return " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in sets.items())
+
+
+def plan_options(plan: Plan) -> dict[str, Any]:
+    """The recipe of a Plan, and the options that it gives."""
+    default = Plan(recipe=plan.recipe)
+    names = ("recipe", *RECIPE_OPTIONS, "disk", "zero", "optimizer")
+    return {
+        name: getattr(plan, name)
+        for name in names
+        if getattr(plan, name) is not None and (name == "recipe" or getattr(plan, name) != getattr(default, name))
+    }
+
+
+# As an object
+
+
+def as_object(question: Question, answer: Answer, most: int, limit: str) -> dict[str, Any]:
+    """The object of `--json`."""
+    parts, gpus = answer.memory.parts, question.cluster.machine.gpus
+    memory = {name: sum(parts.get(owner, 0) for owner in names) for name, names in JSON_OWNERS.items()}
+    seconds, axes = answer.seconds, answer.axes
+    return {
+        "fits": True,
+        "model": question.model,
+        "gpus": question.gpus,
+        "tokens": answer.tokens,
+        "max_tokens": longest_known(question.spec, answer, most),
+        "limit": limit,
+        "recomputed_attention_layers": answer.recomputed(question.spec),
+        "plan": plan_options(answer.plan),
+        "mesh": {"shard": axes.shard, "ring": axes.ring, "ulysses": axes.ulysses},
+        "memory": {
+            "states": memory["states"],
+            "activations": answer.memory.total - sum(memory.values()),
+            "workspace": memory["workspace"],
+            "total": answer.memory.total,
+        },
+        "memory_by_owner": parts,
+        "memory_free": question.cluster.capacity - answer.memory.total,
+        "host_bytes": answer.memory.host * gpus,
+        "disk_bytes": answer.memory.disk * gpus,
+        "seconds_per_step": seconds.step,
+        "seconds_by_part": {name: value for name, value in vars(seconds).items() if name != "step"},
+        "tokens_per_second_per_gpu": answer.rate,
+        "mfu_causal": mfu(question, answer),
+        "assumed": assumptions(question.cluster.gpu, question.cluster.machine.nodes),
+        "alternatives": alternatives(question, answer, most),
+        "train": train_line(question, answer),
+    }
+
+
+# A refusal
+
+
+def refusal(question: Question, most: int) -> str:
+    """Why nothing fits, with both numbers and a value that works. `most`: the longest context, 0 if there is none."""
+    spec, cluster = question.spec, question.cluster
+    name = f"{question.model} on {question.gpus}"
+    if question.tokens and most:
+        limit = binding(spec, cluster, question.recipe, most)
+        have = {"GPU": cluster.gpu.memory, "host": cluster.host, "disk": cluster.disk}[limit]
+        option = "train.tokens=" if question.running else "--tokens "
+        return (
+            f"{format_tokens(question.tokens)} tokens of {name} do not fit: {option}{format_tokens(most)} is the "
+            f"longest, limited by {format_bytes(have)} of {question.name_limit(limit)}"
+        )
+    enough = _enough(question)
+    hint = f": use {enough} GPUs" if enough else ""
+    states = PER_PARAMETER * spec.parameters() / cluster.count
+    if states > cluster.capacity:
+        return (
+            f"{name} does not fit: weights, gradients and moments alone take {format_bytes(states)} of each GPU, and "
+            f"{format_bytes(cluster.capacity)} can be used{hint}"
+        )
+    return (
+        f"{name} does not fit at any length with {format_bytes(cluster.capacity)} on each GPU, "
+        f"{format_bytes(cluster.host)} of {question.name_limit('host')} and {format_bytes(cluster.disk)} of "
+        f"{question.name_limit('disk')}{hint}"
+    )
+
+
+def _enough(question: Question) -> int | None:
+    """Twice, four times … as many GPUs, in whole nodes, on which it fits; None if there is no such number."""
+    count, node = question.cluster.count, question.cluster.node_gpus
+    while (count := 2 * count) <= MOST_TRIED:
+        count = count if count <= node else -(-count // node) * node
+        if search(question.spec, question.cluster.resized(count), question.tokens or STEP, question.recipe):
+            return count
+    return None

@@ -1,0 +1,105 @@
+"""The recipes: every method of the field as one entry, a schedule with options, defaults and limits.
+
+A recipe that only combines options of a schedule needs no other code than its entry here. The planner prefers them in
+this order where they are equally fast.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TILE = 8192  # tokens: an MLP's matrix products run at their best from here on
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One entry. An option that is not in `options` is refused under this recipe."""
+
+    summary: str
+    schedule: str  # the folder in schedule/ that runs it and says what it costs
+    options: Mapping[str, Any]  # each with its default; None: follows from the batch
+    ulysses: bool  # Ulysses ranks can share a sequence
+    ring: bool  # ring ranks can
+    head_rounds: bool = False  # attention takes `heads` query heads at a time
+    tries: tuple[Mapping[str, Any], ...] = ()  # what the planner tries, from least computing to least memory
+
+    def allows(self, ulysses: int, ring: int) -> bool:
+        """Whether so many Ulysses × ring ranks can share a sequence."""
+        return (ulysses == 1 or self.ulysses) and (ring == 1 or self.ring)
+
+
+_KEPT = {"checkpoint": "full", "tile": None, "x": "device"}
+_KEPT_TRIES = (
+    {"checkpoint": "none", "x": "device"},
+    {"checkpoint": "selective", "x": "device", "tile": TILE},
+    {"checkpoint": "full", "x": "device", "tile": TILE},
+    {"checkpoint": "full", "x": "host", "tile": TILE},
+)
+_RING = {**_KEPT, "travel": "around"}
+
+RECIPES: dict[str, Recipe] = {
+    "sweep": Recipe(
+        "blocks run over chunks of a sequence; of its full length only K, V and their gradients stay on the device",
+        schedule="sweep",
+        options={
+            "chunk": None,
+            "tile": TILE,
+            "x": "host",
+            "o": "host",
+            "lse": "device",
+            "residual": "host",
+            "kv": "device",
+        },
+        ulysses=True,
+        ring=True,
+    ),
+    "dense": Recipe(
+        "blocks run over whole sequences, each on one rank",
+        schedule="whole",
+        options=_KEPT,
+        ulysses=False,
+        ring=False,
+        tries=_KEPT_TRIES,
+    ),
+    "ulysses": Recipe(
+        "ranks exchange all heads at once (Ulysses)",
+        schedule="whole",
+        options=_KEPT,
+        ulysses=True,
+        ring=False,
+        tries=_KEPT_TRIES,
+    ),
+    "untied": Recipe(
+        "Ulysses with a few heads at a time (UPipe)",
+        schedule="whole",
+        options={"heads": None, "tile": TILE, "x": "host"},
+        ulysses=True,
+        ring=False,
+        head_rounds=True,
+        tries=({"x": "device"}, {"x": "host"}),
+    ),
+    "hybrid": Recipe(
+        "Ulysses within ring ranks, whose K and V travel",
+        schedule="whole",
+        options=_RING,
+        ulysses=True,
+        ring=True,
+        tries=_KEPT_TRIES,
+    ),
+    "ring": Recipe(
+        "K and V travel around ring ranks",
+        schedule="whole",
+        options=_RING,
+        ulysses=False,
+        ring=True,
+        tries=_KEPT_TRIES,
+    ),
+    "alst": Recipe(
+        "Ulysses with a tiled MLP and block inputs in host memory (ALST)",
+        schedule="whole",
+        options={"checkpoint": "full", "tile": TILE, "x": "host"},
+        ulysses=True,
+        ring=False,
+        tries=_KEPT_TRIES,
+    ),
+}

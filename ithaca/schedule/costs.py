@@ -1,0 +1,152 @@
+"""The terms in which a schedule states its cost: messages between ranks, and the work of a step. No torch.
+
+A message names tensors, not bytes, because heads may not divide evenly over ranks. `Peers` says from whose view, and to
+whom, bytes are counted. `Work` is what takes time on one rank, as FLOPs and bytes.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ithaca.parallel.head_split import HeadSplit
+
+if TYPE_CHECKING:
+    from ithaca.schedule.job import Job
+
+TO_HEADS, TO_TOKENS = "to_heads", "to_tokens"  # all-to-all over Ulysses ranks, there and back
+TO_EACH, TO_NEXT = "to_each", "to_next"  # the same bytes to every other ring rank, or to the next one alone
+
+
+@dataclass(frozen=True)
+class Message:
+    """Tensors of all local tokens that a block sends, in `count` collectives."""
+
+    pattern: str
+    split: HeadSplit  # the heads that are sent
+    queries: int = 0  # tensors with query heads: q, o, and their gradients
+    keys: int = 0  # tensors with key/value heads: K, V, and their gradients
+    lses: int = 0  # log-sum-exps
+    high: bool = False  # numbers are sums in at least fp32
+    count: int = 1
+    steps: int = 1  # times that the tensors are sent: a block of K and V goes around a ring in several
+
+    @property
+    def ring(self) -> bool:
+        """Whether the message goes over ring ranks, not over Ulysses ranks."""
+        return self.pattern in (TO_EACH, TO_NEXT)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The receivers that are counted, seen from one rank."""
+
+    rank: int  # the sender, among its Ulysses ranks
+    ulysses: Sequence[int]  # other Ulysses ranks
+    ring: int  # number of other ring ranks
+    next_in_ring: bool
+
+    @staticmethod
+    def all(ulysses: int, ring: int, rank: int) -> "Peers":
+        """Everyone that shares the sequence with a rank."""
+        return Peers(rank, [other for other in range(ulysses) if other != rank], ring - 1, ring > 1)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives, and the bytes that they take from a rank to others."""
+
+    messages: int
+    bytes: int
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.messages + other.messages, self.bytes + other.bytes)
+
+
+def traffic(messages: Iterable[Message], job: "Job", peers: Peers) -> Traffic:
+    """The sum of some messages."""
+    return sum((Traffic(message.count, _bytes(message, job, peers)) for message in messages), Traffic(0, 0))
+
+
+def _bytes(message: Message, job: "Job", peers: Peers) -> int:
+    q, kv = message.split.q, message.split.kv
+    number = job.spec.head_size * (job.high if message.high else job.itemsize)  # of one head of one token
+    mine = message.queries * len(q[peers.rank]) + message.keys * len(kv[peers.rank])
+    tokens = job.layout.local
+    if message.pattern == TO_HEADS:
+        return tokens * number * sum(message.queries * len(q[r]) + message.keys * len(kv[r]) for r in peers.ulysses)
+    if message.pattern == TO_TOKENS:
+        return tokens * number * mine * len(peers.ulysses)
+    block = tokens * len(q) * (mine * number + message.lses * len(q[peers.rank]) * job.high)
+    return block * message.steps * (peers.ring if message.pattern == TO_EACH else int(peers.next_in_ring))
+
+
+if TYPE_CHECKING:
+    from ithaca.schedule.job import Job
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Bytes that cross a link in each direction."""
+
+    into: float = 0.0  # the device
+    out: float = 0.0
+
+    def __add__(self, other: "Copies") -> "Copies":
+        return Copies(self.into + other.into, self.out + other.out)
+
+    @property
+    def most(self) -> float:
+        """Of the busier direction: each has a link of its own."""
+        return max(self.into, self.out)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of one rank, all layers and the loss."""
+
+    attention: float  # FLOPs of one forward pass of attention; backward has 2.5 times as many
+    attention_runs: float  # forward passes of attention in a step: 1, or more where it is recomputed
+    one_call: bool  # attention is one kernel call over all tokens, not a walk over tiles
+    merged: float  # bytes that merging outputs of tiles reads and writes, forward; as many backward
+    linear: float  # FLOPs of matrix products
+    moved: float  # device bytes that norms, gates, rotary and residuals read and write
+    host: Copies  # over the link to the host: tapes in host memory and on disk
+    disk: Copies
+
+
+def attention_flops(job: "Job") -> float:
+    """Causal attention forward, half of the square, of the rank with most heads."""
+    spec = job.spec
+    uneven = max(map(len, job.split.q)) * job.axes.ulysses / spec.heads
+    return 2 * spec.layers * spec.heads * spec.head_size * (job.sequence or job.tokens) * local_tokens(job) * uneven
+
+
+def local_tokens(job: "Job") -> int:
+    """Tokens of a rank, without padding."""
+    return -(-job.tokens // job.axes.context)
+
+
+def block_products(job: "Job") -> tuple[int, int]:
+    """Multiplications for one token of a block: of its projections, and of output projection and MLP."""
+    spec = job.spec
+    q, kv = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
+    return spec.hidden * (q + 2 * kv), q * spec.hidden + 3 * spec.hidden * spec.mlp
+
+
+def linear_flops(job: "Job", again: float) -> float:
+    """Matrix products of all layers and the loss; `again`: multiplications for a token and layer that are rerun."""
+    spec = job.spec
+    per_token = spec.layers * (6 * sum(block_products(job)) + 2 * again) + 6 * spec.vocab * spec.hidden
+    return local_tokens(job) * per_token
+
+
+def moved_bytes(job: "Job", runs: int) -> float:
+    """Device bytes beside the products, counted in tensors of each width; `runs`: forward passes of a block."""
+    spec = job.spec
+    q, kv = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
+    hidden = 8 * runs + 14  # norms, residuals; backward, also of the norms
+    heads = 4 * runs + 12  # rotary, packing for the exchange; the same backward
+    mlp = 3 * runs + 6
+    block = hidden * spec.hidden + heads * (q + 2 * kv) / 2 + mlp * spec.mlp
+    # Logits are read twice and written once
+    return local_tokens(job) * job.itemsize * (spec.layers * block + 3 * spec.vocab)

@@ -1,0 +1,187 @@
+"""One rank's part of a job, as sizes: all that memory, traffic and time depend on. No torch, nothing allocated.
+
+`Job.costs` is the `cost.py` of the Plan's schedule. Every schedule has one, beside the code that runs it, with these
+functions; planner, memory check, rehearsal and benchmarks ask them and nobody else:
+
+    layout(plan, axes, tokens, shorten)   which tokens each rank holds
+    tiles(plan, layout)                   how a rank's tapes are cut
+    tapes(job)                            the tapes, which `run.py` allocates
+    kept(job, layers)                     device bytes that blocks leave for their backward pass, beside tapes
+    passing_bytes(job)                    weights of other layers that a block gathers beside its own
+    peaks(job)                            bytes by owner at the peaks within a block
+    messages(job, layer)                  what a block sends, forward and backward
+    work(job)                             FLOPs and bytes of a step
+    exposed(job, computing, ulysses, ring)    seconds of computing with the part of the exchange that it cannot hide
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from ithaca.attention.kernels.facts import KERNEL_FACTS
+from ithaca.base.tiles import Tiles
+from ithaca.model.spec import Heads, Spec
+from ithaca.parallel.axes import Axes
+from ithaca.parallel.head_split import HeadSplit, Rounds, head_rounds, split_heads
+from ithaca.parallel.layout import Layout
+from ithaca.plans.plan import Plan
+from ithaca.schedule.costs import Message, Work
+from ithaca.schedule.sweep import cost as sweep_cost
+from ithaca.schedule.whole import cost as whole_cost
+from ithaca.tape.spec import TapeSpec
+
+BF16, FP32 = 2, 4  # bytes
+
+ONE_RANK = Axes()
+
+Bytes = Counter[str]  # by owner (base/owners.py)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What one rank of a job runs in a step."""
+
+    spec: Spec
+    plan: Plan
+    tokens: int  # of one pass, over the ranks that share a sequence
+    axes: Axes = ONE_RANK
+    sequence: int | None = None  # tokens of each of several sequences in the pass; None: it is one
+    itemsize: int = BF16  # bytes of a number of the computation
+    rank: int | None = None  # among the Ulysses ranks; None: the one with most heads
+    layers_run: int | None = None  # the first layers alone run and the others are only held, as in a rehearsal
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plan", self.plan.settled())
+
+    @property
+    def costs(self) -> "Schedule":
+        return SCHEDULES[self.plan.entry.schedule]
+
+    @property
+    def high(self) -> int:
+        """Bytes of a number of at least fp32."""
+        return max(self.itemsize, FP32)
+
+    @property
+    def run(self) -> int:
+        """Layers that run."""
+        return self.spec.layers if self.layers_run is None else self.layers_run
+
+    @cached_property
+    def layout(self) -> Layout:
+        return self.costs.layout(self.plan, self.axes, self.tokens, shorten=True)
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        """How this rank's tapes are cut."""
+        return self.costs.tiles(self.plan, self.layout)
+
+    @cached_property
+    def split(self) -> HeadSplit:
+        """Which heads each Ulysses rank attends with."""
+        return split_heads(self.spec.heads, self.spec.kv_heads, self.axes.ulysses)
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        return head_rounds(self.split, self.plan.heads_at_once(self.axes.ulysses))
+
+    @cached_property
+    def ulysses_rank(self) -> int:
+        if self.rank is not None:
+            return self.rank
+        return max(range(self.axes.ulysses), key=lambda rank: (len(self.split.kv[rank]), len(self.split.q[rank])))
+
+    @cached_property
+    def heads(self) -> Heads:
+        """The heads that this rank attends with."""
+        return Heads(self.split.q[self.ulysses_rank], self.split.kv[self.ulysses_rank])
+
+    @cached_property
+    def tapes(self) -> list[TapeSpec]:
+        return self.costs.tapes(self)
+
+    @cached_property
+    def chunks(self) -> int:
+        """Parts of the sequence that go through a block one after the other."""
+        return self.layout.chunks.count
+
+    @cached_property
+    def together(self) -> int:
+        """Tokens of this rank that go through a block together."""
+        return min(self.layout.tiles.size, self.layout.local)
+
+    @cached_property
+    def tile(self) -> int:
+        """Tokens of this rank that go through an MLP together."""
+        return min(self.plan.tile or self.together, self.together)
+
+    @cached_property
+    def block_parameters(self) -> int:
+        """Parameters of one block."""
+        return sum(map(math.prod, self.spec.block_shapes().values()))
+
+    @cached_property
+    def workspace(self) -> float:
+        """q-sized tensors that backward of the attention kernel takes for itself; `auto`: of the first for a GPU."""
+        if self.plan.kernel in KERNEL_FACTS:
+            return KERNEL_FACTS[self.plan.kernel].workspace
+        usable = (facts for facts in KERNEL_FACTS.values() if (facts.largest_head or 0) >= self.spec.head_size)
+        return next(usable, KERNEL_FACTS["naive"]).workspace
+
+    # Bytes of tensors of some tokens, all heads
+    def hidden(self, tokens: int) -> int:
+        return tokens * self.spec.hidden * self.itemsize
+
+    def queries(self, tokens: int) -> int:
+        return tokens * self.spec.heads * self.spec.head_size * self.itemsize
+
+    def keys(self, tokens: int) -> int:
+        return tokens * self.spec.kv_heads * self.spec.head_size * self.itemsize
+
+    # Bytes of tensors of this rank's heads, for the tokens of all its Ulysses ranks that go through a block together
+    def own_queries(self, split: HeadSplit | None = None) -> int:
+        heads = len(self.heads.q) if split is None else len(split.q[self.ulysses_rank])
+        return self.together * self.axes.ulysses * heads * self.spec.head_size * self.itemsize
+
+    def own_keys(self) -> int:
+        return self.together * self.axes.ulysses * len(self.heads.kv) * self.spec.head_size * self.itemsize
+
+    def own_lse(self) -> int:
+        return self.together * self.axes.ulysses * len(self.heads.q) * self.high
+
+    # Parts of a block that every schedule runs in the same way (pre_post_attention.py)
+    def mlp_bytes(self) -> int:
+        """An MLP's backward pass over a tile: gate, up, their gradients and their product's; 3 hidden states."""
+        return 5 * self.tile * self.spec.mlp * self.itemsize + 3 * self.hidden(self.tile)
+
+    def projection_bytes(self) -> int:
+        """What a projection leaves for its backward pass: the normed x; with norms of q and k, these as well."""
+        norms = self.queries(self.together) + self.keys(self.together) if self.spec.qk_norm else 0
+        return self.hidden(self.together) + norms
+
+
+class Schedule(Protocol):
+    """The functions of a schedule's `cost.py`."""
+
+    def layout(self, plan: Plan, axes: Axes, tokens: int, shorten: bool) -> Layout: ...
+
+    def tiles(self, plan: Plan, layout: Layout) -> Tiles: ...
+
+    def tapes(self, job: Job) -> list[TapeSpec]: ...
+
+    def kept(self, job: Job, layers: range) -> int: ...
+
+    def passing_bytes(self, job: Job) -> int: ...
+
+    def peaks(self, job: Job) -> dict[str, Bytes]: ...
+
+    def messages(self, job: Job, layer: int) -> tuple[list[Message], list[Message]]: ...
+
+    def work(self, job: Job) -> Work: ...
+
+    def exposed(self, job: Job, computing: float, ulysses: float, ring: float) -> float: ...
+
+
+SCHEDULES: dict[str, Schedule] = {"sweep": sweep_cost, "whole": whole_cost}  # pyrefly: ignore

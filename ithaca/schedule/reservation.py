@@ -1,0 +1,136 @@
+"""The tapes of a model, allocated for a number of tokens and reused by every pass over as many.
+
+Passes that a backward pass follows have tapes of their own; a pass without gradients also uses those, if they are free.
+All calls are collective: ranks agree before one of them allocates, so that too little memory on one rank is an error on
+all of them and not a hang.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from ithaca.base.errors import InputError, PlanError
+from ithaca.base.tiles import Tiles
+from ithaca.model.spec import Spec
+from ithaca.parallel.agree import on_this_node, together
+from ithaca.parallel.layout import Layout
+from ithaca.parallel.mesh import Mesh
+from ithaca.plans.plan import Plan
+from ithaca.schedule.job import Job
+from ithaca.schedule.memory_check import NodeTapes, check_memory, describe_tapes
+from ithaca.schedule.sweep.rebuild import rebuilds_of
+from ithaca.schedule.tapes import Tapes
+from ithaca.tape.engine import Engine
+from ithaca.tape.spec import TapeSpec, disk_bytes, host_bytes
+
+BUSY = (
+    "a second forward pass began before the backward pass of the first, whose tapes it would overwrite: "
+    "call backward, or drop the loss, or use torch.no_grad() where no gradient is wanted"
+)
+
+
+class Reservation:
+    """Tapes for passes of one Plan on one rank."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        plan: Plan,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        engine: Engine,
+        tiles_held: int | None,
+        outside_inference: Callable[[], AbstractContextManager[None]],
+    ):
+        """`tiles_held`: tiles of each host or disk tape in memory, in a rehearsal of memory; None: all."""
+        self._spec, self._plan, self._mesh, self._dtype, self._engine = spec, plan, mesh, dtype, engine
+        self._axes = mesh.axes
+        self._tiles_held, self._outside_inference = tiles_held, outside_inference
+        self._tapes: dict[bool, Tapes] = {}  # for passes that a backward pass follows, and for the others
+
+    def job(self, tokens: int) -> Job:
+        """This rank's part of a pass over so many tokens of the ranks that share a sequence."""
+        rank = self._mesh.context_rank % self._mesh.ulysses
+        axes, itemsize = self._axes, self._dtype.itemsize
+        return Job(spec=self._spec, plan=self._plan, tokens=tokens, axes=axes, itemsize=itemsize, rank=rank)
+
+    def layout(self, tokens: int, shorten: bool = True) -> Layout:
+        """Which tokens each rank holds. Without `shorten`, a chunk longer than the sequence is an error."""
+        return self.job(tokens).costs.layout(self._plan, self._axes, tokens, shorten)
+
+    def specs(self, training: bool) -> list[TapeSpec]:
+        """The tapes that a pass needs."""
+        return [tape for tape in self.job(1).tapes if training or not tape.training]
+
+    def find(self, tokens: int, training: bool, shorten: bool = False) -> Tapes | None:
+        """Tapes that are there for such a pass and not in use by another."""
+        candidates = [self._tapes.get(True)]
+        if not training:
+            candidates = [tapes for tapes in candidates if tapes and not tapes.busy] + [self._tapes.get(False)]
+        try:
+            tiles = self._tiles(tokens, shorten)
+        except PlanError:
+            return None  # this rank's tokens cannot be cut so: `allocate` tells all ranks
+        return next((tapes for tapes in candidates if tapes and tapes.tiles == tiles), None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a pass waits for its backward pass."""
+        return True in self._tapes and self._tapes[True].busy
+
+    def allocate(
+        self, tokens: int, training: bool, shorten: bool = False, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Allocate tapes for such passes in place of those for others; `say` is told the progress."""
+        specs, before = self.specs(training), self._tapes.get(training)
+
+        def check() -> Tiles:
+            if before and before.busy:
+                raise InputError(BUSY)
+            return self._tiles(tokens, shorten)
+
+        tiles = together(self._mesh.group, check)
+        if before:
+            self._tapes.pop(training).close()
+        if not specs:
+            return
+        self._check(tokens, specs)
+        rebuilds = rebuilds_of(self._plan, self._spec) if training else {}
+        with self._outside_inference():
+            self._tapes[training] = together(
+                self._mesh.group,
+                lambda: Tapes(
+                    specs, rebuilds, tiles, self._dtype, self._engine, say, self._tiles_held, self._plan.disk
+                ),
+            )
+
+    def check_memory(self, tokens: int) -> None:
+        """Raise the error that `allocate` would raise if memory is short, without allocating."""
+        together(self._mesh.group, lambda: self._tiles(tokens, shorten=False))
+        if specs := self.specs(True):
+            self._check(tokens, specs)
+
+    def host_bytes(self, tokens: int) -> int:
+        """Bytes of this node's memory that tapes for such passes take, those of all its ranks together."""
+        tiles = together(self._mesh.group, lambda: self._tiles(tokens, shorten=False))
+        return on_this_node(self._mesh.group, host_bytes(self.specs(True), tiles, self._mesh.gpu))[0]
+
+    def describe(self) -> list[str]:
+        """Where saved tensors live, in lines; nothing if there are no tapes."""
+        tapes = self._tapes.get(True)
+        return describe_tapes(self.job(tapes.tiles.length * self._mesh.context_ranks)) if tapes else []
+
+    def _tiles(self, tokens: int, shorten: bool) -> Tiles:
+        layout = self.layout(tokens, shorten)
+        return self.job(tokens).costs.tiles(self._plan, layout)
+
+    def _check(self, tokens: int, specs: list[TapeSpec]) -> None:
+        """Raise an error, on all ranks, if one of them has no room for these tapes."""
+        job, group = self.job(tokens), self._mesh.group
+        mine = (0, 0)
+        if self._tiles_held is None:
+            mine = host_bytes(specs, job.tiles, self._mesh.gpu), disk_bytes(specs, job.tiles)
+        (memory, ranks), (disk, _) = (on_this_node(group, amount) for amount in mine)
+        node = NodeTapes(memory, ranks, disk)
+        together(group, lambda: check_memory(job, specs, self._mesh.device, node))

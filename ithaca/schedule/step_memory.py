@@ -1,0 +1,222 @@
+"""The peak memory of a step on one rank, by owner, and the parts of it that belong to no schedule. No torch.
+
+States and tapes lie on the device all the time. Beside them a step has a few phases that can be the peak: backward of
+the last block, while the head's gradient is still being reduced; backward of the first block, when all other gradients
+are there; the loss; and the gradient of the embedding. Within a block the schedule says which of MLP and attention
+takes what (`peaks` of its `cost.py`). Here stand the costs of what all schedules share:
+
+    sharding    a gathered block and the next one on its way; gradients in fp32, once as sums, once being reduced
+    loss        a tile of logits, and the head's gradient in fp32
+    embedding   the table's gradient in fp32
+    optimizer   fp32 weights and two moments of this rank's shards, or the slots through which host moments pass
+    allocator   memory that one stream has freed and keeps from others, most of it after the head was gathered and
+                reduced: a multiple of the head's size, measured on an H200 (bench/results/rehearsals-tuned.json)
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ithaca.base.owners import (
+    ALLOCATOR,
+    BATCH,
+    BLOCKS,
+    GATHERED,
+    GRADIENTS,
+    KERNELS,
+    KEYS,
+    LOSS,
+    OTHER,
+    STATES,
+    TAPES,
+)
+from ithaca.base.tiles import Tiles
+from ithaca.model.spec import Spec
+from ithaca.parallel.layout import row_range
+from ithaca.schedule.job import FP32, Bytes, Job
+from ithaca.tape.spec import TapeSpec, device_bytes, device_tape_bytes, disk_bytes, host_bytes
+
+LIBRARIES = 64 * 2**20  # bytes that cuBLAS takes
+PER_TOKEN = 24  # bytes of token ids, labels, positions
+LEFT_OVER = 2.4  # times the head in the computation's dtype; more if one block alone runs
+LEFT_OVER_ALONE = 3.7
+MOMENTS = 2  # of AdamW for each parameter
+MOMENT_TILE = 8 * 2**20  # elements of host moments that pass through the device together
+MOMENT_SLOTS = 4  # such tiles: one in use, one ahead, two on their way out
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one rank takes."""
+
+    parts: dict[str, int]  # bytes of its GPU at the peak, by owner
+    phase: str  # of the step that is the peak
+    host: int  # bytes of its node's memory
+    disk: int
+    tapes: list[TapeSpec]
+    tiles: Tiles
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def step_memory(job: Job) -> Memory:
+    """The peak of a step on the rank of a job."""
+    always = resident(job)
+    peaks = {name: always + phase for name, phase in phases(job)}
+    name = max(peaks, key=lambda name: peaks[name].total())
+    parts = {owner: round(size) for owner, size in peaks[name].items() if size}
+    parts[ALLOCATOR] = round(_left_over(job))
+    host = host_bytes(job.tapes, job.tiles, gpu=True) + host_states(job)
+    return Memory(parts, name, host, disk_bytes(job.tapes, job.tiles), job.tapes, job.tiles)
+
+
+def resident(job: Job) -> Bytes:
+    """What lies on the device all the time: states, tapes, the batch, and what layers that do not run would hold."""
+    plan, block, table = job.plan, block_parameters(job), table_parameters(job)
+    kv, others = ([tape for tape in job.tapes if (tape.option == "kv") == wanted] for wanted in (True, False))
+    moments = moment_slot_bytes(max(block.largest, table.largest)) if plan.optimizer == "host" else 0
+    whole = job.itemsize * (job.spec.layers * block.all + table.all) if plan.zero < 3 else 0
+    return Counter(
+        {
+            STATES: job.high * (job.spec.layers * block.mine + table.mine) * (1 + _moments_here(job)),
+            KEYS: device_bytes(kv, job.tiles),
+            TAPES: device_bytes(others, job.tiles) + moments,
+            BLOCKS: job.costs.kept(job, range(job.run, job.spec.layers)),
+            GRADIENTS: job.high * (job.spec.layers - job.run) * block.mine,
+            GATHERED: job.costs.passing_bytes(job) + whole,
+            BATCH: PER_TOKEN * job.tiles.length,
+            KERNELS: LIBRARIES,
+        }
+    )
+
+
+def absent_layers(job: Job, running: Job) -> Bytes:
+    """What a job holds of layers that `running`, the same job with fewer layers, does not have."""
+    absent, block = job.spec.layers - running.spec.layers, block_parameters(job)
+    return Counter(
+        {
+            STATES: job.high * absent * block.mine * (1 + _moments_here(job)),
+            GRADIENTS: job.high * absent * block.mine,
+            TAPES: device_tape_bytes(job.tapes, job.tiles) - device_tape_bytes(running.tapes, running.tiles),
+            BLOCKS: job.costs.kept(job, range(running.spec.layers, job.spec.layers)),
+            GATHERED: job.itemsize * absent * block.all if job.plan.zero < 3 else 0,
+        }
+    )
+
+
+def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
+    """The phases of a step that can be its peak, with what each holds beside `resident`."""
+    spec, high, tied = job.spec, job.high, job.spec.tied
+    head, block, kept = table_parameters(job), block_parameters(job), job.costs.kept
+    whole_gradients = high * job.run * block.all if job.plan.zero == 1 else 0
+    # While the last block goes backward the head's gradient is being reduced; while the first does, a block's
+    after_head = Counter(
+        {
+            GRADIENTS: 0 if tied else high * (head.unit + head.unit_mine),
+            LOSS: high * head.all if tied else 0,
+            BLOCKS: kept(job, range(job.run)),
+        }
+    )
+    after_blocks = Counter(
+        {
+            GRADIENTS: high * (block.all + (job.run - 1) * block.mine + (0 if tied else head.unit_mine)),
+            LOSS: high * head.all if tied else 0,
+            BLOCKS: kept(job, range(1)),
+        }
+    )
+    for name, peak in job.costs.peaks(job).items():
+        inside = peak + _open_block(job) + Counter({GRADIENTS: whole_gradients})
+        yield f"{name} of the last block", inside + after_head
+        if job.run > 1:
+            yield f"{name} of the first block", inside + after_blocks
+    yield from _loss_phases(job)
+    # The gradient of the embedding. In a tied model its sum with the head's, while the first block's is being reduced
+    shards = high * (job.run * block.mine + (0 if tied else head.unit_mine))
+    table = high * spec.vocab * spec.hidden
+    at_end = {GRADIENTS: shards + (high * block.all if tied else table), BLOCKS: table}
+    if tied:
+        at_end |= {LOSS: table, OTHER: table, GATHERED: job.itemsize * head.unit}
+    yield "the embedding's gradient", Counter(at_end)
+
+
+def _loss_phases(job: Job) -> Iterator[tuple[str, Bytes]]:
+    head, tile = table_parameters(job), job.plan.loss_tile
+    logits = min(tile, job.together) * job.spec.vocab * job.itemsize
+    # Without tapes, the last block's output and its gradient are tensors
+    states = 0 if job.plan.sweeps else 2 * job.hidden(job.together)
+    at_head = {GATHERED: job.itemsize * head.unit, BLOCKS: job.costs.kept(job, range(job.run)) + states}
+    yield "the loss", Counter({**at_head, LOSS: job.high * head.unit + logits + 3 * job.hidden(tile)})
+    if not job.spec.tied:
+        gradient = {LOSS: job.high * head.unit, GRADIENTS: job.high * head.unit}
+        yield "the head's gradient", Counter({**at_head, **gradient})
+
+
+def _open_block(job: Job) -> Bytes:
+    """A block's gathered weights, the next one's on their way, the sums of its gradients; a tied model's table."""
+    prefetches = job.axes.parameter > 1 and job.run > 1
+    block = block_parameters(job).all
+    gathered = 0 if job.plan.zero < 3 else block * (2 if prefetches else 1)
+    table = table_parameters(job).unit if job.spec.tied and job.plan.zero == 3 else 0
+    return Counter({GATHERED: job.itemsize * (gathered + table), BLOCKS: job.high * block})
+
+
+def host_states(job: Job) -> int:
+    """Host memory of the optimizer's moments."""
+    mine = job.spec.layers * block_parameters(job).mine + table_parameters(job).mine
+    return (MOMENTS - _moments_here(job)) * job.high * mine
+
+
+def _moments_here(job: Job) -> int:
+    """AdamW's moments that live on the device: both, or none."""
+    return MOMENTS if job.plan.optimizer == "device" else 0
+
+
+def moment_slot_bytes(largest: int) -> int:
+    """Device memory of the slots for host moments; `largest`: elements of the rank's largest shard."""
+    return MOMENTS * MOMENT_SLOTS * min(MOMENT_TILE, largest) * FP32
+
+
+def _left_over(job: Job) -> float:
+    return job.itemsize * table_parameters(job).unit * (LEFT_OVER if job.run > 1 else LEFT_OVER_ALONE)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many parameters there are, and how many of them are a rank's."""
+
+    all: int
+    mine: int
+    largest: int  # this rank's part of the largest one
+    unit: int  # of the head, which is gathered and reduced together
+    unit_mine: int
+
+
+def block_parameters(job: Job) -> Parameters:
+    """Of one block."""
+    return _parameters(job.spec, job.axes.parameter, block=True)
+
+
+def table_parameters(job: Job) -> Parameters:
+    """Of all that is in no block: embedding, final norm, head."""
+    return _parameters(job.spec, job.axes.parameter, block=False)
+
+
+@lru_cache(maxsize=256)  # the planner's search asks for the same ones many times
+def _parameters(spec: Spec, ranks: int, block: bool) -> Parameters:
+    shapes = spec.block_shapes() if block else {name: shape for name, shape in spec.shapes() if ".layers." not in name}
+    unit = {name: shape for name, shape in shapes.items() if block or spec.tied or "embed" not in name}
+    return Parameters(
+        all=sum(map(math.prod, shapes.values())),
+        mine=sum(_part(shape, ranks) for shape in shapes.values()),
+        largest=max(_part(shape, ranks) for shape in shapes.values()),
+        unit=sum(map(math.prod, unit.values())),
+        unit_mine=sum(_part(shape, ranks) for shape in unit.values()),
+    )
+
+
+def _part(shape: tuple[int, ...], ranks: int) -> int:
+    return len(row_range(shape[0], 0, ranks)) * math.prod(shape[1:])

@@ -1,0 +1,298 @@
+"""What the sweep takes: tapes and slots, tensors at its peaks, messages, FLOPs and copies. No torch.
+
+With T local tokens of a chunk, N chunks, Q and K features of all query and key/value heads:
+
+    tapes       x, o, log-sum-exp per layer; residual, K, V and the fp32 sums of their gradients for all layers
+    MLP         5 τM + 3 τE for a tile of τ tokens, beside what neighbouring chunks have under way
+    attention   q, o, do, K, V of this rank's heads, dq, dK, dV and the kernel's workspace; dq also in fp32
+    exchange    (q, o, do) sent and received by one neighbour, (dq, dK, dV) by another
+
+Messages over C Ulysses ranks with n local tokens, b bytes a number, q = n · Q · b · (C − 1) / C and
+kv = 2 · n · max(Hkv, C) · D · b · (C − 1) / C:
+
+| | forward | backward |
+|---|---|---|
+| o kept, N > 1 chunks | 2 N: (q, kv) there, o back | 3 N − 2: (q, o, do) there, (dq, dkv) back, kv before |
+| o recomputed | the same | 5 N − 1: o back and do there by themselves |
+
+In bytes: 2 q + kv forward, 4 q + 2 kv backward.
+
+One chunk alone sends 2 and 2, or 4 where o is recomputed. The last layer still has K and V: it sends one kv less. K and
+V that documents keep a chunk from asking for travel with its queries: fewer messages, the same bytes. R ring ranks add,
+with L = C · n tokens, h query heads of a rank and f bytes a sum, 3 N messages each way: (R − 1) · L · h (2 D b + f)
+forward (q, o, lse) and (R − 1) · L · h (4 D b + f) backward (do q o, lse, dq).
+"""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE
+from ithaca.base.tiles import Tiles
+from ithaca.parallel.axes import Axes
+from ithaca.parallel.layout import Layout
+from ithaca.plans.places import KEPT, RECOMPUTE
+from ithaca.plans.plan import Plan
+from ithaca.schedule.costs import (
+    TO_EACH,
+    TO_HEADS,
+    TO_TOKENS,
+    Copies,
+    Message,
+    Work,
+    attention_flops,
+    block_products,
+    linear_flops,
+    local_tokens,
+    moved_bytes,
+)
+from ithaca.schedule.sweep.rebuild import passing_layers, rebuild_passes, rebuilds_of
+from ithaca.tape.spec import TapeSpec
+
+if TYPE_CHECKING:
+    from ithaca.schedule.job import Job
+
+# Tiles on the device of a tape that lives elsewhere: one in use, one ahead, one on its way out. x is read twice (by its
+# chunk and for K and V of later ones) and, going forward, written for the next layer too
+X_SLOTS, RESIDUAL_SLOTS = 4, 4
+O_SLOTS, O_SLOTS_PASSING = 2, 4  # an x that is rebuilt chunk by chunk is read through the o of several layers
+LSE_SLOTS = 2
+KV_SLOTS, KV_GRADIENT_SLOTS = 8, 6
+
+
+def hops(ulysses: int, ring: int) -> int:
+    """Exchanges between a chunk's projections and its attention; as many lead back."""
+    return (ulysses > 1) + (ring > 1)
+
+
+def chunks_under_way(ulysses: int, ring: int) -> int:
+    """Neighbouring chunks that wait for messages while one computes: one for each exchange, there and back."""
+    return 2 * hops(ulysses, ring)
+
+
+def chunks_sending_keys(ulysses: int, ring: int, recomputed: bool) -> int:
+    """Chunks whose K and V go with their own queries in backward: those that begin before the first one attends."""
+    return 1 if recomputed else 1 + hops(ulysses, ring)
+
+
+def layout(plan: Plan, axes: Axes, tokens: int, shorten: bool) -> Layout:
+    """Interleaved chunks. `shorten`: a chunk longer than the sequence is shortened, not refused."""
+    return Layout(tokens, plan.chunk_of(tokens, shorten), axes.ulysses, axes.ring)
+
+
+def tiles(plan: Plan, layout: Layout) -> Tiles:  # noqa: ARG001
+    """One tile of every tape for each chunk."""
+    return layout.tiles
+
+
+def tapes(job: "Job") -> list[TapeSpec]:
+    """Every tape. The residual tape also holds the last block's output and, going forward, each x that is not saved."""
+    plan, spec, placement = job.plan, job.spec, job.plan.placement(job.spec.layers)
+    assert plan.lse is not None
+    assert plan.residual is not None
+    assert plan.kv is not None
+    hidden, all_heads = (spec.hidden,), (spec.heads, spec.head_size)
+    own_keys, own_lse = (len(job.heads.kv), spec.head_size), (len(job.heads.q),)
+    ulysses, more = job.axes.ulysses, chunks_under_way(job.axes.ulysses, job.axes.ring)
+    rebuilds = rebuilds_of(plan, spec)
+    passing = any(layer not in rebuild.homes for layer, rebuild in rebuilds.items())
+
+    def saved(name: str, words: tuple[str, ...], features: tuple[int, ...], slots: int) -> list[TapeSpec]:
+        layers = {place: tuple(layer for layer, word in enumerate(words) if word == place) for place in KEPT}
+        return [
+            TapeSpec(name, name, place, layers[place], features, job.itemsize, False, slots, True)
+            for place in KEPT
+            if layers[place]
+        ]
+
+    xs = saved("x", placement.x, hidden, X_SLOTS + more)
+    rebuilt_off_device = any(
+        kind == "o" and placement.o[layer] != "device"
+        for rebuild in rebuilds.values()
+        for kind, layer in rebuild.homes.values()
+    )
+    if rebuilt_off_device and not {"host", "disk"} & {*placement.x}:
+        # No x is saved off the device, but rebuilt ones pass through slots
+        xs.append(TapeSpec("x", "x", "host", (), hidden, job.itemsize, False, X_SLOTS + more, True))
+    with_o = tuple(layer for layer, word in enumerate(placement.o) if word != RECOMPUTE)
+    lses = [TapeSpec("lse", "lse", plan.lse, with_o, own_lse, job.high, True, LSE_SLOTS + more, True, ulysses)]
+    return [
+        *xs,
+        *saved("o", placement.o, all_heads, (O_SLOTS_PASSING if passing else O_SLOTS) + more),
+        *(lses if with_o else []),
+        TapeSpec(
+            "residual", "residual", plan.residual, (0,), hidden, job.itemsize, False, RESIDUAL_SLOTS + more, False
+        ),
+        TapeSpec("kv", "kv", plan.kv, (0, 1), own_keys, job.itemsize, False, KV_SLOTS, False, ulysses),
+        TapeSpec("kv_gradients", "kv", plan.kv, (0, 1), own_keys, job.high, True, KV_GRADIENT_SLOTS, True, ulysses),
+    ]
+
+
+def passing_bytes(job: "Job") -> int:
+    """Weights of other layers that are gathered at once while an x is rebuilt chunk by chunk."""
+    has_x = any(tape.name == "x" for tape in job.tapes)
+    return passing_layers(rebuilds_of(job.plan, job.spec)) * job.block_parameters * job.itemsize * has_x
+
+
+def kept(job: "Job", layers: range) -> int:  # noqa: ARG001
+    """Nothing: what a block leaves for its backward pass is on tapes."""
+    return 0
+
+
+def peaks(job: "Job") -> dict[str, Counter[str]]:
+    """Bytes at the two peaks of a chunk's backward pass, with what its neighbours hold."""
+    q, k, T = job.own_queries(), job.own_keys(), job.together
+    ulysses, ring = job.axes.ulysses, job.axes.ring
+    under_way = min(chunks_under_way(ulysses, ring), job.chunks - 1)
+    exchange = 0
+    if ulysses > 1 and under_way:
+        exchange += 3 * job.queries(T) + 3 * q  # one has sent q, o, do
+    if ulysses > 1 and under_way > 1:
+        exchange += 2 * (q + 2 * k)  # and one dq, dk, dv
+    ring_q = ring * q  # queries of a chunk, gathered over the ring
+    gathering = 3 * ring_q if ring > 1 else 0
+    if ring > 1 and under_way:
+        exchange += 3 * q + gathering + 2 * ring_q  # gathered by one; dq of another being reduced
+    recomputes = RECOMPUTE in job.plan.placement(job.spec.layers).o
+    mlp = Counter(
+        {
+            BLOCKS: job.mlp_bytes() + job.queries(T) + under_way * job.projection_bytes(),
+            EXCHANGE: exchange,
+            ATTENTION: 2 * q + job.queries(T) if recomputes else 0,
+        }
+    )
+    kernel = ring_q * (1 + job.workspace) + 2 * k
+    # In a walk: dq in fp32 from the second visit on, and that of the visit before
+    walk = kernel + {1: 0, 2: ring_q + 2 * k, 3: 3 * ring_q + 2 * k}[min(job.chunks, 3)]
+    arrived = 3 * q if ulysses > 1 else 2 * job.queries(T)
+    attention = Counter(
+        {
+            BLOCKS: (1 + under_way) * job.projection_bytes(),
+            EXCHANGE: exchange + (2 * gathering if ring > 1 else arrived),
+            ATTENTION: walk,
+        }
+    )
+    return {"the MLP": mlp, "attention": attention}
+
+
+def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:
+    """What a block sends, forward and backward, if the sequence is one document."""
+    split, N = job.split, job.chunks
+    recomputed = job.plan.placement(job.spec.layers).o[layer] == RECOMPUTE
+    has_keys = layer == job.spec.layers - 1
+    forward, backward = [], []
+    if job.axes.ulysses > 1:
+        output = Message(TO_TOKENS, split, queries=1, count=N)
+        forward += [Message(TO_HEADS, split, queries=1, keys=2, count=N), output]
+        if recomputed:
+            backward += [Message(TO_HEADS, split, queries=1, count=N), output]
+            backward += [Message(TO_HEADS, split, queries=1, count=N)]  # do
+        else:
+            backward += [Message(TO_HEADS, split, queries=3, count=N)]  # q, o, do
+        backward += [Message(TO_TOKENS, split, queries=1, keys=2, count=N)]
+        if not has_keys:
+            alone = max(N - chunks_sending_keys(job.axes.ulysses, job.axes.ring, recomputed), 0)
+            backward += [Message(TO_HEADS, split, keys=2, count=alone)]
+    if job.axes.ring > 1:
+        attended = [
+            Message(TO_EACH, split, queries=1, count=N),  # q
+            Message(TO_EACH, split, queries=1, count=N),  # o
+            Message(TO_EACH, split, lses=1, count=N),
+        ]
+        forward += attended
+        backward += [
+            Message(TO_EACH, split, queries=3, count=N),  # do, q, o
+            Message(TO_EACH, split, lses=1, count=N),
+            Message(TO_EACH, split, queries=1, count=N),  # dq
+            *(attended if recomputed else []),
+        ]
+    return forward, backward
+
+
+def work(job: "Job") -> Work:
+    """FLOPs and bytes of a step."""
+    spec, placement = job.spec, job.plan.placement(job.spec.layers)
+    kv = spec.kv_heads * spec.head_size
+    project, rest = block_products(job)
+    again = project + rest - spec.hidden * spec.mlp  # the block's last product is not run again
+    again += 2 * spec.hidden * kv  # K and V, for later chunks
+    again += rebuild_passes(placement, spec) * rest / spec.layers
+    attention = attention_flops(job)
+    uneven = max(map(len, job.split.q)) * job.axes.ulysses / spec.heads
+    # At each visit but the first a sum in fp32 is read and written, and a part in bf16 read
+    visits = (job.chunks - 1) / 2
+    per_token = spec.layers * visits * job.axes.ring * spec.heads * spec.head_size * (2 * job.high + job.itemsize)
+    return Work(
+        attention=attention,
+        attention_runs=1 + placement.o.count(RECOMPUTE) / spec.layers,
+        one_call=False,
+        merged=per_token * local_tokens(job) * uneven,
+        linear=linear_flops(job, again),
+        moved=moved_bytes(job, runs=2),
+        host=copies(job, ("host", "disk")),
+        disk=copies(job, ("disk",)),
+    )
+
+
+def copies(job: "Job", places: tuple[str, ...]) -> Copies:
+    """Bytes that tapes in these places take to the device and from it in a step."""
+    plan, spec, placement, N = job.plan, job.spec, job.plan.placement(job.spec.layers), job.chunks
+    local, last = local_tokens(job), job.spec.layers - 1
+    x, o = job.hidden(local), job.queries(local)
+    lse = local * job.axes.ulysses * len(job.heads.q) * job.high
+    total = Copies()
+    for layer in range(spec.layers):
+        recomputed = placement.o[layer] == RECOMPUTE
+        if placement.x[layer] in places:
+            # Written by the layer below; read forward, by its chunk backward, and for K and V of later chunks
+            alone = 0 if layer == last else max(N - chunks_sending_keys(job.axes.ulysses, job.axes.ring, recomputed), 0)
+            total += Copies(into=(2 + alone / N) * x, out=x)
+        elif placement.x[layer] not in KEPT and plan.residual in places:
+            total += Copies(into=x, out=x)  # it passes through the residual tape
+        if placement.o[layer] in places:
+            total += Copies(into=o, out=o)
+        if not recomputed and plan.lse in places:
+            total += Copies(into=lse, out=lse)
+    if plan.residual in places:
+        total += Copies(into=(spec.layers + 2) * x, out=(spec.layers + 2) * x)  # every block, the loss, the embedding
+    if plan.kv in places:
+        total += _kv_copies(job)
+    return total + _rebuild_copies(job, places)
+
+
+def _kv_copies(job: "Job") -> Copies:
+    """K and V, and the sums of their gradients, of all layers: each chunk visits those of all chunks before it."""
+    spec = job.spec
+    visits = (job.chunks - 1) / 2  # of other tiles, by each tile
+    kv = 2 * local_tokens(job) * job.axes.ulysses * len(job.heads.kv) * spec.head_size * job.itemsize
+    sums = kv * job.high // job.itemsize
+    forward = Copies(into=visits * kv, out=kv)
+    rebuilt = Copies(into=visits * kv, out=kv * (spec.layers - 1) / spec.layers)  # the last layer's are still there
+    gradients = Copies(into=(visits + 1) * sums, out=(visits + 1) * sums)
+    layer = forward + rebuilt + gradients
+    return Copies(spec.layers * layer.into, spec.layers * layer.out)
+
+
+def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:
+    """What rebuilding x reads and writes: x and o of the layers below, and the tapes that take the result."""
+    placement, local, last = job.plan.placement(job.spec.layers), local_tokens(job), job.spec.layers - 1
+    x, o = job.hidden(local), job.queries(local)
+    at = dict(enumerate(placement.x))  # where each x is by now
+    total = Copies()
+    for layer, rebuild in rebuilds_of(job.plan, job.spec).items():
+        homes = {above: getattr(placement, kind)[index] for above, (kind, index) in rebuild.homes.items()}
+        passing = layer not in rebuild.homes
+        times = 2 if passing and layer != last else 1
+        for below in range(rebuild.source, layer):
+            total += Copies(into=times * o * (placement.o[below] in places))
+            if below == rebuild.source or not passing:
+                total += Copies(into=times * x * (at.get(below, "") in places))
+            written = homes.get(below + 1, "" if passing else homes[layer])
+            total += Copies(out=x * (written in places))
+            at[below + 1] = written
+    return total
+
+
+def exposed(job: "Job", computing: float, ulysses: float, ring: float) -> float:
+    """Seconds of computing with the exchange beside it: all of it is hidden but the part of one chunk."""
+    exchange = ulysses + ring
+    return max(computing, exchange) + min(computing, exchange) / job.chunks

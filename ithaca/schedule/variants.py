@@ -1,0 +1,111 @@
+"""What the planner should try: the Plans of a recipe for one length, from the fastest to the one that holds least."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from enum import Enum
+from functools import lru_cache
+
+from ithaca.model.spec import Spec
+from ithaca.parallel.axes import Axes
+from ithaca.plans.plan import CHUNK, Plan
+from ithaca.plans.recipes import RECIPES, TILE
+from ithaca.schedule.job import Job
+from ithaca.schedule.step_memory import Memory, step_memory
+from ithaca.schedule.sweep.placement import Saved, every_choice, fill, least_choices, some_choices
+from ithaca.schedule.sweep.rebuild import fewest_kept
+from ithaca.tape.spec import Budget, device_bytes, host_bytes
+
+SHORTEST = 128  # tokens that can be planned for: a tile of attention
+LEAST_CHUNK = CHUNK // 8  # tokens; a smaller chunk would save little
+SCRATCH = "/scratch"  # a folder on the disk, for the user to replace
+
+Fit = tuple[Plan, Memory]
+
+
+class Effort(Enum):
+    """Which choices of saved tensors are tried for a Plan that can place them."""
+
+    FEW = "few"  # evenly spread over all: enough to compare Plans
+    ALL = "all"
+    LEAST = "least"  # the choices with the fewest bytes
+    LEAST_ONCE = "least_once"  # the same, without recomputed attention
+
+
+def recipe_fits(recipe: str, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort) -> Iterator[Fit]:
+    """Every way in which a recipe fits the budget of a rank, fastest first."""
+    entry = RECIPES[recipe]
+    if entry.schedule == "sweep":
+        plans = [Plan(recipe=recipe, chunk=size, tile=min(TILE, size)) for size in _chunks(tokens, axes.context)]
+        # The smallest chunk takes the least memory: if it does not fit, none does
+        if effort in (Effort.LEAST, Effort.LEAST_ONCE):
+            plans = plans[-1:]
+        elif next(fitting_plans(plans[-1], spec, axes, tokens, budget, Effort.LEAST), None) is None:
+            return
+    else:
+        places = ("device", "host")
+        plans = [Plan(recipe=recipe, optimizer=place, **options) for place in places for options in entry.tries]
+    for plan in plans:
+        yield from fitting_plans(plan, spec, axes, tokens, budget, effort)
+
+
+def fitting_plans(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort) -> Iterator[Fit]:
+    """The Plan in every way that it fits the budget of a rank, fastest first."""
+    choices = _choices(effort, spec.layers)
+    variants = _sweep_places(plan) if plan.sweeps and plan.kv is None else [plan]
+    for variant in variants:
+        placed = _placed(variant, spec, axes, tokens, budget, choices) if plan.sweeps else variant
+        if placed is None:
+            continue
+        memory = step_memory(Job(spec=spec, plan=placed, tokens=tokens, axes=axes))
+        if Budget(memory.total, memory.host, memory.disk).within(budget):
+            yield placed, memory
+
+
+def refit(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget) -> Fit | None:
+    """A Plan that fits, placed again with all choices tried; None if it has nothing to place."""
+    if not plan.sweeps:
+        return None
+    unplaced = replace(plan, x=None, o=None, residual=None, disk=None)
+    return next(fitting_plans(unplaced, spec, axes, tokens, budget, Effort.ALL), None)
+
+
+@lru_cache(maxsize=64)  # the search asks for the same ones many times
+def _choices(effort: Effort, layers: int) -> list[Saved]:
+    if effort is Effort.FEW:
+        return some_choices(layers)
+    if effort is Effort.ALL:
+        return every_choice(layers)
+    return least_choices(layers, recomputing=effort is Effort.LEAST)
+
+
+def _chunks(tokens: int, sharing: int) -> list[int]:
+    """Chunks from the largest that helps, each half of the one before. A ring gathers the queries of a whole chunk, so
+    that many ring ranks need small ones."""
+    largest = min(max(CHUNK, TILE * sharing), tokens)
+    least = max(min(LEAST_CHUNK, largest // 8), min(SHORTEST, largest))
+    return [chunk for halved in range(largest.bit_length()) if (chunk := largest >> halved) >= least]
+
+
+def _sweep_places(plan: Plan) -> Iterator[Plan]:
+    """Where the optimizer's moments, K, V and log-sum-exps can live, from the fastest."""
+    for optimizer in ("device", "host"):
+        for kv, lse in (("device", "device"), ("device", "host"), ("host", "host")):
+            yield replace(plan, optimizer=optimizer, kv=kv, lse=lse)
+
+
+def _placed(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, choices: list[Saved]) -> Plan | None:
+    """x and o of every layer in what all else leaves of device, host and disk."""
+    all_hosted = replace(plan, x="host", o="host", residual="host")
+    least = step_memory(Job(spec=spec, plan=all_hosted, tokens=tokens, axes=axes))
+    device = budget.device - least.total + device_bytes(least.tapes, least.tiles)
+    host = budget.host - (least.host - host_bytes(least.tapes, least.tiles, gpu=True))
+    if device <= 0 or host < 0 or _least(spec, least) > device + host + budget.disk:
+        return None
+    return fill(plan, spec, axes, tokens, Budget(device, host, budget.disk), choices, SCRATCH)
+
+
+def _least(spec: Spec, memory: Memory) -> int:
+    """Bytes below which nothing can be placed: every o and a few x, or every x alone; and the residual."""
+    length, rows = memory.tiles.length, {tape.name: tape.row for tape in memory.tapes}
+    few = rows["o"] * spec.layers + rows["x"] * fewest_kept(spec.layers)
+    return length * (min(few, rows["x"] * spec.layers) + rows["residual"])

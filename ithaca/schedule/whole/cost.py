@@ -1,0 +1,235 @@
+"""What blocks that run over all local tokens take: kept tensors, tensors at their peaks, messages, FLOPs. No torch.
+
+Between blocks, per local token in units of a hidden state d: `none` about 17 d; `selective` x and o, 2 d and the
+log-sum-exp; `full` x, 1 d, on the device or elsewhere. Within a block everything is of all local tokens T:
+
+    MLP         5 τM + 3 τE for a tile of τ tokens, beside x, dy, dx and what attention holds
+    attention   q, o, do, K, V of this rank's heads, dq, dK, dV and the kernel's workspace
+    ring        K and V of two ring ranks and the fp32 sums of their gradients; of all of them if they are gathered
+
+Messages over C Ulysses ranks with n local tokens, b bytes a number, q = n · Hq · D · b · (C − 1) / C and
+kv = 2 · n · max(Hkv, C) · D · b · (C − 1) / C. Forward sends 2 q + kv:
+
+| checkpoint, recipe | forward | backward |
+|---|---|---|
+| none | 2: (q, kv) there, o back | 2: do there, (dq, dkv) back; 2 q + kv |
+| selective | the same | 2: (q, kv, o, do) there, (dq, dkv) back; 4 q + 2 kv |
+| full | the same | 4: those of forward again, do there, (dq, dkv) back; 4 q + 2 kv |
+| `untied`, r rounds, g groups | 2 r + g | 4 r + 3 g: forward again; (q, o, do) there, dq back; kv, dkv once a group |
+
+`untied` sends 6 q + 3 kv backward. A group is the rounds that read the same K and V. If each has one round, kv goes
+with q: 2 r and 4 r messages. R ring ranks add, with L = C · n tokens, k key/value heads of a rank and f bytes a sum:
+
+| travel | forward | backward |
+|---|---|---|
+| around | R − 1 messages, (R − 1) · L · 2 k D b | those again (twice with `full`), and R of L · 2 k D f each |
+| gather | 1, the same bytes | 1 again (2 with `full`), and 1 of (R − 1) · L · 2 k D f |
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE
+from ithaca.base.tiles import Tiles
+from ithaca.parallel.axes import Axes
+from ithaca.parallel.head_split import HeadSplit
+from ithaca.parallel.layout import Layout
+from ithaca.plans.places import KEPT
+from ithaca.plans.plan import Plan
+from ithaca.schedule.costs import (
+    TO_EACH,
+    TO_HEADS,
+    TO_NEXT,
+    TO_TOKENS,
+    Copies,
+    Message,
+    Work,
+    attention_flops,
+    block_products,
+    linear_flops,
+    local_tokens,
+    moved_bytes,
+)
+from ithaca.tape.spec import TapeSpec
+
+if TYPE_CHECKING:
+    from ithaca.schedule.job import Job
+
+X_SLOTS = 3  # tiles of an x on the device: one in use, one ahead, one on its way out
+X_TILE = 8192  # tokens copied at a time if the Plan has no tile
+
+
+def layout(plan: Plan, axes: Axes, tokens: int, shorten: bool) -> Layout:  # noqa: ARG001
+    """One chunk: each rank has one piece of the sequence, or two in a ring."""
+    return Layout(tokens, tokens, axes.ulysses, axes.ring)
+
+
+def tiles(plan: Plan, layout: Layout) -> Tiles:
+    return Tiles(layout.local, min(plan.tile or X_TILE, layout.local))
+
+
+def tapes(job: "Job") -> list[TapeSpec]:
+    """Block inputs that are saved off the device."""
+    words = job.plan.placement(job.spec.layers).x
+    layers = {place: tuple(layer for layer, word in enumerate(words) if word == place) for place in KEPT}
+    return [
+        TapeSpec("x", "x", place, layers[place], (job.spec.hidden,), job.itemsize, False, X_SLOTS, True)
+        for place in KEPT
+        if layers[place] and place != "device"
+    ]
+
+
+def passing_bytes(job: "Job") -> int:  # noqa: ARG001
+    """No x is rebuilt."""
+    return 0
+
+
+def kept(job: "Job", layers: range) -> int:
+    """Device bytes that these blocks leave for their backward pass."""
+    if job.plan.checkpoint == "none":
+        return len(layers) * _everything(job)
+    words = job.plan.placement(job.spec.layers).x[layers.start : layers.stop]
+    size = words.count("device") * job.hidden(job.together)
+    if job.plan.checkpoint == "selective":
+        size += len(layers) * (job.queries(job.together) + job.own_lse())
+    return size
+
+
+def _everything(job: "Job") -> int:
+    """What autograd keeps: x, both norms, the output projection; q, k, v, o, and o once more; gate, up, product."""
+    T = job.together
+    return 4 * job.hidden(T) + 3 * job.queries(T) + 2 * job.keys(T) + 3 * T * job.spec.mlp * job.itemsize
+
+
+def one_round(job: "Job") -> bool:
+    """Whether all heads are attended with at once."""
+    return len(job.rounds) == len(job.rounds[0]) == 1
+
+
+def peaks(job: "Job") -> dict[str, Counter[str]]:
+    """Bytes at the two peaks of a block's backward pass."""
+    T, q, k = job.together, job.own_queries(), job.own_keys()
+    x, tokens_q = job.hidden(T), job.queries(T)
+    if job.plan.checkpoint == "none":
+        mlp = Counter({BLOCKS: 2 * x + 3 * T * job.spec.mlp * job.itemsize})
+        return {"the MLP": mlp, "attention": Counter({BLOCKS: 2 * x, ATTENTION: q * (2 + job.workspace) + 2 * k})}
+    fetched = {*job.plan.placement(job.spec.layers).x} - {"device"}
+    states = (x if fetched else 0) + 2 * x  # x, dy, dx
+    if not one_round(job):
+        return _peaks_in_rounds(job, states)
+    keeps_o = job.plan.checkpoint == "selective"
+    # q, k, v, o of this rank's heads
+    held = 0 if keeps_o else job.projection_bytes() + 2 * q + 2 * k + job.own_lse()
+    mlp = Counter({BLOCKS: states + held + (1 if keeps_o else 2) * tokens_q + job.mlp_bytes()})
+    attention = Counter(
+        {
+            BLOCKS: states + job.projection_bytes() + job.own_lse(),
+            EXCHANGE: 3 * q + 2 * k + _travelling_bytes(job),
+            ATTENTION: q * (1 + job.workspace) + 2 * k + (2 * q if job.axes.ring > 1 else 0),
+        }
+    )
+    return {"the MLP": mlp, "attention": attention}
+
+
+def _peaks_in_rounds(job: "Job", states: int) -> dict[str, Counter[str]]:
+    """The same if a few heads are attended with at a time."""
+    T, split = job.together, job.rounds[0][0]
+    own = job.own_queries(split)
+    sent = T * len(split.q_heads) * job.spec.head_size * job.itemsize
+    kv = T * job.axes.ulysses * max(map(len, split.kv)) * job.spec.head_size * job.itemsize
+    both = 2 * job.queries(T) + job.own_lse()  # o and do of all heads
+    mlp = Counter({BLOCKS: states + both + job.mlp_bytes()})
+    attention = Counter(
+        {
+            BLOCKS: states + both + job.projection_bytes(),
+            EXCHANGE: 2 * sent + 3 * own + 2 * kv,
+            ATTENTION: own * (1 + job.workspace) + 2 * kv + 2 * kv * job.high // job.itemsize,
+        }
+    )
+    return {"the MLP": mlp, "attention": attention}
+
+
+def _travelling_bytes(job: "Job") -> int:
+    """K and V of other ring ranks, and the sums of their gradients."""
+    if job.axes.ring == 1:
+        return 0
+    block = 2 * job.own_keys()
+    if job.plan.travel == "gather":
+        return job.axes.ring * block * 3
+    return 2 * block + 2 * block * job.high // job.itemsize
+
+
+def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:  # noqa: ARG001
+    """What a block sends, forward and backward."""
+    forward, backward = _over_ulysses(job) if job.axes.ulysses > 1 else ([], [])
+    if job.axes.ring > 1:
+        split, ring = job.split, job.axes.ring
+        if job.plan.travel == "around":
+            kv = Message(TO_NEXT, split, keys=2, count=ring - 1, steps=ring - 1)
+            dkv = Message(TO_NEXT, split, keys=2, high=True, count=ring, steps=ring)
+        else:
+            kv, dkv = Message(TO_EACH, split, keys=2), Message(TO_EACH, split, keys=2, high=True)
+        forward = [*forward, kv]
+        backward = [*backward, *([kv] if job.plan.checkpoint == "full" else []), kv, dkv]
+    return forward, backward
+
+
+def _over_ulysses(job: "Job") -> tuple[list[Message], list[Message]]:
+    forward = [message for group in job.rounds for message in _group_forward(group)]
+    again = [] if job.plan.checkpoint in ("none", "selective") else forward
+    if one_round(job) and job.plan.checkpoint != "selective":
+        split = job.split  # q, K, V and o are still where they are needed
+        gradients = [Message(TO_HEADS, split, queries=1), Message(TO_TOKENS, split, queries=1, keys=2)]
+        return forward, [*again, *gradients]
+    return forward, [*again, *(message for group in job.rounds for message in _group_backward(group))]
+
+
+def _group_forward(group: tuple[HeadSplit, ...]) -> list[Message]:
+    """Rounds that read the same K and V."""
+    if len(group) == 1:
+        return [Message(TO_HEADS, group[0], queries=1, keys=2), Message(TO_TOKENS, group[0], queries=1)]
+    kv = Message(TO_HEADS, group[0], keys=2)
+    rounds = ((Message(TO_HEADS, split, queries=1), Message(TO_TOKENS, split, queries=1)) for split in group)
+    return [kv, *(message for pair in rounds for message in pair)]
+
+
+def _group_backward(group: tuple[HeadSplit, ...]) -> list[Message]:
+    if len(group) == 1:
+        return [Message(TO_HEADS, group[0], queries=3, keys=2), Message(TO_TOKENS, group[0], queries=1, keys=2)]
+    kv = [Message(TO_HEADS, group[0], keys=2), Message(TO_TOKENS, group[0], keys=2)]
+    rounds = ((Message(TO_HEADS, split, queries=3), Message(TO_TOKENS, split, queries=1)) for split in group)
+    return [*kv, *(message for pair in rounds for message in pair)]
+
+
+def work(job: "Job") -> Work:
+    """FLOPs and bytes of a step."""
+    spec, keeps_all = job.spec, job.plan.checkpoint == "none"
+    project, rest = block_products(job)
+    again = 0.0 if keeps_all else project + rest - spec.hidden * spec.mlp  # the last product is not run again
+    if job.plan.entry.head_rounds:
+        again += project  # q, K and V once to attend again, and once for their gradients
+    return Work(
+        attention=attention_flops(job),
+        attention_runs=1 + float(job.plan.checkpoint not in ("none", "selective")),
+        one_call=True,
+        merged=0.0,
+        linear=linear_flops(job, again),
+        moved=moved_bytes(job, runs=1 if keeps_all else 2),
+        host=_copies(job, ("host", "disk")),
+        disk=_copies(job, ("disk",)),
+    )
+
+
+def _copies(job: "Job", places: Iterable[str]) -> Copies:
+    """Every saved x goes there and comes back once."""
+    words = job.plan.placement(job.spec.layers).x
+    size = sum(words.count(place) for place in places) * job.hidden(local_tokens(job))
+    return Copies(into=size, out=size)
+
+
+def exposed(job: "Job", computing: float, ulysses: float, ring: float) -> float:
+    """Seconds of computing with the exchange: only K and V that travel around a ring are hidden."""
+    if job.plan.travel == "around":
+        return ulysses + max(computing, ring)
+    return ulysses + ring + computing

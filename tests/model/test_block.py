@@ -1,0 +1,100 @@
+"""The block's mathematics for pre-norm and post-norm models, and gradients when a block is run again for them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ithaca
+from ithaca.model.block import Weights, final_linear, mlp, output_projection, project
+from ithaca.model.config_json import find_config
+from ithaca.model.source import ModelSource, RandomWeights
+from ithaca.model.spec import Heads, Spec, read_spec
+
+TINY = read_spec(find_config("tiny")[0]).with_layers(2)
+SPECS = {"pre-norm": TINY, "post-norm": replace(TINY, post_norm=True)}
+
+
+class SpreadWeights(RandomWeights):
+    """Weights so large that every part of a block matters, norms included."""
+
+    def read(self, name: str, rows: range, into: Tensor) -> None:
+        super().read(name, rows, into)
+        if len(self._shapes[name]) == 1:
+            into.mul_(torch.linspace(0.5, 1.5, len(into)))
+
+
+def block_weights(spec: Spec) -> Weights:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+        for name, shape in spec.block_shapes().items()
+    }
+
+
+def test_where_the_norms_stand() -> None:
+    """OLMo 2 norms what attention and MLP put out, before it is added to the residual."""
+    spec = SPECS["post-norm"]
+    w, x = block_weights(spec), torch.randn(5, spec.hidden, dtype=torch.float64)
+    o = torch.randn(5, spec.heads, spec.head_size, dtype=torch.float64)
+
+    def normed(y: Tensor, name: str) -> Tensor:
+        return y / (y.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * w[f"{name}.weight"]
+
+    q, _, _ = project(spec, w, x, None, Heads.all(spec))
+    torch.testing.assert_close(q.flatten(1), x @ w["self_attn.q_proj.weight"].T)
+    middle = x + normed(o.flatten(1) @ w["self_attn.o_proj.weight"].T, "post_attention_layernorm")
+    torch.testing.assert_close(output_projection(spec, w, x, o, Heads.all(spec)), middle)
+    inner = F.silu(x @ w["mlp.gate_proj.weight"].T) * (x @ w["mlp.up_proj.weight"].T)
+    wanted = x + normed(inner @ w["mlp.down_proj.weight"].T, "post_feedforward_layernorm")
+    torch.testing.assert_close(mlp(spec, w, x), wanted)
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_the_final_linear_is_only_added(kind: str) -> None:
+    """The block's derivative by that layer's output is the identity, or the block declares no such layer."""
+    spec = SPECS[kind]
+    w, x = dict(block_weights(spec)), torch.randn(3, spec.hidden, dtype=torch.float64)
+    name = final_linear(spec)
+    assert (name is None) == spec.post_norm
+    if name is None:
+        return
+    before = mlp(spec, w, x)
+    change = torch.randn_like(before[0])
+    w[f"{name}.bias"] = change  # added to the layer's output
+    torch.testing.assert_close(mlp(spec, w, x), before + change)
+
+
+def step(spec: Spec, plan: ithaca.Plan) -> dict[str, Tensor]:
+    """The loss and every gradient."""
+    source = ModelSource(spec, {}, SpreadWeights(spec, 0, 0.2), "float64", None)
+    model = ithaca.apply(source, plan, ithaca.mesh(device="cpu"))
+    tokens = torch.arange(60).view(2, 30) * 7 % 251
+    loss = model(model.shard(tokens, tokens))
+    loss.backward()
+    return {"loss": loss.detach()} | {
+        name: weight.grad.full_tensor() for name, weight in model.named_parameters() if weight.grad is not None
+    }
+
+
+PLANS = {
+    "selective": ithaca.Plan(checkpoint="selective"),
+    "full": ithaca.Plan(checkpoint="full", tile=7),
+    "sweep": ithaca.Plan(recipe="sweep", chunk=16, tile=8),
+    "sweep, x rebuilt": ithaca.Plan(recipe="sweep", chunk=16, tile=8, x="host, rebuild"),
+    "sweep, o recomputed": ithaca.Plan(recipe="sweep", chunk=16, tile=8, o="recompute"),
+}
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_of_blocks_that_are_run_again(kind: str, plan: str) -> None:
+    """Against a step that keeps every intermediate and leaves the derivatives to autograd."""
+    wanted = step(SPECS[kind], ithaca.Plan(checkpoint="none"))
+    found = step(SPECS[kind], PLANS[plan])
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-9 * gradient.abs().max().item())

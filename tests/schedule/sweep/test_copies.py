@@ -1,0 +1,63 @@
+"""The bytes that a step's tapes copy to the device and from it are those that the sweep's cost states, to the byte."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ithaca
+from ithaca.plans.plan import Plan
+from ithaca.schedule.job import Job
+from ithaca.schedule.sweep.cost import copies
+from ithaca.tape.engine import Mark
+
+TOKENS, CHUNK = 128, 32
+DEVICE = dict.fromkeys(("x", "o", "lse", "residual", "kv"), "device")
+PLACES: dict[str, dict[str, str]] = {
+    "nothing": {},
+    "x": {"x": "host"},  # written once, read forward, by its chunk, and for K and V of later chunks
+    "o": {"o": "host"},
+    "lse": {"lse": "host"},
+    "residual": {"residual": "host"},
+    "K and V": {"kv": "host"},
+    "x recomputed": {"x": "host, rebuild*3", "o": "host"},
+    "every second x": {"x": "host, rebuild", "o": "host", "residual": "host"},
+    "attention recomputed": {"x": "host", "o": "recompute"},
+    "everything": dict.fromkeys(DEVICE, "host"),
+}
+
+
+def counted(plan: Plan) -> tuple[int, int, Job]:
+    """Bytes into the device and out of it in one step on one rank."""
+    model = ithaca.apply(ithaca.load_model("tiny", "float64"), plan)
+    model.allocate(1, TOKENS)
+    engine, found = model.engine, {"in": 0, "out": 0}
+
+    def counting(name: str, copy: Any) -> Any:
+        def counts(target: Tensor, source: Tensor, after: Any) -> Mark:
+            found[name] += source.nbytes
+            return copy(target, source, after=after)
+
+        return counts
+
+    engine.copy_in, engine.copy_out = counting("in", engine.copy_in), counting("out", engine.copy_out)  # pyrefly: ignore
+    row = torch.arange(TOKENS) % 256
+    model(model.shard(row, row)).backward()
+    return found["in"], found["out"], model.reservation.job(TOKENS)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_copies_of_a_step(name: str) -> None:
+    into, out, job = counted(Plan(recipe="sweep", chunk=CHUNK, tile=8, **DEVICE | PLACES[name]))
+    stated = copies(job, ("host", "disk"))
+    assert (stated.into, stated.out) == (into, out)
+    assert copies(job, ("disk",)).most == 0
+    assert job.costs.work(job).host == stated
+
+
+def test_the_busier_direction_counts() -> None:
+    """x is read three times for each time that it is written."""
+    on_host = Plan(recipe="sweep", chunk=CHUNK, tile=8, **DEVICE | {"x": "host"})
+    _, out, job = counted(on_host)
+    assert copies(job, ("host",)).most > 2.5 * out
