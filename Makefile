@@ -1,17 +1,23 @@
 # Every target installs what it needs on first use; PYTHON names the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all check clean
+.PHONY: train test test-all planted check clean
 
 train: .venv/ready
 	$(BIN)/ithaca train
 
 test: .venv/ready
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-all: .venv/ready
-	$(BIN)/pytest -m ''
+	$(PYTEST) -m ''
+
+# Mistakes that the tests must notice, each in a copy of the tree
+planted: .venv/ready
+	$(BIN)/python tests/planted/run.py
 
 check: .venv/ready
 	$(BIN)/ruff check .

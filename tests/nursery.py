@@ -1,9 +1,11 @@
 """Whole commands and whole jobs for tests, forked from a process that has run nothing: 0.2 s instead of 5.
 
 The nursery is forked before the first test; each request forks from it again, so that every job begins as fresh as a
-started program, with torch imported already.
+started program, with torch imported already. Ranks that a command starts are forked too, not spawned as for users.
 """
 
+import functools
+import io
 import multiprocessing
 import os
 import signal
@@ -16,7 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from torch.distributed.run import main as torchrun
+
+from ithaca.cli import main
+from ithaca.train import processes, start
+from ithaca.train.stop import SIGNALS
+
+SECONDS = 900  # a job that takes longer hangs, however busy the machine is
 
 
 @dataclass(frozen=True)
@@ -70,11 +80,7 @@ class Nursery:
 
 
 def _serve(pipe: Any) -> None:
-    import matplotlib.pyplot
-
-    import ithaca.train.launch  # noqa: F401 (what every job imports is imported once)
-
-    matplotlib.use("Agg")
+    _do_once()
     while True:
         try:
             function, args = pipe.recv()
@@ -83,6 +89,20 @@ def _serve(pipe: Any) -> None:
             return
         except Exception:
             pipe.send(traceback.format_exc())
+
+
+def _do_once() -> None:
+    """Import, read and draw here what every job would import, read and draw again."""
+    import matplotlib.pyplot as pyplot
+
+    import ithaca.train.launch  # noqa: F401
+
+    start.standard_library = functools.cache(start.standard_library)  # pyrefly: ignore
+    start.standard_library()
+    pyplot.switch_backend("Agg")
+    pyplot.plot([1])
+    pyplot.savefig(io.BytesIO())
+    pyplot.close()
 
 
 def _run(
@@ -94,7 +114,7 @@ def _run(
         codes: dict[int, int] = {}
         waiting = list(signals)
         while len(codes) < ranks:
-            if time.monotonic() - began > 200:
+            if time.monotonic() - began > SECONDS:
                 waiting = [(0, signal.SIGKILL)]
             if waiting and time.monotonic() - began >= waiting[0][0]:
                 _, number = waiting.pop(0)
@@ -119,7 +139,7 @@ def _run_commands(
         left = set(children)
         try:
             disturb(children)
-            until = time.monotonic() + 300
+            until = time.monotonic() + SECONDS
             while left and time.monotonic() < until:
                 left -= {child for child in left if os.waitpid(child, os.WNOHANG)[0]}
                 time.sleep(0.02)
@@ -164,9 +184,34 @@ def _ended(folder: Path, rank: int) -> Ended:
 
 
 def _command(words: tuple[str, ...], folder: Path, environ: dict[str, str] | None = None) -> None:
-    from ithaca.cli import main
-
+    """`ithaca …` or `torchrun …`, in a session of its own as a terminal gives it."""
+    os.setsid()
     os.chdir(folder)
     os.environ.update(environ or {})
     sys.argv = ["ithaca", *words]
-    main()
+    if words[0] == "torchrun":
+        torchrun(words[1:])
+    else:
+        fork_ranks()
+        main()
+
+
+def fork_ranks() -> None:
+    """Let the launcher in this process fork its ranks."""
+    fork, worker = multiprocessing.get_context("fork"), processes.worker
+
+    def worker_like_spawned(*args: Any) -> None:
+        """Without the handlers that a fork inherits."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        worker(*args)
+
+    os.cpu_count = lambda: 1  # of which each rank gets its share as threads; see conftest.py
+    processes.multiprocessing.get_context = lambda _: fork  # pyrefly: ignore
+    processes.worker = worker_like_spawned
+
+
+def ranks_of(launcher: int) -> list[psutil.Process]:
+    """A launcher's ranks; beside them it has a process of multiprocessing's."""
+    children = psutil.Process(launcher).children()
+    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SECONDS = 240  # a case that takes longer hangs
+SECONDS = 900  # a case that takes longer hangs, however busy the machine is
 
 
 class Ranks:

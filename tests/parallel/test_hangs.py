@@ -16,23 +16,22 @@ from ithaca.base.sizes import MOST_SECONDS
 from ithaca.parallel import hangs
 from ithaca.parallel.hangs import set_timeout, step_seconds, timeout
 from tests.missing import survive, vanish
-from tests.nursery import Nursery
+from tests.nursery import SECONDS, Nursery
 
 
 def collectives(how: str, pid: Path) -> None:
     """Some collectives, in the third of which rank 2 of 4 is missing; where it was killed, rank 3 is late as well."""
-    hangs.POLL_SECONDS, hangs.ANSWER_SECONDS = 0.1, 1.0
+    hangs.POLL_SECONDS, hangs.ANSWER_SECONDS = 0.1, 4.0
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     dist.barrier()
-    set_timeout([group], 100 if how == "killed" else 2)
+    set_timeout([group], 7200 if how == "killed" else 4)  # longer than a test may take, or not
     with hangs.answering(group):
         for number in range(4):
             if number == 2 and rank == 2:
                 vanish(how, pid)
             if number == 2 and rank == 3 and how == "killed":
-                until = time.monotonic() + 2  # which is longer than ranks have to answer
-                while time.monotonic() < until:
+                while not pid.with_name("noticed").exists():  # which is longer than ranks have to answer
                     torch.ones(100, 100) @ torch.ones(100, 100)
             dist.all_reduce(torch.ones(8), group=group)
 
@@ -53,7 +52,6 @@ def test_the_rank_that_is_missing(nursery: Nursery, tmp_path: Path, how: str, sa
     for end in (first, second, last):
         assert end.code == 7, end
         assert said in end.out
-        assert float(end.out.split()[-1]) < 20
 
 
 def beside_a_host(pid: Path) -> None:
@@ -68,7 +66,7 @@ def beside_a_host(pid: Path) -> None:
     dist.barrier()
     if host:
         vanish("stopped", pid)
-    until = time.monotonic() + 20
+    until = time.monotonic() + SECONDS
     while not pid.exists() or psutil.Process(int(pid.read_text() or os.getpid())).status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -89,7 +87,7 @@ def test_the_host_of_the_store(nursery: Nursery, tmp_path: Path) -> None:
 
 
 def test_all_ranks_answer(nursery: Nursery, tmp_path: Path) -> None:
-    for end in nursery.job(survive, end_of_a_collective, 0, tmp_path, "reset by peer", ranks=2):
+    for end in nursery.job(survive, end_of_a_collective, 0, tmp_path / "pid", "reset by peer", ranks=2):
         assert "has lost the connection to others of the 2 ranks: their own output says why []" in end.out
 
 

@@ -2,12 +2,10 @@
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
-from _pytest.mark import ParameterSet
 
 import ithaca
 from ithaca.parallel.head_split import split_heads, usable_rounds
@@ -27,14 +25,6 @@ MODELS = {
 }
 
 Options = dict[str, str | int]
-
-
-def sampled(cases: Iterable[tuple], kept: Callable[..., bool]) -> list[ParameterSet]:
-    """Every case; those that are not kept are left to `make test-all`."""
-    return [
-        pytest.param(*case, id="-".join(map(str, case)), marks=() if kept(*case) else pytest.mark.full)
-        for case in cases
-    ]
 
 
 def head_counts(name: str) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from tests.schedule.contexts import (
 )
 from tests.schedule.steps import assert_same, naive_step, random_batch
 
-WORLDS = (1, 2, 3, 4, 8)
+WORLDS = (1, 2, 3, 4, 5, 7, 8)
 FEW = ("ulysses-selective", "alst", "untied", "sweep", "sweep-recompute")  # one of each way to go
 
 
@@ -30,9 +30,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def is_sampled(world: int, heads: str, recipe: str) -> bool:
-    """Two ranks with every recipe, the others with some; head counts in turn."""
+    """Two ranks with every recipe, the others with some, eight with one; head counts in turn."""
     number, place = list(RECIPES).index(recipe), WORLDS.index(world)
-    every = {1: 4, 2: 1, 3: 3, 4: 4, 8: 6}[world]
+    every = {1: 4, 2: 1, 3: 3, 4: 4, 5: 13, 7: 13, 8: 13}[world]
     fitting = [name for name in MODELS if head_counts(name)[0] >= world]
     return (number + place) % every == 0 and heads == fitting[(number // every + place) % len(fitting)]
 

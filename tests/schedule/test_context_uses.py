@@ -3,6 +3,7 @@
 import itertools
 import random
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from ithaca.parallel.collectives import Group, Pending
 from ithaca.schedule import reference as naive
 from ithaca.schedule.sweep.run import SweepCall
 from tests.models import make_model, relative, save
-from tests.schedule.contexts import RECIPES, context_step, open_model, packed, random_delays, sampled, save_models
+from tests.sampling import sampled
+from tests.schedule.contexts import RECIPES, context_step, open_model, packed, random_delays, save_models
 from tests.schedule.steps import EXACT, Outcome, Rows, assert_same, model_step, random_batch
 
 CUT = {
@@ -60,7 +62,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Te
     ("name", "family", "world"),
     sampled(
         itertools.product(RECIPES, FAMILIES, (2, 4)),
-        lambda name, family, world: name in FEW and (family == "llama") == (world == 2),
+        lambda *case: case in zip(FEW, cycle(FAMILIES), cycle((2, 4)), strict=False),
     ),
 )
 def test_transformers(ranks, theirs, name: str, family: str, world: int) -> None:
@@ -182,18 +184,27 @@ LATE = ["alst", "untied", "sweep", "sweep-recompute", "sweep-rebuild", "sweep-mi
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    sampled(itertools.product(LATE, range(3)), lambda name, seed: seed == 0 and name not in ("untied", "sweep-mixed")),
+    sampled(
+        itertools.product(LATE, range(3)),
+        lambda name, seed: seed == 0 and name in ("alst", "sweep-recompute", "sweep-rebuild", "sweep-all-on-host"),
+    ),
 )
 def test_what_is_late_changes_no_bit(ranks, folders, name: str, seed: int) -> None:
     batches = [packed(53, 5, random.Random(name)), random_batch(2, 20, documents=False, ignored=0.1, seed=seed)]
     assert_nothing_depends_on_time(ranks, folders["8/2"], CUT[name], {"ulysses": 2}, batches, seed)
 
 
-@pytest.mark.parametrize("mesh", [{"ring": 2}, {"ulysses": 2, "ring": 2}], ids=str)
-def test_what_is_late_in_a_ring_changes_no_bit(ranks, folders, mesh: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("ulysses", "ring", "name"),
+    sampled(
+        [(ulysses, 2, name) for ulysses in (1, 2) for name in ("hybrid", "sweep-all-on-host")],
+        lambda ulysses, _, name: (ulysses == 2) == name.startswith("sweep"),
+    ),
+)
+def test_what_is_late_in_a_ring_changes_no_bit(ranks, folders, ulysses: int, ring: int, name: str) -> None:
     batches = [packed(53, 5, random.Random(1)), packed(53, 1, random.Random(2))]
-    for plan in (CUT["sweep-all-on-host"], ithaca.Plan(recipe="hybrid")):
-        assert_nothing_depends_on_time(ranks, folders["8/2"], plan, mesh, batches, 3)
+    plan = ithaca.Plan(recipe="hybrid") if name == "hybrid" else CUT[name]
+    assert_nothing_depends_on_time(ranks, folders["8/2"], plan, {"ulysses": ulysses, "ring": ring}, batches, 3)
 
 
 def assert_nothing_depends_on_time(

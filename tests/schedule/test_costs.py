@@ -10,7 +10,8 @@ from torch import Tensor
 
 import ithaca
 from ithaca.schedule.costs import Peers, Traffic, traffic
-from tests.schedule.contexts import LAYERS, head_counts, open_model, sampled, save_models
+from tests.sampling import sampled
+from tests.schedule.contexts import LAYERS, head_counts, open_model, save_models
 
 LOCAL = 6  # tokens of each rank: no padding
 BYTES = 8  # of a number

@@ -14,6 +14,7 @@ from ithaca.parallel.collectives import Group, Pending
 from ithaca.schedule import reference as naive
 from ithaca.schedule.costs import Traffic
 from tests.models import make_model, relative, save
+from tests.sampling import sampled
 from tests.schedule.contexts import LAYERS, MODELS, Options, context_step, open_model, packed, save_models, sized
 from tests.schedule.steps import EXACT, Rows, assert_same, naive_step, random_batch
 from tests.schedule.test_costs import stated
@@ -68,15 +69,24 @@ def test_equals_naive(ranks, folders, ulysses: int, ring: int, heads: str, recip
         assert_same(outcome, wanted)
 
 
-@pytest.mark.parametrize("kept", [{}, {"o": "recompute"}, {"x": "host, rebuild*2"}], ids=str)
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
-def test_many_chunks_under_way(ranks, folders, shape: tuple[int, int], kept: Options) -> None:
+KEPT: dict[str, Options] = {"all": {}, "recompute": {"o": "recompute"}, "rebuild": {"x": "host, rebuild*2"}}
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "ring", "kept"),
+    sampled(
+        [(ulysses, 2, kept) for ulysses in (1, 2) for kept in KEPT],
+        lambda ulysses, _, kept: (ulysses == 2) == (kept == "rebuild"),
+    ),
+)
+def test_many_chunks_under_way(ranks, folders, ulysses: int, ring: int, kept: str) -> None:
     """Everything on the host, so that each chunk that is under way has its slots; also where documents end early."""
-    mesh, chance = {"ulysses": shape[0], "ring": shape[1]}, random.Random(str(kept))
-    batches = [packed(61, 1, chance), packed(61, 6, chance)]
-    plan = ithaca.Plan(**RECIPES["sweep-all-on-host"], **kept, chunk=5, tile=2)
-    for outcome in ranks(shape[0] * shape[1]).run(context_step, folders["8/2"], plan, mesh, batches, 3):
-        assert_same(outcome, naive_step(folders["8/2"], batches))
+    mesh, chance = {"ulysses": ulysses, "ring": ring}, random.Random(kept)
+    batches = [packed(46, 1, chance), packed(46, 6, chance)]
+    plan = ithaca.Plan(**RECIPES["sweep-all-on-host"], **KEPT[kept], chunk=5, tile=2)
+    wanted = naive_step(folders["8/2"], batches)
+    for outcome in ranks(ulysses * ring).run(context_step, folders["8/2"], plan, mesh, batches, 3):
+        assert_same(outcome, wanted)
 
 
 @pytest.mark.parametrize("recipe", ["ring", "hybrid-gather", "sweep"])

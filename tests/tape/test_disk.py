@@ -388,7 +388,7 @@ def test_nothing_outlives_the_tapes(tmp_path: Path, closed: bool) -> None:
     del tape, slots
     gc.collect()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=300)
         assert not thread.is_alive()
     assert not open_files(tmp_path)
 
@@ -407,8 +407,10 @@ def bits(tensor: Tensor) -> Tensor:
 def test_taken_staging_is_poisoned(engine: ThreadEngine, tmp_path: Path) -> None:
     (tape,) = disk_tapes([numbers()], TILES, make_slots(engine, 2), tmp_path, staged=1)
     (piece,) = tape.disk._pieces
-    engine.before_disk = lambda: time.sleep(0.02)
     read_all(tape)
+    may_read = threading.Event()
+    engine.before_disk = lambda: may_read.wait(300) and None
     tape.prefetch(0)
     assert bits(piece.memory).eq(-1).all()
+    may_read.set()
     tape.drop()

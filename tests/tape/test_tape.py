@@ -339,7 +339,7 @@ def test_threads_end_with_their_engine() -> None:
     del engine, tape, slots
     gc.collect()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=300)
         assert not thread.is_alive()
 
 

@@ -8,7 +8,7 @@ from tests.models import make_model, save
 SMALL = [
     "train.tokens=64",
     "train.batch=4",
-    "train.steps=30",
+    "train.steps=18",
     "train.warmup=3",
     "run.checkpoint_every=4",
     "train.device=cpu",

@@ -52,7 +52,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "the manifest": lambda f: (f / "manifest.json").unlink(),
     "half the manifest": lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text()[:-40]),
     "the manifest's sense": lambda f: (f / "manifest.json").write_text('{"files": 5}'),
-    "its step": lambda f: edit_manifest(f, step=6),
+    "its step": lambda f: edit_manifest(f, step=4),
     "its model": lambda f: edit_manifest(f, tensors={}),
 }
 
@@ -66,19 +66,25 @@ def edit_manifest(folder: Path, **changes: object) -> None:
     (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": text_sha256(manifest)}))
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over(nursery, small_config, run: Path, damage: str) -> None:
+def test_damaged_checkpoints_are_passed_over(nursery, small_config, tmp_path: Path) -> None:
+    """All that are newer than the last sound one, each damaged in another way."""
+    often = replace(small_config, run=replace(small_config.run, checkpoint_every=1, keep=99))
+    steps, run = len(DAMAGE) + 4, tmp_path / "run"
+    for end in nursery.job(train, replace(often, train=replace(often.train, steps=steps)), run, ranks=2):
+        assert end.code == 0, end.err
     before = RunFolder(run).read_metrics()
-    DAMAGE[damage](run / "checkpoints" / "step-00000008")
-    longer = replace(small_config, train=replace(small_config.train, steps=12))
-    ends = nursery.job(train, longer, run, ranks=2)
+    for step, damage in enumerate(DAMAGE.values(), start=5):
+        damage(run / "checkpoints" / f"step-{step:08d}")
+    ends = nursery.job(train, replace(often, train=replace(often.train, steps=steps + 1)), run, ranks=2)
     assert [end.code for end in ends] == [0, 0], ends[0].err
-    assert "warning: the checkpoint of step 8 is damaged" in ends[0].out
+    for step in range(5, steps + 1):
+        assert f"warning: the checkpoint of step {step} is damaged" in ends[0].out
     assert "Continuing from the checkpoint of step 4" in ends[0].out
     after = RunFolder(run).read_metrics()
-    assert [line["step"] for line in after] == list(range(1, 13))
-    names = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert names == ["step-00000008", "step-00000008.damaged", "step-00000012"]
+    assert [line["step"] for line in after] == list(range(1, steps + 2))
+    names = [path.name for path in (run / "checkpoints").iterdir()]
+    assert sum(name.endswith(".damaged") for name in names) == len(DAMAGE)
+    assert len(names) == len(DAMAGE) + steps + 1
     # The same numbers again as far as the learning rate, whose schedule is now longer, was the same
     assert after[:4] == before[:4]
 

@@ -137,7 +137,7 @@ def test_a_node_that_never_comes(place: Place, patient) -> None:
         nodes._reach(Place("192.0.2.1", 29500), 2, never)
 
 
-def settle_with_a_late_one(place: Place, asked: Callable[[], int]) -> list[Future]:
+def settle_with_a_late_one(place: Place, asked: Callable[[], int], patient: Callable[[float], None]) -> list[Future]:
     """One node has settled and waits; the other, which still saves, does so when the first has looked five times."""
     looked = threading.Event()
     looks = iter(range(5))
@@ -153,6 +153,7 @@ def settle_with_a_late_one(place: Place, asked: Callable[[], int]) -> list[Futur
         return meeting.settle(0, None)
 
     def settle(meeting: Meeting) -> str | None:
+        patient(0.01)  # now that all have come
         meeting._asked = look
         return meeting.settle(0, None)
 
@@ -162,9 +163,8 @@ def settle_with_a_late_one(place: Place, asked: Callable[[], int]) -> list[Futur
 
 def test_a_node_that_saves_for_long_is_waited_for(place: Place, patient) -> None:
     """Also by a node that was asked to stop meanwhile; asked twice, it ends all."""
-    patient(0.5)
     asked = iter([0, 0])
-    assert [end.result() for end in settle_with_a_late_one(place, lambda: next(asked, 1))] == [None, None]
+    assert [end.result() for end in settle_with_a_late_one(place, lambda: next(asked, 1), patient)] == [None, None]
     meeting = Meeting(Board(), place, 2, lambda: 2)
     with pytest.raises(KeyboardInterrupt):
         meeting.settle(0, None)

@@ -229,11 +229,11 @@ def test_a_start_that_came_to_nothing_can_be_repeated(nursery: Nursery, small_mo
     assert nursery.command("train", "--run", "run", "--ranks", "1", *sets, folder=tmp_path).code == 0
 
 
-def test_the_launcher_says_it_once(tmp_path: Path) -> None:
-    """With real processes, where each rank could speak."""
-    command = [sys.executable, "-m", "ithaca", "train", "--ranks", "2", "--set", "mesh.ulysses=2"]
-    command += ["--set", "plan.recipe=dense"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, cwd=tmp_path)
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert "recipe 'dense' has no context parallelism" in done.stderr
+def test_the_launcher_says_it_once(nursery: Nursery, tmp_path: Path) -> None:
+    """Where each rank could speak."""
+    end = nursery.command(
+        "train", "--ranks", "2", "--set", "mesh.ulysses=2", "--set", "plan.recipe=dense", folder=tmp_path
+    )
+    assert end.code == 2
+    assert_one_sentence(end)
+    assert "recipe 'dense' has no context parallelism" in end.err

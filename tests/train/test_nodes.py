@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 
 from ithaca.config import Config, read_config
@@ -19,8 +18,8 @@ from ithaca.train.loop import train
 from ithaca.train.processes import Watch, run_ranks, worker
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import FIRST_PORT, PORTS
-from ithaca.train.stop import StopRequest
-from tests.nursery import Ended, Nursery
+from ithaca.train.stop import SAME_SECONDS, StopRequest
+from tests.nursery import SECONDS, Ended, Nursery, ranks_of
 from tests.train.conftest import SMALL
 from tests.train.test_mistakes import assert_one_sentence
 
@@ -68,12 +67,8 @@ def losses(path: Path) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["gradient_norm"]) for line in RunFolder(path).read_metrics()]
 
 
-def ranks_of(launcher: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(launcher).children() if "spawn_main" in " ".join(child.cmdline())]
-
-
 def wait_for_steps(path: Path, steps: int) -> None:
-    until = time.monotonic() + 300
+    until = time.monotonic() + SECONDS
     while len(losses(path)) < steps:
         assert time.monotonic() < until, f"{path} has {len(losses(path))} steps"
         time.sleep(0.02)
@@ -116,15 +111,13 @@ class StopAtOnce:
         ranks_of(launchers[0])[0].suspend()  # else one request would do
         for _ in range(2):
             os.kill(launchers[0], signal.SIGTERM)
-            time.sleep(1)
+            time.sleep(4 * SAME_SECONDS)
 
 
-def train_with_threads(config: Config, path: Path, ranks: int, steps: int | None = None) -> None:
-    """As the launcher lets each of so many ranks of a node have its share of the cores; stop after some steps."""
-    torch.set_num_threads(max((os.cpu_count() or 1) // ranks, 1))
-    if steps is not None:
-        asked = iter(range(1, steps + 1))
-        StopRequest.agreed = lambda _: next(asked) == steps
+def train_some(config: Config, path: Path, steps: int) -> None:
+    """Stop after some steps as Ctrl-C does."""
+    asked = iter(range(1, steps + 1))
+    StopRequest.agreed = lambda _: next(asked) == steps
     train(config, path)
 
 
@@ -137,7 +130,7 @@ def test_two_nodes(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
     assert len(found) >= 8
     assert (tmp_path / "run" / "checkpoints" / f"step-{len(found):08d}").exists()
     config = read_config(None, [*SMALL, f"model.source={small_model}", "model.dtype=float32", ENDLESS])
-    for end in nursery.job(train_with_threads, config, tmp_path / "one", 1, len(found), ranks=2):
+    for end in nursery.job(train_some, config, tmp_path / "one", len(found), ranks=2):
         assert end.code == 0, end.err
     assert losses(tmp_path / "one") == found
 
@@ -167,7 +160,7 @@ def check_killed(nursery: Nursery, model: Path, folder: Path, ends: list[Ended])
     for end in ends:
         check_went_round(end)
     config = read_config(None, [*SMALL, f"model.source={model}", "model.dtype=float32", *SWEEP])
-    for end in nursery.job(train_with_threads, config, folder / "one", 2, ranks=4):
+    for end in nursery.job(train, config, folder / "one", ranks=4):
         assert end.code == 0, end.err
     assert losses(folder / "killed") == losses(folder / "one")
     assert len(losses(folder / "one")) == 9
@@ -230,7 +223,7 @@ def die_early(config: Config, path: Path) -> None:
 @pytest.mark.full
 def test_no_rank_outlives_a_launcher_that_dies_early(nursery, small_config: Config, tmp_path: Path) -> None:
     (end,) = nursery.job(die_early, small_config, tmp_path)
-    _, alive = psutil.wait_procs([psutil.Process(int(end.out))], timeout=60)
+    _, alive = psutil.wait_procs([psutil.Process(int(end.out))], timeout=SECONDS)
     for rank in alive:
         rank.kill()
     assert not alive

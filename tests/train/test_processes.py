@@ -20,23 +20,15 @@ import torch.distributed as dist
 
 from ithaca.base.errors import IthacaError, RunError
 from ithaca.train import processes, stop
-from ithaca.train.processes import Rank, Watch, run_ranks, worker
+from ithaca.train.processes import Rank, Watch, run_ranks
 from ithaca.train.stop import StopRequest
-from tests.nursery import Nursery
-
-
-def worker_like_spawned(*args: Any) -> None:
-    """Without the handlers that a fork inherits."""
-    for number in stop.SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    worker(*args)
+from tests.nursery import Nursery, fork_ranks
 
 
 def launch(train: Callable[..., None], asked: bool = False, elsewhere: Callable[[Watch], bool] | None = None) -> None:
     """Run two ranks that train so, on a machine without a folder for temporary files; print how it ended."""
-    fork = multiprocessing.get_context("fork")
-    processes.multiprocessing.get_context = lambda _: fork  # pyrefly: ignore
-    processes.train, processes.worker = train, worker_like_spawned  # pyrefly: ignore
+    fork_ranks()
+    processes.train = train  # pyrefly: ignore
     tempfile.tempdir = "/nonexistent"
     environments = [
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for rank in range(2)

@@ -1,6 +1,7 @@
 """A sequence shared by ranks: the losses of a run are those of `dense`, under every recipe."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from ithaca.plans.plan import Plan
 from ithaca.train.loop import train
 from ithaca.train.run_folder import RunFolder
 from tests.nursery import Nursery
+from tests.sampling import sampled
 
-STEPS = 50
+STEPS, FEW = 50, 15
 SHARED = MeshSection(ulysses=4)
 RECIPES = {
     "ulysses": (Plan(recipe="ulysses", checkpoint="selective"), SHARED),
@@ -24,33 +26,34 @@ RECIPES = {
 }
 
 
-def losses(nursery: Nursery, config: Config, path: Path, **sections) -> list[float]:
-    """Of fifty steps in float32 on four ranks."""
+def losses(nursery: Nursery, config: Config, path: Path, steps: int, **sections) -> list[float]:
+    """Of some steps in float32 on four ranks."""
     run = replace(config.run, checkpoint_every=0)
-    config = replace(config, train=replace(config.train, steps=STEPS), run=run, **sections)
+    config = replace(config, train=replace(config.train, steps=steps), run=run, **sections)
     for end in nursery.job(train, config, path, ranks=4):
         assert end.code == 0, end.err
     return [line["loss"] for line in RunFolder(path).read_metrics()]
 
 
 @pytest.fixture(scope="module")
-def dense(nursery: Nursery, small_config: Config, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses(nursery, small_config, tmp_path_factory.mktemp("dense") / "run")
+def dense(nursery: Nursery, small_config: Config, tmp_path_factory: pytest.TempPathFactory):
+    return cache(lambda steps: losses(nursery, small_config, tmp_path_factory.mktemp("dense") / "run", steps))
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=() if name == "sweep-ring" else pytest.mark.full) for name in RECIPES]
+    ("recipe", "steps"),
+    sampled([("sweep-ring", FEW), *((name, STEPS) for name in RECIPES)], lambda _, steps: steps == FEW),
 )
-def test_the_first_fifty_losses(nursery, small_config: Config, dense: list[float], tmp_path: Path, recipe: str) -> None:
+def test_the_first_losses(nursery, small_config: Config, dense, tmp_path: Path, recipe: str, steps: int) -> None:
     plan, mesh = RECIPES[recipe]
-    found = losses(nursery, small_config, tmp_path / "run", plan=plan, mesh=mesh)
-    assert len(found) == STEPS
+    found = losses(nursery, small_config, tmp_path / "run", steps, plan=plan, mesh=mesh)
+    assert len(found) == steps
     assert found[-1] < found[0] - 1
-    assert found == pytest.approx(dense, rel=1e-3)
+    assert found == pytest.approx(dense(steps), rel=1e-3)
     waiting = [line["ring_waiting"] for line in RunFolder(tmp_path / "run").read_metrics()]
     said = RunFolder(tmp_path / "run").log.read_text(encoding="utf-8")
     if mesh.ring == 1:
-        assert waiting == [None] * STEPS
+        assert waiting == [None] * steps
         assert "ring ranks attend" not in said
     else:  # documents end where they like
         assert max(waiting) > 0

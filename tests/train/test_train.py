@@ -23,7 +23,7 @@ def test_from_text_to_a_folder_that_transformers_loads(nursery: Nursery, small_m
     (tmp_path / "text.txt").write_text("the wine-dark sea and the rosy-fingered dawn\n" * 300)
     end = nursery.command("data", "text.txt", "--out", "text.tokens", folder=tmp_path)
     assert end.code == 0, end.err
-    sets = words(f"model.source={small_model}", "data.source=text.tokens", "train.learning_rate=0.01")
+    sets = words(f"model.source={small_model}", "data.source=text.tokens", "train.learning_rate=0.01", "train.steps=30")
     end = nursery.command("train", "--run", "run", "--ranks", "1", *sets, folder=tmp_path)
     assert end.code == 0, end.err
     found = losses(tmp_path / "run")
@@ -94,7 +94,8 @@ def test_new_runs_get_new_folders(nursery: Nursery, tmp_path: Path) -> None:
 
 
 def test_no_terminal_still_sees_progress(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
-    end = nursery.command("train", "--ranks", "1", *words(f"model.source={small_model}"), folder=tmp_path)
+    sets = words(f"model.source={small_model}", "train.steps=30")
+    end = nursery.command("train", "--ranks", "1", *sets, folder=tmp_path)
     steps = [int(number) for number in re.findall(r"^Step (\d+)/30  loss [\d.]+  \d+ tokens/s/rank", end.out, re.M)]
     assert steps[0] == 1
     assert steps[-1] == 30
