@@ -29,7 +29,7 @@ from bench.record import command_line, read_plan, record
 from ithaca.attention.documents import attended_length
 from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import read_spec
+from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.mesh import Mesh
 from ithaca.plans.plan import Plan

@@ -20,7 +20,7 @@ from bench.bounds import matmul_tflops
 from bench.record import command_line, record
 from ithaca.base.sizes import format_tokens, parse_tokens
 from ithaca.model.config_json import find_config
-from ithaca.model.spec import read_spec
+from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.head_split import split_heads, usable_rounds
 from ithaca.plans.plan import Plan
