@@ -98,7 +98,10 @@ def test_an_ignored_token_counts_for_nothing_whatever_its_logits(bad: float) -> 
 def test_gradients_of_the_head_are_summed_in_fp32() -> None:
     """The later tiles add 2⁻¹² of what the first one adds: in fp16 the sum would stay as it is."""
     x = torch.tensor([[1.0, 0.0], *64 * [[2**-12, 1.0]]], dtype=torch.float16)
-    given, labels = [x, torch.ones(2, dtype=x.dtype), torch.zeros(3, 2, dtype=x.dtype)], torch.zeros(65, dtype=torch.long)
+    given, labels = (
+        [x, torch.ones(2, dtype=x.dtype), torch.zeros(3, 2, dtype=x.dtype)],
+        torch.zeros(65, dtype=torch.long),
+    )
     wanted = differentiated(lambda *x: naive_loss(*x, labels), [tensor.double() for tensor in given], ALL)[-1]
     found = differentiated(lambda *x: tiled_loss(*x, labels, 1), given, ALL)[-1]
     assert relative(found[:, 0].double(), wanted[:, 0]) <= 2**-9
