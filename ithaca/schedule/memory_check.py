@@ -107,7 +107,8 @@ def describe_tapes(job: Job) -> list[str]:
     }
     where = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
     lines = [
-        f"Each pass: {tiles.length} tokens a rank in {format_count(tiles.count, 'tile')} of {format_tokens(tiles.size)}",
+        f"Each pass: {tiles.length} tokens a rank in {format_count(tiles.count, 'tile')} "
+        f"of {format_tokens(tiles.size)}",
         "Saved activations: " + "; ".join(f"{where[place]} {names}" for place, names in places.items()),
     ]
     if not job.plan.sweeps:
