@@ -1,7 +1,7 @@
 """One rank's part of a job, as sizes: all that memory, traffic and time depend on. No torch, nothing allocated.
 
 `Job.costs` is the `cost.py` of the Plan's schedule. Every schedule has one, beside the code that runs it, with these
-functions; planner, memory check, rehearsal and benchmarks ask them and nobody else:
+functions. Planner, memory check, rehearsal and benchmarks take their figures from them:
 
     layout(plan, axes, tokens, shorten)   which tokens each rank holds
     tiles(plan, layout)                   how a rank's tapes are cut
