@@ -81,6 +81,7 @@ class Tapes:
                     memory = next(self._parts).view(dtype).view(self._host_rows(tiles), *spec.features)
                 found[layer] = self._host_tape(memory, tiles, slots)
             else:
+                assert spec.place == "disk"
                 assert self._disk is not None
                 stretch = Stretch(self._disk_start, whole_blocks(tiles.size * spec.row))
                 found[layer] = DiskTape(self._disk, stretch, tiles, slots)

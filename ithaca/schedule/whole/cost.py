@@ -47,6 +47,7 @@ from ithaca.schedule.costs import (
     Work,
     attention_flops,
     block_products,
+    last_product,
     linear_flops,
     local_tokens,
     moved_bytes,
@@ -204,9 +205,9 @@ def _group_backward(group: tuple[HeadSplit, ...]) -> list[Message]:
 
 def work(job: "Job") -> Work:
     """FLOPs and bytes of a step."""
-    spec, keeps_all = job.spec, job.plan.checkpoint == "none"
+    keeps_all = job.plan.checkpoint == "none"
     project, rest = block_products(job)
-    again = 0.0 if keeps_all else project + rest - spec.hidden * spec.mlp  # the last product is not run again
+    again = 0.0 if keeps_all else project + rest - last_product(job)
     if job.plan.entry.head_rounds:
         again += project  # q, K and V once to attend again, and once for their gradients
     return Work(
