@@ -141,7 +141,7 @@ def kept(job: "Job", layers: range) -> int:  # noqa: ARG001
 
 def peaks(job: "Job") -> dict[str, Counter[str]]:
     """Bytes at the two peaks of a chunk's backward pass, with what its neighbours hold."""
-    q, k, T = job.own_queries(), job.own_keys(), job.together
+    q, k, T = job.own_queries(), job.own_keys(), job.block_tokens
     ulysses, ring = job.axes.ulysses, job.axes.ring
     under_way = min(chunks_under_way(ulysses, ring), job.chunks - 1)
     exchange = 0

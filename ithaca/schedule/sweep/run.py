@@ -131,7 +131,7 @@ def _forward(call: SweepCall, w: Weights) -> None:
 
 
 def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> ChunkSteps:
-    xs, ys, kept = call.tapes.x(call.layer), call.tapes.x(call.layer + 1), call.tapes.attended(call.layer)
+    xs, ys, kept = call.tapes.x(call.layer), call.tapes.x(call.layer + 1), call.tapes.o_and_lse(call.layer)
     x = xs.read(chunk, toward=1)
     q, *kv = project(call.spec, w, x, call.rotation(chunk, x.dtype), Heads.all(call.spec))
     coming = call.exchange.to_heads(call.split, (q,), kv)
@@ -167,14 +167,14 @@ def _backward(call: SweepCall, w: Summed) -> None:
         chunks = reversed(range(count))
         run_chunks((_chunk_backward(call, w, chunk, xs, keys, sums) for chunk in chunks), call.hops > 0)
     if layer > 0 and not tapes.rebuild(layer - 1):
-        for tape in (tapes.x(layer - 1), *tapes.attended(layer - 1), tapes.residual):
+        for tape in (tapes.x(layer - 1), *tapes.o_and_lse(layer - 1), tapes.residual):
             tape.prefetch(count - 1)
 
 
 def _chunk_backward(
     call: SweepCall, w: Summed, chunk: int, xs: XReader, keys: "_RebuiltKV", sums: KVGradients
 ) -> ChunkSteps:
-    kept, residuals = call.tapes.attended(call.layer), call.tapes.residual
+    kept, residuals = call.tapes.o_and_lse(call.layer), call.tapes.residual
     x, *tiles, residual = (tape.read(chunk, toward=-1) for tape in (xs, *kept, residuals))
     if kept:
         projection, (o, lse) = None, tiles
