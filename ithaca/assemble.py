@@ -233,7 +233,7 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None, substitutes
         )
     if mesh.ulysses > 1 and not plan.entry.ulysses:
         raise PlanError(
-            f"recipe 'ring' shares a sequence over ring ranks only, but the mesh has ulysses {mesh.ulysses}: "
+            f"recipe '{plan.recipe}' shares a sequence over ring ranks only, but the mesh has ulysses {mesh.ulysses}: "
             f"set ulysses to 1 and ring to {mesh.context_ranks}, or use recipe 'hybrid'"
         )
     if mesh.ring > 1 and not plan.entry.ring:

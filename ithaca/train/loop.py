@@ -28,10 +28,10 @@ from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
 from ithaca.train.checkpoint import Checkpoints
+from ithaca.train.learning_rate import learning_rate
 from ithaca.train.loader import Loader
 from ithaca.train.report import Progress, Sink, draw_loss, open_sinks
 from ithaca.train.run_folder import RunFolder, check_shared
-from ithaca.train.schedule import learning_rate
 from ithaca.train.start import check_same_data, free_memory, identity, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
 
