@@ -154,6 +154,19 @@ def test_moments_are_there_when_a_step_returns(folder: Path) -> None:
     assert optimizer.state[parameter]["exp_avg_sq"].to_local().all()
 
 
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_norms_do_not_decay(folder: Path, place: str) -> None:
+    """Without a gradient, decay is all that changes a weight."""
+    model = make(folder, ithaca.Plan(optimizer=place), replicate=None)
+    optimizer = ithaca.make_optimizer(model, **OPTIONS)
+    before = {name: parameter.to_local().detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.to_local(), before[name]) == ("norm" in name), name
+
+
 def test_a_closure_has_gradients(folder: Path) -> None:
     model, optimizer = alone(folder)
     tokens = torch.randint(0, 97, (1, 8))

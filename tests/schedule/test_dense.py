@@ -82,10 +82,12 @@ def evaluate_between(folder: Path, zero: int, out: Path) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for _ in range(3):
-        model(batch, last=False).backward()  # a micro-batch that is thrown away again
+        thrown = model(batch, last=False)  # a micro-batch that is thrown away again
+        thrown.backward()
         model.zero_grad()
         loss = model(batch)
         loss.backward()
+        assert thrown.item() == loss.item()
         model.logits(tokens)
         with torch.no_grad():
             model(batch)

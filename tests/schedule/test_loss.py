@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ithaca
 from ithaca.base.precision import at_least_fp32
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
@@ -92,6 +93,28 @@ def test_an_ignored_token_counts_for_nothing_whatever_its_logits(bad: float) -> 
     assert torch.equal(loss, wanted)
     assert torch.equal(gradient[[0, 2]], others)
     assert torch.equal(gradient[1], torch.zeros(5, dtype=torch.float64))
+
+
+def test_gradients_of_the_head_are_summed_in_fp32() -> None:
+    """The later tiles add 2⁻¹² of what the first one adds: in fp16 the sum would stay as it is."""
+    x = torch.tensor([[1.0, 0.0], *64 * [[2**-12, 1.0]]], dtype=torch.float16)
+    given, labels = (
+        [x, torch.ones(2, dtype=x.dtype), torch.zeros(3, 2, dtype=x.dtype)],
+        torch.zeros(65, dtype=torch.long),
+    )
+    wanted = differentiated(lambda *x: naive_loss(*x, labels), [tensor.double() for tensor in given], ALL)[-1]
+    found = differentiated(lambda *x: tiled_loss(*x, labels, 1), given, ALL)[-1]
+    assert relative(found[:, 0].double(), wanted[:, 0]) <= 2**-9
+
+
+@pytest.mark.parametrize("recipe", ["dense", "sweep"])
+def test_no_more_logits_than_the_plan_says(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    watched = lambda logits, labels: rows.append(len(logits)) or cross_entropy(logits, labels)  # noqa: E731
+    monkeypatch.setattr("ithaca.schedule.loss.cross_entropy", watched)
+    model = ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan(recipe=recipe, loss_tile=5))
+    model(model.shard(torch.arange(13), torch.arange(13)))
+    assert rows == [5, 5, 3]
 
 
 def test_tied_head() -> None:

@@ -20,7 +20,7 @@ from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import Memory, step_memory
 from ithaca.train import start
-from ithaca.train.loop import train
+from ithaca.train.loop import TrainingRun, train
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.start import Chosen, choose_plan, free_memory
 from tests.nursery import Nursery
@@ -54,6 +54,25 @@ def test_on_a_cpu(
     longer = replace(saved, train=replace(saved.train, steps=6))
     again = losses(nursery, longer, tmp_path / "run", ranks)
     assert (len(again), again[:4]) == (6, found)
+
+
+def print_options(config: Config, path: Path) -> None:
+    """Start a run, and print what its optimizer was given instead of the first step."""
+
+    def steps(run: TrainingRun) -> bool:
+        for group in run.optimizer.param_groups:
+            print("optimizer", group["lr"], *group["betas"], group["weight_decay"], flush=True)
+        raise SystemExit(0)
+
+    TrainingRun._steps = steps
+    train(config, path)
+
+
+def test_the_optimizer_gets_its_options(nursery: Nursery, small_config: Config, tmp_path: Path) -> None:
+    options = replace(small_config.train, learning_rate=0.02, beta1=0.8, beta2=0.9, weight_decay=0.3)
+    (end,) = nursery.job(print_options, replace(small_config, train=options), tmp_path / "run")
+    assert (end.code, end.err) == (0, "")
+    assert "optimizer 0.02 0.8 0.9 0.3\noptimizer 0.02 0.8 0.9 0.0\n" in end.out
 
 
 def planned_train(config: Config, path: Path, plan: Plan, mesh: MeshSection) -> None:

@@ -1,5 +1,6 @@
 """`ithaca train`, `export` and `data` as a user types them."""
 
+import json
 import re
 from pathlib import Path
 
@@ -57,10 +58,14 @@ def test_a_file_then_the_folder_alone(nursery: Nursery, small_model: Path, tmp_p
 
 
 def test_accumulation_is_one_large_batch(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    """Of short documents, so that passes have different numbers of valid tokens."""
+    lines = [json.dumps({"text": "sea" * (number % 7 + number // 20)}) for number in range(1, 200)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    end = nursery.command("data", "text.jsonl", "--out", "text.tokens", folder=tmp_path)
+    assert end.code == 0, end.err
+    common = [f"model.source={small_model}", "data.source=text.tokens", "model.dtype=float64", "train.steps=8"]
     for micro_batch in (1, 2, 4):
-        sets = words(
-            f"model.source={small_model}", f"train.micro_batch={micro_batch}", "model.dtype=float64", "train.steps=8"
-        )
+        sets = words(*common, f"train.micro_batch={micro_batch}")
         end = nursery.command("train", "--run", str(micro_batch), "--ranks", "1", *sets, folder=tmp_path)
         assert end.code == 0, end.err
     whole = losses(tmp_path / "4")
