@@ -139,6 +139,8 @@ def read_cluster(
 ) -> Cluster:
     """The GPUs as the options describe them: '16xH100-80GB' on nodes of 8, or '4x4xH100-80GB' on 4 nodes of 4."""
     nodes = re.fullmatch(r"\s*(\d{1,20})\s*[xX×]\s*(\d{1,20})\s*[xX×]\s*(.+)", gpus)
+    if nodes and node_gpus not in (None, int(nodes[2])):
+        raise PlanError(f"--gpus {gpus} has {nodes[2]} GPUs on a node, but --node-gpus is {node_gpus}: leave it out")
     if nodes:
         node_gpus, gpus = int(nodes[2]), f"{int(nodes[1]) * int(nodes[2])}x{nodes[3]}"
     node_gpus = 8 if node_gpus is None else node_gpus

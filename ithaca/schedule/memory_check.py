@@ -32,7 +32,8 @@ def check_memory(job: Job, tapes: Sequence[TapeSpec], device: torch.device, node
     if gpu:
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        weights = job.costs.passing_bytes(job)
+        # A pass without gradients has no tape of x and rebuilds none
+        weights = job.costs.passing_bytes(job) if any(tape.training for tape in tapes) else 0
         needed, fixed = device_bytes(tapes, tiles) + weights, slot_bytes(tapes, tiles) + weights
         ways = _move(job, tapes, "device", "host", 1)
         _refuse_over(needed, fixed, free, "the GPU's free memory", ways, tokens)
