@@ -104,7 +104,10 @@ def run_mesh(
     model: str, machine: Machine, tokens: int, recipe: str, sharing: int | None = None, as_json: bool = False
 ) -> None:
     """`ithaca mesh`, the old name of `ithaca plan --meshes`: H100 with the links of a machine."""
-    print("ithaca mesh is now part of `ithaca plan --meshes`; the old command still works", file=sys.stderr)
+    notice = (
+        "ithaca mesh is now `ithaca plan --meshes`; without --share it compares every number of GPUs that can share"
+    )
+    print(f"{notice} a sequence", file=sys.stderr)
     gpu = replace(parse_gpus(USUAL, read_gpus())[1], inside=machine.inside, across=machine.across)
     cluster = Cluster(machine.ranks, gpu, gpu.ram * machine.gpus, node_gpus=machine.gpus)
     if not Plan(recipe=recipe).shares:

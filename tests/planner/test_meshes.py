@@ -152,7 +152,10 @@ def test_refused(options: dict, sentence: str) -> None:
     assert str(refused.value) == sentence
 
 
-NOTICE = "ithaca mesh is now part of `ithaca plan --meshes`; the old command still works\n"
+NOTICE = (
+    "ithaca mesh is now `ithaca plan --meshes`; without --share it compares every number of GPUs that can share a "
+    "sequence\n"
+)
 
 
 def said(*words: str) -> str:
