@@ -4,6 +4,7 @@
 is applied here and nowhere else.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,6 +103,16 @@ class Model(nn.Module):
     def host_bytes(self, rows: int, tokens: int) -> int:
         """Bytes of this node's memory that tapes for such passes take, those of all its ranks together."""
         return self.reservation.host_bytes(self._pass_tokens(rows, tokens))
+
+    def reserve(self, rows: int, tokens: int, say: Callable[[str], None] = lambda _: None) -> None:
+        """The old name of `allocate`."""
+        warnings.warn("model.reserve is now model.allocate: the old name still works", stacklevel=2)
+        self.allocate(rows, tokens, say)
+
+    def check_room(self, rows: int, tokens: int) -> None:
+        """The old name of `check_memory`."""
+        warnings.warn("model.check_room is now model.check_memory: the old name still works", stacklevel=2)
+        self.check_memory(rows, tokens)
 
     def _pass_tokens(self, rows: int, tokens: int) -> int:
         """Tokens of a pass on the ranks that share this one's sequences."""
@@ -222,7 +233,7 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None, substitutes
         )
     if mesh.ulysses > 1 and not plan.entry.ulysses:
         raise PlanError(
-            f"recipe 'ring' shares a sequence over ring ranks only, but the mesh has ulysses {mesh.ulysses}: "
+            f"recipe '{plan.recipe}' shares a sequence over ring ranks only, but the mesh has ulysses {mesh.ulysses}: "
             f"set ulysses to 1 and ring to {mesh.context_ranks}, or use recipe 'hybrid'"
         )
     if mesh.ring > 1 and not plan.entry.ring:

@@ -252,7 +252,7 @@ def _change_recipe(content: dict[str, Any], recipe: Any, tell: Callable[[str], N
     for name in [name for name in RECIPE_OPTIONS if plan.get(name) is not None]:
         if name not in RECIPES[recipe].options:
             tell(f"Ignoring plan.{name}={plan.pop(name)}: recipe '{recipe}' has no such option")
-        elif name == "x" and REBUILD in str(plan[name]) and recipe != "sweep":
+        elif name == "x" and REBUILD in str(plan[name]) and RECIPES[recipe].schedule != "sweep":
             tell(f"Ignoring plan.x={plan.pop(name)}: recipe '{recipe}' cannot rebuild x")
     if "disk" in plan and not any("disk" in str(plan.get(name)) for name in ("x", "o")):
         tell(f"Ignoring plan.disk={plan.pop('disk')}: recipe '{recipe}' writes nothing to disk")

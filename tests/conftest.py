@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -32,7 +33,10 @@ WORLDS = range(1, 9)
 
 @pytest.fixture(scope="session", autouse=True)
 def _jobs() -> Iterator[dict[int, Ranks]]:
-    # Forked before the first test: later this process would have threads and a process group that a child inherits
+    # Forked before the first test: later this process would have threads and a process group that a child inherits.
+    # What is imported by now is left out of collections, each of which would look at it and copy its pages in a child
+    gc.collect()
+    gc.freeze()
     jobs = {world: Ranks(world) for world in WORLDS}
     yield jobs
     for job in jobs.values():

@@ -5,6 +5,7 @@ started program, with torch imported already. Ranks that a command starts are fo
 """
 
 import functools
+import gc
 import io
 import multiprocessing
 import os
@@ -81,6 +82,8 @@ class Nursery:
 
 def _serve(pipe: Any) -> None:
     _do_once()
+    gc.collect()
+    gc.freeze()
     while True:
         try:
             function, args = pipe.recv()

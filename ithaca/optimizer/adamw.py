@@ -1,6 +1,7 @@
 """AdamW over this rank's shards, with its moments where the Plan puts them, and the clipping of gradients."""
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -36,6 +37,7 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.1,
     reserved_bytes: int = 0,
+    spoken_for: int | None = None,
 ) -> torch.optim.Optimizer:
     """Return a fused AdamW for this rank's shards. Collective.
 
@@ -43,8 +45,17 @@ def make_optimizer(
     decay. Parameters that are frozen now are left out.
 
     Moments that do not fit in host memory raise a PlanError. `reserved_bytes` is memory of this node that something
-    else will take later, such as tapes that are not allocated yet (`model.host_bytes`).
+    else will take later, such as tapes that are not allocated yet (`model.host_bytes`). `spoken_for` is its old name.
     """
+    if spoken_for is not None:
+        # One more than usual: `owned_by` is the caller
+        warnings.warn("make_optimizer(spoken_for=…) is now reserved_bytes=…: the old name still works", stacklevel=3)
+        if reserved_bytes:
+            raise InputError(
+                f"reserved_bytes={reserved_bytes} and spoken_for={spoken_for} are one option, which was renamed: keep "
+                "reserved_bytes"
+            )
+        reserved_bytes = spoken_for
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     together(model.mesh.group, lambda: _check_options(trained, learning_rate, betas, weight_decay))
     both: list[dict[str, Any]] = [

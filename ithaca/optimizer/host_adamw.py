@@ -7,7 +7,7 @@
 
 The arithmetic is torch's fused AdamW on slices, the same kernel as for moments on the device, so the bits are the same.
 ZeRO-Offload updates on the CPU instead and halves the traffic. It needs its own kernels, gives other bits, and needs
-many cores for each GPU. Given up: the CPU waits for the end of a step.
+many cores for each GPU. The price: the CPU waits for the end of a step.
 """
 
 from collections.abc import Callable, Iterable

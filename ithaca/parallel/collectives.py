@@ -16,7 +16,7 @@ Other = TypeVar("Other")
 
 # torch 2.13 renames two collectives
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending(Generic[T]):
@@ -62,7 +62,7 @@ class Group:
 
     def reduce_scatter(self, target: Tensor, source: Tensor) -> Pending[Tensor]:
         """Fill `target` with the sum of all sources' parts for this rank."""
-        return _pending(_reduce_scatter_single(target, source, group=self._group, async_op=True), target, source)
+        return _pending(reduce_scatter_single(target, source, group=self._group, async_op=True), target, source)
 
 
 def _pending(work: dist.Work | None, target: Tensor, source: Tensor) -> Pending[Tensor]:

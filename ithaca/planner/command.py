@@ -104,7 +104,10 @@ def run_mesh(
     model: str, machine: Machine, tokens: int, recipe: str, sharing: int | None = None, as_json: bool = False
 ) -> None:
     """`ithaca mesh`, the old name of `ithaca plan --meshes`: H100 with the links of a machine."""
-    print("ithaca mesh is now part of `ithaca plan --meshes`; the old command still works", file=sys.stderr)
+    notice = (
+        "ithaca mesh is now `ithaca plan --meshes`; without --share it compares every number of GPUs that can share"
+    )
+    print(f"{notice} a sequence", file=sys.stderr)
     gpu = replace(parse_gpus(USUAL, read_gpus())[1], inside=machine.inside, across=machine.across)
     cluster = Cluster(machine.ranks, gpu, gpu.ram * machine.gpus, node_gpus=machine.gpus)
     if not Plan(recipe=recipe).shares:
@@ -139,6 +142,8 @@ def read_cluster(
 ) -> Cluster:
     """The GPUs as the options describe them: '16xH100-80GB' on nodes of 8, or '4x4xH100-80GB' on 4 nodes of 4."""
     nodes = re.fullmatch(r"\s*(\d{1,20})\s*[xX×]\s*(\d{1,20})\s*[xX×]\s*(.+)", gpus)
+    if nodes and node_gpus not in (None, int(nodes[2])):
+        raise PlanError(f"--gpus {gpus} has {nodes[2]} GPUs on a node, but --node-gpus is {node_gpus}: leave it out")
     if nodes:
         node_gpus, gpus = int(nodes[2]), f"{int(nodes[1]) * int(nodes[2])}x{nodes[3]}"
     node_gpus = 8 if node_gpus is None else node_gpus

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ithaca.base import owners
-from ithaca.base.sizes import format_bytes, format_number, format_seconds, format_tokens
+from ithaca.base.sizes import format_bytes, format_count, format_number, format_seconds, format_tokens
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import HERE, MARGIN, MOST_GPUS, RATES, RUNTIME, Cluster, Gpu, causal_mfu
@@ -135,7 +135,7 @@ def _arithmetic(question: Question, answer: Answer) -> dict[str, str]:
     kv = next((tape for tape in memory.tapes if tape.name == "kv" and tape.place == "device"), None)
     if kv:
         tokens, (heads, size) = memory.tiles.length * kv.ranks, kv.features
-        sizes = f"{tokens:,} tokens × {_count(heads, 'head')} × {size} × 2 × (2 + 4) bytes"
+        sizes = f"{tokens:,} tokens × {format_count(heads, 'head')} × {size} × 2 × (2 + 4) bytes"
         found[owners.KEYS] = f"{OWNERS[owners.KEYS]}: {sizes}"
     return found
 
@@ -163,7 +163,7 @@ def _by_place(words: Sequence[str]) -> str:
     """'18 layers in host memory, 13 recomputed from attention outputs'"""
     counts = [(words.count(word), PLACES[word]) for word in dict.fromkeys(words)]
     first, *rest = sorted(counts, reverse=True)
-    return ", ".join([f"{_count(first[0], 'layer')} {first[1]}", *(f"{count} {place}" for count, place in rest)])
+    return ", ".join([f"{format_count(first[0], 'layer')} {first[1]}", *(f"{count} {place}" for count, place in rest)])
 
 
 def _time_lines(question: Question, answer: Answer) -> list[str]:
@@ -187,7 +187,7 @@ def _time_lines(question: Question, answer: Answer) -> list[str]:
             f"At the same time: {_parts(beside, seconds.step)}; computing waits {format_seconds(waits)} for these"
         )
     lines = [
-        f"A step: {format_seconds(seconds.step)} for {_count(answer.sequences, 'sequence')}; "
+        f"A step: {format_seconds(seconds.step)} for {format_count(answer.sequences, 'sequence')}; "
         f"{format_number(answer.rate)} tokens/s per GPU, {100 * mfu(question, answer):.1f} % causal MFU",
         f"  Computing: {_parts(computing, seconds.step)}",
     ]
@@ -275,10 +275,6 @@ def _figure(gpu: Gpu, name: str) -> str:
     if name in ("flops", *RATES):
         return f"{title} {value / 1e12:.4g} TFLOP/s"
     return f"{title} {value / 1e9:.4g} GB" + ("" if name in ("memory", "ram") else "/s")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def train_lines(question: Question, answer: Answer) -> list[str]:

@@ -21,7 +21,9 @@ class Recipe:
     ulysses: bool  # Ulysses ranks can share a sequence
     ring: bool  # ring ranks can
     head_rounds: bool = False  # attention takes `heads` query heads at a time
-    tries: tuple[Mapping[str, Any], ...] = ()  # what the planner tries, from least computing to least memory
+    tries: tuple[Mapping[str, Any], ...] = ()
+    """Options that the planner tries, from least computing to least memory. Empty, for schedule `sweep` alone: the
+    planner places x, o, K and V of each layer itself."""
 
     def allows(self, ulysses: int, ring: int) -> bool:
         """Whether so many Ulysses × ring ranks can share a sequence."""

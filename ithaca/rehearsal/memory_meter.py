@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ithaca.base.owners import GATHERED, GRADIENTS, OTHER, current_owner, owned_by
 from ithaca.base.torch_private import TorchDispatchMode, local_tensor, storage_key, tree_leaves
+from ithaca.parallel.collectives import reduce_scatter_single
 
 
 class Meter(TorchDispatchMode):
@@ -85,7 +86,7 @@ class MarkedReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def mark_gradients(decoder: torch.nn.Module) -> None:

@@ -80,10 +80,6 @@ def _bytes(message: Message, job: "Job", peers: Peers) -> int:
     return block * message.steps * (peers.ring if message.pattern == TO_EACH else int(peers.next_in_ring))
 
 
-if TYPE_CHECKING:
-    from ithaca.schedule.job import Job
-
-
 @dataclass(frozen=True)
 class Copies:
     """Bytes that cross a link in each direction."""
@@ -131,6 +127,14 @@ def block_products(job: "Job") -> tuple[int, int]:
     spec = job.spec
     q, kv = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
     return spec.hidden * (q + 2 * kv), q * spec.hidden + 3 * spec.hidden * spec.mlp
+
+
+def last_product(job: "Job") -> int:
+    """Multiplications for one token of the block's last product, which backward does not run again.
+
+    A post-norm block runs it again: its norm reads the output.
+    """
+    return 0 if job.spec.post_norm else job.spec.hidden * job.spec.mlp
 
 
 def linear_flops(job: "Job", again: float) -> float:

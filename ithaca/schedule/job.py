@@ -1,7 +1,7 @@
 """One rank's part of a job, as sizes: all that memory, traffic and time depend on. No torch, nothing allocated.
 
 `Job.costs` is the `cost.py` of the Plan's schedule. Every schedule has one, beside the code that runs it, with these
-functions; planner, memory check, rehearsal and benchmarks ask them and nobody else:
+functions. Planner, memory check, rehearsal and benchmarks take their figures from them:
 
     layout(plan, axes, tokens, shorten)   which tokens each rank holds
     tiles(plan, layout)                   how a rank's tapes are cut
@@ -65,7 +65,7 @@ class Job:
         return max(self.itemsize, FP32)
 
     @property
-    def run(self) -> int:
+    def layers_running(self) -> int:
         """Layers that run."""
         return self.spec.layers if self.layers_run is None else self.layers_run
 
@@ -108,14 +108,14 @@ class Job:
         return self.layout.chunks.count
 
     @cached_property
-    def together(self) -> int:
+    def block_tokens(self) -> int:
         """Tokens of this rank that go through a block together."""
         return min(self.layout.tiles.size, self.layout.local)
 
     @cached_property
     def tile(self) -> int:
         """Tokens of this rank that go through an MLP together."""
-        return min(self.plan.tile or self.together, self.together)
+        return min(self.plan.tile or self.block_tokens, self.block_tokens)
 
     @cached_property
     def block_parameters(self) -> int:
@@ -143,13 +143,13 @@ class Job:
     # Bytes of tensors of this rank's heads, for the tokens of all its Ulysses ranks that go through a block together
     def own_queries(self, split: HeadSplit | None = None) -> int:
         heads = len(self.heads.q) if split is None else len(split.q[self.ulysses_rank])
-        return self.together * self.axes.ulysses * heads * self.spec.head_size * self.itemsize
+        return self.block_tokens * self.axes.ulysses * heads * self.spec.head_size * self.itemsize
 
     def own_keys(self) -> int:
-        return self.together * self.axes.ulysses * len(self.heads.kv) * self.spec.head_size * self.itemsize
+        return self.block_tokens * self.axes.ulysses * len(self.heads.kv) * self.spec.head_size * self.itemsize
 
     def own_lse(self) -> int:
-        return self.together * self.axes.ulysses * len(self.heads.q) * self.high
+        return self.block_tokens * self.axes.ulysses * len(self.heads.q) * self.high
 
     # Parts of a block that every schedule runs in the same way (pre_post_attention.py)
     def mlp_bytes(self) -> int:
@@ -158,8 +158,8 @@ class Job:
 
     def projection_bytes(self) -> int:
         """What a projection leaves for its backward pass: the normed x; with norms of q and k, these as well."""
-        norms = self.queries(self.together) + self.keys(self.together) if self.spec.qk_norm else 0
-        return self.hidden(self.together) + norms
+        norms = self.queries(self.block_tokens) + self.keys(self.block_tokens) if self.spec.qk_norm else 0
+        return self.hidden(self.block_tokens) + norms
 
 
 class Schedule(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ithaca.base.errors import PlanError
-from ithaca.base.sizes import format_bytes, format_tokens
+from ithaca.base.sizes import format_bytes, format_count, format_tokens
 from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, spell
 from ithaca.schedule.job import Job
 from ithaca.schedule.sweep.rebuild import LONGEST_PASSING, layers_to_keep, passing_layers, rebuild_passes, rebuilds_of
@@ -32,7 +32,8 @@ def check_memory(job: Job, tapes: Sequence[TapeSpec], device: torch.device, node
     if gpu:
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        weights = job.costs.passing_bytes(job)
+        # A pass without gradients has no tape of x and rebuilds none
+        weights = job.costs.passing_bytes(job) if any(tape.training for tape in tapes) else 0
         needed, fixed = device_bytes(tapes, tiles) + weights, slot_bytes(tapes, tiles) + weights
         ways = _move(job, tapes, "device", "host", 1)
         _refuse_over(needed, fixed, free, "the GPU's free memory", ways, tokens)
@@ -107,7 +108,8 @@ def describe_tapes(job: Job) -> list[str]:
     }
     where = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
     lines = [
-        f"Each pass: {tiles.length} tokens a rank in {_count(tiles.count, 'tile')} of {format_tokens(tiles.size)}",
+        f"Each pass: {tiles.length} tokens a rank in {format_count(tiles.count, 'tile')} "
+        f"of {format_tokens(tiles.size)}",
         "Saved activations: " + "; ".join(f"{where[place]} {names}" for place, names in places.items()),
     ]
     if not job.plan.sweeps:
@@ -116,8 +118,8 @@ def describe_tapes(job: Job) -> list[str]:
     if missing := placement.x.count(REBUILD):
         passes = rebuild_passes(placement, spec)
         lines.append(
-            f"Backward recomputes x of {_count(missing, 'layer')} from attention outputs: {passes} passes of output "
-            "projection and MLP"
+            f"Backward recomputes x of {format_count(missing, 'layer')} from attention outputs: "
+            f"{format_count(passes, 'pass')} of output projection and MLP"
         )
         if (together := passing_layers(rebuilds_of(job.plan, spec))) > LONGEST_PASSING:
             weights = format_bytes(job.costs.passing_bytes(job))
@@ -132,9 +134,5 @@ def describe_tapes(job: Job) -> list[str]:
 
 def _described(tape: TapeSpec, job: Job) -> str:
     some = tape.name in ("x", "o", "lse") and len(tape.layers) < job.spec.layers
-    layers = f" of {_count(len(tape.layers), 'layer')}" if some else ""
+    layers = f" of {format_count(len(tape.layers), 'layer')}" if some else ""
     return f"{tape.name.replace('_', ' ')}{layers} {format_bytes(tape.bytes_of(job.tiles.length))}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")

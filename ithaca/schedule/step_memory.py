@@ -85,8 +85,8 @@ def resident(job: Job) -> Bytes:
             STATES: job.high * (job.spec.layers * block.mine + table.mine) * (1 + _moments_here(job)),
             KEYS: device_bytes(kv, job.tiles),
             TAPES: device_bytes(others, job.tiles) + moments,
-            BLOCKS: job.costs.kept(job, range(job.run, job.spec.layers)),
-            GRADIENTS: job.high * (job.spec.layers - job.run) * block.mine,
+            BLOCKS: job.costs.kept(job, range(job.layers_running, job.spec.layers)),
+            GRADIENTS: job.high * (job.spec.layers - job.layers_running) * block.mine,
             GATHERED: job.costs.passing_bytes(job) + whole,
             BATCH: PER_TOKEN * job.tiles.length,
             KERNELS: LIBRARIES,
@@ -112,18 +112,18 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     """The phases of a step that can be its peak, with what each holds beside `resident`."""
     spec, high, tied = job.spec, job.high, job.spec.tied
     head, block, kept = table_parameters(job), block_parameters(job), job.costs.kept
-    whole_gradients = high * job.run * block.all if job.plan.zero == 1 else 0
+    whole_gradients = high * job.layers_running * block.all if job.plan.zero == 1 else 0
     # While the last block goes backward the head's gradient is being reduced; while the first does, a block's
     after_head = Counter(
         {
             GRADIENTS: 0 if tied else high * (head.unit + head.unit_mine),
             LOSS: high * head.all if tied else 0,
-            BLOCKS: kept(job, range(job.run)),
+            BLOCKS: kept(job, range(job.layers_running)),
         }
     )
     after_blocks = Counter(
         {
-            GRADIENTS: high * (block.all + (job.run - 1) * block.mine + (0 if tied else head.unit_mine)),
+            GRADIENTS: high * (block.all + (job.layers_running - 1) * block.mine + (0 if tied else head.unit_mine)),
             LOSS: high * head.all if tied else 0,
             BLOCKS: kept(job, range(1)),
         }
@@ -131,11 +131,11 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     for name, peak in job.costs.peaks(job).items():
         inside = peak + _open_block(job) + Counter({GRADIENTS: whole_gradients})
         yield f"{name} of the last block", inside + after_head
-        if job.run > 1:
+        if job.layers_running > 1:
             yield f"{name} of the first block", inside + after_blocks
     yield from _loss_phases(job)
     # The gradient of the embedding. In a tied model its sum with the head's, while the first block's is being reduced
-    shards = high * (job.run * block.mine + (0 if tied else head.unit_mine))
+    shards = high * (job.layers_running * block.mine + (0 if tied else head.unit_mine))
     table = high * spec.vocab * spec.hidden
     at_end = {GRADIENTS: shards + (high * block.all if tied else table), BLOCKS: table}
     if tied:
@@ -145,10 +145,10 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
 
 def _loss_phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     head, tile = table_parameters(job), job.plan.loss_tile
-    logits = min(tile, job.together) * job.spec.vocab * job.itemsize
+    logits = min(tile, job.block_tokens) * job.spec.vocab * job.itemsize
     # Without tapes, the last block's output and its gradient are tensors
-    states = 0 if job.plan.sweeps else 2 * job.hidden(job.together)
-    at_head = {GATHERED: job.itemsize * head.unit, BLOCKS: job.costs.kept(job, range(job.run)) + states}
+    states = 0 if job.plan.sweeps else 2 * job.hidden(job.block_tokens)
+    at_head = {GATHERED: job.itemsize * head.unit, BLOCKS: job.costs.kept(job, range(job.layers_running)) + states}
     yield "the loss", Counter({**at_head, LOSS: job.high * head.unit + logits + 3 * job.hidden(tile)})
     if not job.spec.tied:
         gradient = {LOSS: job.high * head.unit, GRADIENTS: job.high * head.unit}
@@ -157,7 +157,7 @@ def _loss_phases(job: Job) -> Iterator[tuple[str, Bytes]]:
 
 def _open_block(job: Job) -> Bytes:
     """A block's gathered weights, the next one's on their way, the sums of its gradients; a tied model's table."""
-    prefetches = job.axes.parameter > 1 and job.run > 1
+    prefetches = job.axes.parameter > 1 and job.layers_running > 1
     block = block_parameters(job).all
     gathered = 0 if job.plan.zero < 3 else block * (2 if prefetches else 1)
     table = table_parameters(job).unit if job.spec.tied and job.plan.zero == 3 else 0
@@ -181,7 +181,7 @@ def moment_slot_bytes(largest: int) -> int:
 
 
 def _left_over(job: Job) -> float:
-    return job.itemsize * table_parameters(job).unit * (LEFT_OVER if job.run > 1 else LEFT_OVER_ALONE)
+    return job.itemsize * table_parameters(job).unit * (LEFT_OVER if job.layers_running > 1 else LEFT_OVER_ALONE)
 
 
 @dataclass(frozen=True)

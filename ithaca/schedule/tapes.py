@@ -81,6 +81,7 @@ class Tapes:
                     memory = next(self._parts).view(dtype).view(self._host_rows(tiles), *spec.features)
                 found[layer] = self._host_tape(memory, tiles, slots)
             else:
+                assert spec.place == "disk"
                 assert self._disk is not None
                 stretch = Stretch(self._disk_start, whole_blocks(tiles.size * spec.row))
                 found[layer] = DiskTape(self._disk, stretch, tiles, slots)
@@ -182,7 +183,7 @@ class Pass:
         """From now on `x` finds the rebuilt x in their homes."""
         self._xs |= {layer: self._homes[home] for layer, home in rebuild.homes.items()}
 
-    def attended(self, layer: int) -> tuple[Tape, ...]:
+    def o_and_lse(self, layer: int) -> tuple[Tape, ...]:
         """o and the log-sum-exp of a layer; nothing if they are not saved."""
         kept = self.kept and layer in self._tapes.get("o", {})
         return tuple(self._tapes[name][layer] for name in ("o", "lse")) if kept else ()

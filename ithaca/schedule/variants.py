@@ -34,7 +34,7 @@ class Effort(Enum):
 def recipe_fits(recipe: str, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort) -> Iterator[Fit]:
     """Every way in which a recipe fits the budget of a rank, fastest first."""
     entry = RECIPES[recipe]
-    if entry.schedule == "sweep":
+    if not entry.tries:  # a sweep, whose tensors are placed here
         plans = [Plan(recipe=recipe, chunk=size, tile=min(TILE, size)) for size in _chunks(tokens, axes.context)]
         # The smallest chunk takes the least memory: if it does not fit, none does
         if effort in (Effort.LEAST, Effort.LEAST_ONCE):
@@ -51,9 +51,9 @@ def recipe_fits(recipe: str, spec: Spec, axes: Axes, tokens: int, budget: Budget
 def fitting_plans(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort) -> Iterator[Fit]:
     """The Plan in every way that it fits the budget of a rank, fastest first."""
     choices = _choices(effort, spec.layers)
-    variants = _sweep_places(plan) if plan.sweeps and plan.kv is None else [plan]
+    variants = _sweep_places(plan) if _places_itself(plan) and plan.kv is None else [plan]
     for variant in variants:
-        placed = _placed(variant, spec, axes, tokens, budget, choices) if plan.sweeps else variant
+        placed = _placed(variant, spec, axes, tokens, budget, choices) if _places_itself(plan) else variant
         if placed is None:
             continue
         memory = step_memory(Job(spec=spec, plan=placed, tokens=tokens, axes=axes))
@@ -63,10 +63,15 @@ def fitting_plans(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budge
 
 def refit(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget) -> Fit | None:
     """A Plan that fits, placed again with all choices tried; None if it has nothing to place."""
-    if not plan.sweeps:
+    if not _places_itself(plan):
         return None
     unplaced = replace(plan, x=None, o=None, residual=None, disk=None)
     return next(fitting_plans(unplaced, spec, axes, tokens, budget, Effort.ALL), None)
+
+
+def _places_itself(plan: Plan) -> bool:
+    """Whether the planner places x, o, K and V of each layer. A recipe with `tries` keeps what these say."""
+    return plan.sweeps and not plan.entry.tries
 
 
 @lru_cache(maxsize=64)  # the search asks for the same ones many times

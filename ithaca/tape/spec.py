@@ -1,8 +1,8 @@
 """The tapes that a schedule needs: names, tile sizes, bytes by place. Arithmetic; nothing is allocated here.
 
 A tape lives on the device, in host memory or on disk. Tiles of a host or disk tape pass through a few slots on the
-device, and tiles of a disk tape also through staging in host memory. On disk each tile begins with a block, so that
-reading and writing can bypass the page cache.
+device, and tiles of a disk tape also through staging in host memory. On disk each tile starts at a block boundary,
+so that reading and writing can bypass the page cache.
 """
 
 import math
@@ -28,7 +28,7 @@ class TapeSpec:
     exact: bool  # numbers are at least fp32, whatever the dtype of the computation
     slots: int  # tiles on the device at a time if the tape lives elsewhere; tapes of one name share them
     training: bool  # needed only if a backward pass follows
-    ranks: int = 1  # whose tokens a tape holds: this rank's own, or those of all its Ulysses ranks
+    ranks: int = 1  # 1: a tape holds this rank's own tokens; C: those of all its C Ulysses ranks
 
     def tiles(self, local: Tiles) -> Tiles:
         """How the tape is cut, given how this rank's own tokens are cut."""

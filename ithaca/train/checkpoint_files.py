@@ -112,8 +112,9 @@ def rank_digests(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
 
 def file_sha256(file: Path) -> str:
     """Return the SHA-256 of a file, read in large pieces: after each one this thread waits for Python's lock."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(HASHED_BYTES))
+    digest = hashlib.sha256()
     with file.open("rb", buffering=0) as opened:
+        buffer = memoryview(bytearray(min(os.fstat(opened.fileno()).st_size, HASHED_BYTES) or 1))
         while count := opened.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()

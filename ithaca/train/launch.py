@@ -175,7 +175,7 @@ def _start(config: Config, ranks: int | None, path: Path, place: Place, nodes: i
             if how is None:
                 return
             newest = meeting.newest(f"attempt {attempt}", folder.last_checkpoint())
-            failures, saved = (1 if newest > saved else failures + 1), newest
+            failures, saved = (1 if newest > saved else failures + 1), max(saved, newest)
             if failures > RESTARTS:
                 raise RunError(
                     f"{how}, and {RESTARTS} restarts in a row made no new checkpoint: fix the cause, then continue "

@@ -28,11 +28,11 @@ from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
 from ithaca.train.checkpoint import Checkpoints
+from ithaca.train.learning_rate import learning_rate
 from ithaca.train.loader import Loader
 from ithaca.train.report import Progress, Sink, draw_loss, open_sinks
 from ithaca.train.run_folder import RunFolder, check_shared
-from ithaca.train.schedule import learning_rate
-from ithaca.train.start import free_memory, identity, open_data, open_source, settle
+from ithaca.train.start import check_same_data, free_memory, identity, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
 
 
@@ -57,6 +57,7 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool) -> None:
             grid = mesh(**vars(axes), device=grid.device.type)
         resumed = from_first(grid.group, run.has_checkpoints)
         data = together(grid.group, lambda: open_data(config))
+        check_same_data(data, grid)
         source = together(grid.group, lambda: open_source(config, run, resumed, data))
         TrainingRun(config, run, apply(source, plan, grid), data, why).go(launched)
     finally:

@@ -17,7 +17,7 @@ from ithaca.data.inputs import standard_library
 from ithaca.data.tokenfile import TokenFile, open_tokens
 from ithaca.model.source import ModelSource, describe_model, load_model
 from ithaca.model.spec import Spec
-from ithaca.parallel.agree import least
+from ithaca.parallel.agree import least, together_with
 from ithaca.parallel.mesh import Mesh
 from ithaca.planner.hardware import RUNTIME, Cluster, nearest, read_gpus
 from ithaca.planner.report import Question, explain, refusal
@@ -28,6 +28,7 @@ from ithaca.tape.budget import host_budget
 from ithaca.train.run_folder import RunFolder
 
 CPU_TOKENS, GPU_TOKENS = 8 * 2**10, 64 * 2**10  # default context lengths
+SPOTS, SPOT = 64, 1024  # pieces of the data, and numbers in each, that ranks compare
 UNKNOWN = "A100-80GB"  # the planner uses the rates of this GPU for one that no table describes
 
 Chosen = tuple[Plan, MeshSection, list[str]]  # and the planner's lines about it
@@ -138,6 +139,28 @@ def identity(data: TokenFile) -> list[Any]:
     """Return what tells this data from other data, cheaply: counts, tokenizer, a checksum of both ends."""
     ends = np.concatenate((data.tokens[:65536], data.tokens[-65536:]))
     return [len(data.tokens), data.documents, data.tokenizer, zlib.crc32(np.ascontiguousarray(ends).data)]
+
+
+def check_same_data(data: TokenFile, grid: Mesh) -> None:
+    """Raise an error on all ranks if one of them reads other data than rank 0. Collective.
+
+    Each rank draws its own rows only, so nothing would notice later that a node has another file.
+    """
+    arrays = [data.tokens, data.bounds, *([] if data.learned_from is None else [data.learned_from])]
+    _, found = together_with(grid.group, lambda: [*identity(data), *map(_spot_checksum, arrays)], lambda mine: mine)
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
+            name = f"'{data.path}'" if data.path else "Python's standard library"
+            raise DataError(
+                f"rank {rank} reads other data than rank 0 from {name} ({theirs[0]} tokens in {theirs[1]} documents, "
+                f"rank 0 {found[0][0]} in {found[0][1]}): data.source must be the same file on all nodes"
+            )
+
+
+def _spot_checksum(array: np.ndarray) -> int:
+    """Return a checksum of a few pieces, evenly spread."""
+    starts = np.linspace(0, max(len(array) - SPOT, 0), SPOTS, dtype=np.int64)
+    return zlib.crc32(np.concatenate([array[start : start + SPOT] for start in starts]).data)
 
 
 def open_source(config: Config, run: RunFolder, resumed: bool, data: TokenFile) -> ModelSource:

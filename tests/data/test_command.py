@@ -39,7 +39,7 @@ def test_prepare_then_stats(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     _run([out], stats=True)
     said = capsys.readouterr().out
     assert "longest" in said
-    assert said.splitlines()[-1] == f"picture: {out}.png"
+    assert said.splitlines()[-1] == f"Picture: {out}.png"
     assert Path(f"{out}.png").exists()
     _run([out], stats=True, picture=folder / "p")
     assert (folder / "p").read_bytes().startswith(b"\x89PNG")

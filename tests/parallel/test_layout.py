@@ -72,6 +72,16 @@ def test_the_example_of_the_docstring() -> None:
     ]
 
 
+def test_the_docstring_s_example_of_a_ring() -> None:
+    layout = Layout(16, 16, 2, 2)
+    assert [[list(place) for place in layout.places(rank)] for rank in range(4)] == [
+        [[0, 1], [12, 13]],
+        [[2, 3], [14, 15]],
+        [[4, 5], [8, 9]],
+        [[6, 7], [10, 11]],
+    ]
+
+
 def test_one_chunk_is_one_piece_for_each_rank() -> None:
     assert [Layout(13, 13, 3).places(rank) for rank in range(3)] == [[range(5)], [range(5, 10)], [range(10, 15)]]
 

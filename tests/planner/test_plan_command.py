@@ -198,6 +198,9 @@ def test_nodes_within_the_number_of_gpus(say: Say) -> None:
     assert json.loads(old.out) == new
     assert new["gpus"] == "16xH100-80GB"
     assert new != answer(say(*words, "--gpus", "16xH100-80GB"))
+    both = say(*words, "--gpus", "4x4xH100-80GB", "--node-gpus", "8")
+    assert both.code == 2
+    assert "--gpus 4x4xH100-80GB has 4 GPUs on a node, but --node-gpus is 8" in both.err
 
 
 @pytest.mark.parametrize(("model", "tokens"), [("llama3.2-1b", "64K"), ("llama3-70b", "8M")])

@@ -1,5 +1,6 @@
 """A rank draws its own rows, one step ahead, and gets the batches that the whole step would give it."""
 
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from ithaca.config import Config, TrainSection
 from ithaca.data import sample
 from ithaca.data.inputs import standard_library
 from ithaca.data.sample import sequences
-from ithaca.train import loader
+from ithaca.train import loader, loop
 from ithaca.train.loader import Loader
 from ithaca.train.loop import TrainingRun, train
 from tests.nursery import Nursery
@@ -96,3 +97,22 @@ def test_an_error_is_raised_in_the_step_that_needs_the_data(monkeypatch: pytest.
     with pytest.raises(DataError, match="the disk is gone"):
         mine.batches(1)
     mine.close()
+
+
+def other_data_on_rank_1(config: Config, path: Path) -> None:
+    """Train on a node whose file has one other document, far from both ends."""
+    data = standard_library()
+    middle, third = len(data.tokens) // 2, len(data.tokens) // 3
+    tokens = data.tokens.copy()
+    if os.environ["RANK"] == "1":
+        tokens[third:middle] = 32
+    loop.open_data = lambda _: replace(data, tokens=tokens)
+    train(config, path)
+
+
+def test_ranks_with_other_data_are_refused(nursery: Nursery, small_config: Config, tmp_path: Path) -> None:
+    """No two data ranks draw the same row, so their rows cannot be compared."""
+    for end in nursery.job(other_data_on_rank_1, small_config, tmp_path / "run", ranks=2):
+        assert end.code != 0
+        assert "rank 1 reads other data than rank 0 from Python's standard library" in end.err
+        assert "data.source must be the same file on all nodes" in end.err

@@ -248,7 +248,8 @@ def test_a_task_of_srun_for_each_rank(nursery: Nursery, small_model: Path, tmp_p
 @pytest.mark.full
 def test_a_task_of_srun_for_each_node(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
     """Each starts a rank, which meets a mistake."""
-    wrong, port = [*words("wrong", small_model, "mesh.ulysses=2"), "--ranks", "1"], free_port()
+    wrong = [*words("wrong", small_model, "mesh.ulysses=2", "plan.recipe=dense"), "--ranks", "1"]
+    port = free_port()
     tasks = [(wrong, slurm("1,1", node, 0, port)) for node in (0, 1)]
     for end in nursery.commands(*tasks, folder=tmp_path, disturb=nobody):
         assert end.code == 2

@@ -12,8 +12,8 @@ import torch
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.config import Config, read_config
 from ithaca.model.source import load_model
+from ithaca.train.learning_rate import learning_rate
 from ithaca.train.run_folder import RunFolder
-from ithaca.train.schedule import learning_rate
 
 
 def test_a_configuration_comes_back_as_it_went(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_run_under_every_recipe_has_the_same_losses(nursery: Nursery, small_mo
         sets = words(*common, *plan, "train.micro_batch=2", f"train.steps={steps}")
         end = nursery.command("train", "--run", "mixed", "--ranks", "2", *sets, folder=tmp_path)
         assert end.code == 0, end.err
-    assert "tapes: on the host x" in end.out
+    assert "Saved activations: in host memory x" in end.out
     assert losses(tmp_path / "mixed") == pytest.approx(losses(tmp_path / "dense"), rel=1e-9)
 
 

@@ -17,11 +17,11 @@ kv = 2 · n · max(Hkv, C) · D · b · (C − 1) / C:
 
 In bytes: 2 q + kv forward, 4 q + 2 kv backward.
 
-One chunk alone sends 2 and 2, or 4 where o is recomputed. The last layer still has K and V: it sends one kv less. K and
-V that documents keep a chunk from asking for travel with its queries: fewer messages, the same bytes. R ring ranks add,
-with L = C · n tokens, h query heads of a rank and f bytes a sum, 3 N messages each way: (R − 1) · L · h (2 D b + f)
-forward (q, o, lse) and (R − 1) · L · h (4 D b + f) backward (do q o, lse, dq).
-"""
+One chunk alone sends 2 and 2, or 4 where o is recomputed. The last layer still has K and V: it sends one kv less. If
+documents keep later chunks from asking for a chunk's K and V, these travel with the chunk's own queries: fewer
+messages, the same bytes. R ring ranks add, with L = C · n tokens, h query heads of a rank and f bytes a sum, 3 N
+messages each way: (R − 1) · L · h (2 D b + f) forward (q, o, lse) and (R − 1) · L · h (4 D b + f) backward (do q o,
+lse, dq)."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -41,6 +41,7 @@ from ithaca.schedule.costs import (
     Work,
     attention_flops,
     block_products,
+    last_product,
     linear_flops,
     local_tokens,
     moved_bytes,
@@ -140,7 +141,7 @@ def kept(job: "Job", layers: range) -> int:  # noqa: ARG001
 
 def peaks(job: "Job") -> dict[str, Counter[str]]:
     """Bytes at the two peaks of a chunk's backward pass, with what its neighbours hold."""
-    q, k, T = job.own_queries(), job.own_keys(), job.together
+    q, k, T = job.own_queries(), job.own_keys(), job.block_tokens
     ulysses, ring = job.axes.ulysses, job.axes.ring
     under_way = min(chunks_under_way(ulysses, ring), job.chunks - 1)
     exchange = 0
@@ -213,7 +214,7 @@ def work(job: "Job") -> Work:
     spec, placement = job.spec, job.plan.placement(job.spec.layers)
     kv = spec.kv_heads * spec.head_size
     project, rest = block_products(job)
-    again = project + rest - spec.hidden * spec.mlp  # the block's last product is not run again
+    again = project + rest - last_product(job)
     again += 2 * spec.hidden * kv  # K and V, for later chunks
     again += rebuild_passes(placement, spec) * rest / spec.layers
     attention = attention_flops(job)
@@ -274,6 +275,8 @@ def _kv_copies(job: "Job") -> Copies:
     forward = Copies(into=visits * kv, out=kv)
     # Backward computes them again, but for the last layer, which reads its own tiles instead
     backward = Copies(into=(visits + 1 / layers) * kv, out=kv * (layers - 1) / layers)
+    recomputed = job.plan.placement(layers).o.count(RECOMPUTE) / layers
+    backward += Copies(into=(visits + 1) * kv * recomputed)  # a chunk attends twice, and reads its own tile again
     gradients = Copies(into=(visits + 1) * sums, out=(visits + 1) * sums)
     layer = forward + backward + gradients
     return Copies(layers * layer.into, layers * layer.out)

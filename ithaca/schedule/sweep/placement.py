@@ -1,8 +1,8 @@
 """Placement from budgets: saved tensors go to the device, then to the host, then to the disk; the rest is recomputed.
 
 What is cheapest to compute again is given up first: x of some layers (output projection and MLP, linear in the tokens),
-and only then o, from the first layer on (attention, at long contexts nearly all of a step). Giving up an o saves
-little: the x of the next layer, which could have been rebuilt from it, must then be saved.
+and only then o, from the first layer on (attention, at long contexts nearly all of a step). Not saving an o frees
+little, because the next layer's x can then no longer be rebuilt and must be saved.
 
 A disk is slow, so going there counts as work: at long contexts o goes to the disk before it is given up, x hardly ever.
 To the disk go first the o, which are written and read once in a step (an x is read three times: by the next layer, for

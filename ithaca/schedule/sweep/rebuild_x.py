@@ -101,5 +101,5 @@ class _PassingX:
 
 
 def _saved_o(tapes: Pass, layer: int) -> Tape:
-    o, _ = tapes.attended(layer)
+    o, _ = tapes.o_and_lse(layer)
     return o

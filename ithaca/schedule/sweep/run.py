@@ -12,8 +12,8 @@ backward pass. x is read, or rebuilt from o of layers below (rebuild_x.py). K an
 chunk first visits it, so that reading x hides behind attention; the last layer still has those of its forward pass.
 
 Of the sequence's full length the device holds K, V (in the dtype of the computation) and their gradients (fp32):
-6 · Hkv · D / hidden d, 1.5 d for Llama3-8B. The rest lives where the Plan puts it. Beside that a chunk takes about 20
-hidden states of its own size while its attention runs backward. cost.py has all of it, and what is sent.
+6 · Hkv · D / hidden d, 1.5 d for Llama3-8B. The rest lives where the Plan puts it. Beside that, about 20 hidden states
+of a chunk exist while its attention runs backward. cost.py has all of it, and what is sent.
 
 Over Ulysses ranks a tile of x, o or the residual is this rank's part of a chunk, with all heads. K, V, their gradients
 and the log-sum-exp are of the whole chunk, with this rank's heads. The exchange lies in between, and chunks are
@@ -97,7 +97,7 @@ def _let_others_run(over: Exchange | Ring) -> ChunkSteps:
 
 
 def run_sweep(w: dict[str, Tensor], carrier: Tensor, call: SweepCall) -> Tensor:
-    """Run the block from its x tape to the next one; differentiable in the token and the weights."""
+    """Run the block from its x tape to the next one; differentiable in the carrier and the weights."""
     return _Sweep.apply(carrier, call, tuple(w), *w.values())
 
 
@@ -131,7 +131,7 @@ def _forward(call: SweepCall, w: Weights) -> None:
 
 
 def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> ChunkSteps:
-    xs, ys, kept = call.tapes.x(call.layer), call.tapes.x(call.layer + 1), call.tapes.attended(call.layer)
+    xs, ys, kept = call.tapes.x(call.layer), call.tapes.x(call.layer + 1), call.tapes.o_and_lse(call.layer)
     x = xs.read(chunk, toward=1)
     q, *kv = project(call.spec, w, x, call.rotation(chunk, x.dtype), Heads.all(call.spec))
     coming = call.exchange.to_heads(call.split, (q,), kv)
@@ -167,14 +167,14 @@ def _backward(call: SweepCall, w: Summed) -> None:
         chunks = reversed(range(count))
         run_chunks((_chunk_backward(call, w, chunk, xs, keys, sums) for chunk in chunks), call.hops > 0)
     if layer > 0 and not tapes.rebuild(layer - 1):
-        for tape in (tapes.x(layer - 1), *tapes.attended(layer - 1), tapes.residual):
+        for tape in (tapes.x(layer - 1), *tapes.o_and_lse(layer - 1), tapes.residual):
             tape.prefetch(count - 1)
 
 
 def _chunk_backward(
     call: SweepCall, w: Summed, chunk: int, xs: XReader, keys: "_RebuiltKV", sums: KVGradients
 ) -> ChunkSteps:
-    kept, residuals = call.tapes.attended(call.layer), call.tapes.residual
+    kept, residuals = call.tapes.o_and_lse(call.layer), call.tapes.residual
     x, *tiles, residual = (tape.read(chunk, toward=-1) for tape in (xs, *kept, residuals))
     if kept:
         projection, (o, lse) = None, tiles

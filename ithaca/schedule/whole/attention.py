@@ -112,7 +112,7 @@ class _Outputs:
                 target.copy_(part)
 
 
-class RecomputedAttention:
+class BackwardAttention:
     """The same attention in a block's backward pass: gives `o`, saved or recomputed; the caller fills `do`."""
 
     def __init__(self, call: Attention, w: Summed, x: Tensor, rotation: Rotation | None, kept: Sequence[Tensor]):
@@ -167,7 +167,7 @@ class RecomputedAttention:
 
     def _one_round(self, split: HeadSplit, lses: Iterator[Tensor], dx: Tensor) -> None:
         projection = self._project(split.q_heads, split.kv_heads)
-        coming = self._call.exchange.to_heads(split, (projection.q, *self._gradients_of(split)), projection.kv)
+        coming = self._call.exchange.to_heads(split, (projection.q, *self._o_and_do(split)), projection.kv)
         projection.free_outputs()
         (q, o, do), (k, v) = coming.wait()
         del coming
@@ -182,7 +182,7 @@ class RecomputedAttention:
         sums: Sequence[Tensor] = ()
         for split in group:
             projection = self._project(split.q_heads, range(0))
-            coming = exchange.to_heads(split, (projection.q, *self._gradients_of(split)))
+            coming = exchange.to_heads(split, (projection.q, *self._o_and_do(split)))
             projection.free_outputs()
             (q, o, do), _ = coming.wait()
             del coming
@@ -204,7 +204,7 @@ class RecomputedAttention:
         (dq,), dkv = self._call.exchange.to_tokens(split, (dq,), dkv).wait()
         dx += projection.backward(dq, *dkv)
 
-    def _gradients_of(self, split: HeadSplit) -> tuple[Tensor, Tensor]:
+    def _o_and_do(self, split: HeadSplit) -> tuple[Tensor, Tensor]:
         """o and do with a round's heads."""
         if self._call.one_round:
             return self.o, self.do

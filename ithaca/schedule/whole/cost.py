@@ -47,6 +47,7 @@ from ithaca.schedule.costs import (
     Work,
     attention_flops,
     block_products,
+    last_product,
     linear_flops,
     local_tokens,
     moved_bytes,
@@ -90,15 +91,15 @@ def kept(job: "Job", layers: range) -> int:
     if job.plan.checkpoint == "none":
         return len(layers) * _everything(job)
     words = job.plan.placement(job.spec.layers).x[layers.start : layers.stop]
-    size = words.count("device") * job.hidden(job.together)
+    size = words.count("device") * job.hidden(job.block_tokens)
     if job.plan.checkpoint == "selective":
-        size += len(layers) * (job.queries(job.together) + job.own_lse())
+        size += len(layers) * (job.queries(job.block_tokens) + job.own_lse())
     return size
 
 
 def _everything(job: "Job") -> int:
     """What autograd keeps: x, both norms, the output projection; q, k, v, o, and o once more; gate, up, product."""
-    T = job.together
+    T = job.block_tokens
     return 4 * job.hidden(T) + 3 * job.queries(T) + 2 * job.keys(T) + 3 * T * job.spec.mlp * job.itemsize
 
 
@@ -109,7 +110,7 @@ def one_round(job: "Job") -> bool:
 
 def peaks(job: "Job") -> dict[str, Counter[str]]:
     """Bytes at the two peaks of a block's backward pass."""
-    T, q, k = job.together, job.own_queries(), job.own_keys()
+    T, q, k = job.block_tokens, job.own_queries(), job.own_keys()
     x, tokens_q = job.hidden(T), job.queries(T)
     if job.plan.checkpoint == "none":
         mlp = Counter({BLOCKS: 2 * x + 3 * T * job.spec.mlp * job.itemsize})
@@ -134,7 +135,7 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
 
 def _peaks_in_rounds(job: "Job", states: int) -> dict[str, Counter[str]]:
     """The same if a few heads are attended with at a time."""
-    T, split = job.together, job.rounds[0][0]
+    T, split = job.block_tokens, job.rounds[0][0]
     own = job.own_queries(split)
     sent = T * len(split.q_heads) * job.spec.head_size * job.itemsize
     kv = T * job.axes.ulysses * max(map(len, split.kv)) * job.spec.head_size * job.itemsize
@@ -204,9 +205,9 @@ def _group_backward(group: tuple[HeadSplit, ...]) -> list[Message]:
 
 def work(job: "Job") -> Work:
     """FLOPs and bytes of a step."""
-    spec, keeps_all = job.spec, job.plan.checkpoint == "none"
+    keeps_all = job.plan.checkpoint == "none"
     project, rest = block_products(job)
-    again = 0.0 if keeps_all else project + rest - spec.hidden * spec.mlp  # the last product is not run again
+    again = 0.0 if keeps_all else project + rest - last_product(job)
     if job.plan.entry.head_rounds:
         again += project  # q, K and V once to attend again, and once for their gradients
     return Work(

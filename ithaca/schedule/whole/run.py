@@ -21,7 +21,7 @@ from ithaca.model.rotary import Rotation
 from ithaca.model.spec import Heads
 from ithaca.schedule.pre_post_attention import post_attention, post_attention_backward, summed
 from ithaca.schedule.tapes import Pass
-from ithaca.schedule.whole.attention import Attention, RecomputedAttention
+from ithaca.schedule.whole.attention import Attention, BackwardAttention
 from ithaca.tape.tape import Tape
 
 
@@ -74,7 +74,7 @@ class _Checkpointed(torch.autograd.Function):
         wanted = [name for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True) if needed]
         w = summed(spec, dict(zip(names, weights, strict=True)), wanted)
         x = kept.pop(0) if call.tapes is None else _get(call.tapes.x(call.layer))
-        attention = RecomputedAttention(call.attention, w, x, call.rotation, kept)
+        attention = BackwardAttention(call.attention, w, x, call.rotation, kept)
         dx = torch.empty_like(dy)
         post_attention_backward(spec, w, x, attention.o, dy, dx, attention.do, call.tile or len(x))
         attention.backward(dx)

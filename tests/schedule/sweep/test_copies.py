@@ -24,6 +24,8 @@ PLACES: dict[str, dict[str, str]] = {
     "x recomputed": {"x": "host, rebuild*3", "o": "host"},
     "every second x": {"x": "host, rebuild", "o": "host", "residual": "host"},
     "attention recomputed": {"x": "host", "o": "recompute"},
+    "attention recomputed, K and V": {"x": "host", "o": "recompute", "kv": "host"},
+    "some attention recomputed, K and V": {"x": "host", "o": "recompute*2, host*2", "kv": "host"},
     "everything": dict.fromkeys(DEVICE, "host"),
 }
 
