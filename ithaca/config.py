@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ithaca.base.errors import ConfigError, suggestion
+from ithaca.base.errors import ConfigError, IthacaError, suggestion
 from ithaca.base.sizes import MOST_SECONDS, parse_tokens
 from ithaca.plans.places import REBUILD
 from ithaca.plans.plan import RECIPE_OPTIONS, Plan
@@ -32,6 +32,8 @@ RENAMED = {  # old option -> new option; the old one still works
     "plan.gradient": "plan.residual",
 }
 MOST_TOKENS = 2**32  # in a step
+# Options of [train] that may change when a run continues. Others would make it another run
+CHANGEABLE = {"steps", "learning_rate", "schedule", "warmup", "decay", "final_rate", "micro_batch", "device"}
 
 
 def _tell(notice: str) -> None:
@@ -156,6 +158,13 @@ class RunSection:
             raise ConfigError(f"run.report '{self.report}' does not exist: {hint}")
 
 
+class _NoPlan:
+    """The options of a Plan that the planner will choose."""
+
+    def __init__(self) -> None:
+        self.recipe = AUTO
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     model: ModelSection = field(default_factory=ModelSection)
@@ -166,18 +175,32 @@ class Config:
     train: TrainSection = field(default_factory=TrainSection)
     run: RunSection = field(default_factory=RunSection)
 
-    def differs(self, other: "Config") -> str | None:
-        """Return the first option that makes this run's losses differ, as 'train.seed=1 instead of 0'; None if none.
+    def conflict(self, record: "Config") -> str | None:
+        """Return the first option that a run must not change, as 'train.seed=1 instead of 0'; None if there is none.
 
-        The mesh and the Plan change no loss, and a run may continue for more steps.
+        `record` is the configuration of its checkpoint. The data are compared by content, not by the file's name.
         """
-        harmless = (("train", "steps"), ("train", "micro_batch"), ("train", "device"))
-        for section in ("model", "data", "train"):
-            mine, theirs = vars(getattr(self, section)), vars(getattr(other, section))
-            for name, value in mine.items():
-                if value != theirs[name] and (section, name) not in harmless:
-                    return f"{section}.{name}={value!r} instead of {theirs[name]!r}"
+        for name, (mine, theirs) in self._differences(record).items():
+            section, _, option = name.partition(".")
+            if section in ("model", "train") and option not in CHANGEABLE:
+                return f"{name}={mine!r} instead of {theirs!r}"
         return None
+
+    def changes(self, record: "Config") -> list[str]:
+        """Return all options that differ from a checkpoint's, as 'train.steps 16 -> 32'."""
+        shown = {None: "unset", "": "unset"}
+        differences = self._differences(record).items()
+        return [f"{name} {shown.get(old, old)} -> {shown.get(new, new)}" for name, (new, old) in differences]
+
+    def _differences(self, other: "Config") -> dict[str, tuple[Any, Any]]:
+        """Return all options whose values differ, by name: this one's value and the other's."""
+        found = {}
+        for section in dataclasses.fields(self):
+            mine, theirs = (vars(getattr(config, section.name) or _NoPlan()) for config in (self, other))
+            for name in {**mine, **theirs}:
+                if mine.get(name) != theirs.get(name):
+                    found[f"{section.name}.{name}"] = mine.get(name), theirs.get(name)
+        return found
 
     def toml(self) -> str:
         """Return the configuration as TOML that `read_config` reads back."""
@@ -219,6 +242,16 @@ def read_config(
     if config.plan is not None and _recipe(content) is None:
         tell(f"plan.recipe is not set: using '{config.plan.recipe}' with the plan options that are")
     return config
+
+
+def parse_config(text: str) -> Config:
+    """Return the configuration that a checkpoint records. Old names are read without notice."""
+    try:
+        content = tomllib.loads(text)
+        _rename_options(content)
+        return build(Config, content, "")
+    except (tomllib.TOMLDecodeError, IthacaError) as problem:
+        raise ConfigError(f"the checkpoint records a configuration that cannot be read ({problem})") from None
 
 
 def _rename_options(content: dict[str, Any]) -> list[str]:

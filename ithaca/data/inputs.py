@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from ithaca.base.errors import DataError, suggestion
-from ithaca.data.tokenfile import DTYPES, INT64, TokenFile
+from ithaca.data.reader import TokenFile, in_memory
+from ithaca.data.tokenfile import DTYPES, INT64
 
 KINDS = {".jsonl": "jsonl", ".parquet": "parquet", ".npy": "npy", ".bin": "bin"}  # every other file is text
 _PROBED_BYTES = 8192
@@ -138,4 +139,4 @@ def standard_library() -> TokenFile:
     files = [file for file in sorted(top.rglob("*.py")) if not (_SKIPPED | _TABLES) & set(file.relative_to(top).parts)]
     contents = [content for file in files if (content := file.read_bytes())]
     bounds = np.cumsum([0, *map(len, contents)], dtype=INT64)
-    return TokenFile(None, np.frombuffer(b"".join(contents), np.uint8), bounds, None, "bytes", 256)
+    return in_memory(np.frombuffer(b"".join(contents), np.uint8), bounds, tokenizer="bytes", vocab=256)

@@ -206,7 +206,7 @@ def _groups(found: Iterator[tuple[Place, Document]], size: int) -> Iterator[tupl
 def _append(partial: Partial, group: list[Document], encoding: Encoding) -> None:
     for encoded in encode(group, encoding):
         if any(map(len, encoded.parts)):
-            partial.add(encoded.parts, encoded.learned, encoded.largest)
+            partial.add(encoded.parts, [range(encoded.learned)], encoded.largest)
         else:
             partial.skip()
 

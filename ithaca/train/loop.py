@@ -15,8 +15,8 @@ from ithaca.assemble import Model, apply
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens
-from ithaca.config import Config
-from ithaca.data.tokenfile import TokenFile
+from ithaca.config import Config, parse_config
+from ithaca.data.reader import TokenFile
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.axes import Axes
@@ -32,7 +32,7 @@ from ithaca.train.learning_rate import learning_rate
 from ithaca.train.loader import Loader
 from ithaca.train.report import Progress, Sink, draw_loss, open_sinks
 from ithaca.train.run_folder import RunFolder, check_shared
-from ithaca.train.start import check_same_data, free_memory, identity, open_data, open_source, settle
+from ithaca.train.start import check_data, data_change, free_memory, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
 
 
@@ -56,8 +56,8 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool) -> None:
         if axes != config.mesh:
             grid = mesh(**vars(axes), device=grid.device.type)
         resumed = from_first(grid.group, run.has_checkpoints)
-        data = together(grid.group, lambda: open_data(config))
-        check_same_data(data, grid)
+        data = open_data(config, run, grid)
+        check_data(data, grid)
         source = together(grid.group, lambda: open_source(config, run, resumed, data))
         TrainingRun(config, run, apply(source, plan, grid), data, why).go(launched)
     finally:
@@ -105,11 +105,18 @@ class TrainingRun:
         return options.micro_batch or options.batch, options.tokens  # pyrefly: ignore
 
     def _check_resumed(self, manifest: dict[str, Any]) -> None:
-        if manifest["data"] != identity(self.data):
+        """Raise an error unless this run continues what the checkpoint was; say what has changed."""
+        if difference := data_change(manifest["data"], self.data):
             raise ConfigError(
-                f"the data have changed since the checkpoint of step {self.done}: it saw {manifest['data']}, "
-                f"now there are {identity(self.data)}; name a new --run"
+                f"the data have changed since the checkpoint of step {self.done}: {difference}; name a new --run"
             )
+        if isinstance(manifest["data"], list):
+            self._warn(
+                f"the checkpoint of step {self.done} is of an older Ithaca, which recorded only counts and both ends "
+                "of the data: nothing tells whether the rest is the same; the next checkpoint records all of it"
+            )
+        if changes := self.config.changes(parse_config(manifest["config"])):
+            self._warn(f"changed since the checkpoint of step {self.done}: {', '.join(changes)}")
         if self.done > self.config.train.steps:
             raise ConfigError(
                 f"the run has done {self.done} steps already, and train.steps is {self.config.train.steps}: "
@@ -252,7 +259,7 @@ class TrainingRun:
     def _save(self) -> None:
         """Begin a checkpoint of this step, unless there is one."""
         if self.saved != self.done:
-            self.checkpoints.save(self.done, {"data": identity(self.data), "config": self.config.toml()})
+            self.checkpoints.save(self.done, {"data": self.data.identity(), "config": self.config.toml()})
             self.saved = self.done
 
     def _report_problem(self, final: bool) -> None:

@@ -22,11 +22,12 @@ from typing import IO, Any
 import torch
 
 from ithaca.base.errors import ConfigError, RunError
-from ithaca.config import Config, read_config
+from ithaca.config import Config, parse_config, read_config
 from ithaca.model.save import write_description, write_dtypes
 from ithaca.model.source import ModelSource
 from ithaca.parallel.agree import from_first, without
 from ithaca.parallel.mesh import Mesh
+from ithaca.train.checkpoint_files import CheckpointFolder
 
 LOCK_SECONDS = 20  # to wait for the lock: an interrupted job may hold it a little longer
 SEE_SECONDS = 30.0  # to wait for a file: network file systems may cache its absence for so long
@@ -57,12 +58,24 @@ class RunFolder:
     def saved_config(self) -> Config:
         return read_config(self.config, [], saved=True)
 
+    def record(self) -> Config | None:
+        """Return the configuration of the newest checkpoint; without checkpoints, that of the last start, if any.
+
+        A checkpoint's record counts, not config.toml: anyone may have edited that.
+        """
+        files = CheckpointFolder(self.checkpoints)
+        for step in reversed(files.steps()):
+            if manifest := files.manifest(step):
+                return parse_config(manifest["config"])
+        return self.saved_config() if self.begun() else None
+
     def check(self, config: Config) -> None:
-        """Raise an error if the run has checkpoints and this configuration would change its losses."""
-        difference = config.differs(self.saved_config()) if self.begun() and self.has_checkpoints() else None
-        if difference:
+        """Raise an error if the run has checkpoints and this configuration would make it another run."""
+        record = self.record() if self.has_checkpoints() else None
+        if record and (difference := config.conflict(record)):
             raise ConfigError(
-                f"'{self.path}' is a run with another configuration: {difference}; name another --run, or --fresh"
+                f"'{self.path}' is a run with another configuration: {difference}; "
+                "leave the option as it was, or name another --run"
             )
 
     def hold(self) -> IO[str]:

@@ -7,19 +7,22 @@ import random
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 from rich.console import Console
 
 from ithaca.base.errors import DataError
 from ithaca.data import partial
 from ithaca.data.prepare import encode, prepare
-from ithaca.data.tokenfile import open_tokens
+from ithaca.data.reader import open_tokens
 from ithaca.data.tokenizer import load_tokenizer
 
 
@@ -198,19 +201,34 @@ def test_ready_tokens_are_narrowed_again_after_a_stop(tmp_path: Path, monkeypatc
     assert (tmp_path / "out.partial.copy").exists()
     prepare([tmp_path / "a.npy"], tmp_path / "out")
     data = open_tokens(tmp_path / "out")
-    assert data.tokens.dtype == np.uint16
-    assert data.tokens.tolist() == list(range(1000))
+    assert data.header.dtype == "uint16"
+    assert data.read(0, 1000).tokens.tolist() == list(range(1000))
     assert sorted(os.listdir(tmp_path)) == ["a.npy", "out"]
 
 
 def test_long_documents_are_written_by_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial, "_PIECE", 7)
+    monkeypatch.setattr(partial, "_PIECE", 8)
     tokens = np.arange(100) % 50
     np.save(tmp_path / "a.npy", np.stack([tokens, tokens]))
     prepare([tmp_path / "a.npy"], tmp_path / "out")
     data = open_tokens(tmp_path / "out")
-    assert data.tokens.tolist() == tokens.tolist() * 2
-    assert data.bounds.tolist() == [0, 100, 200]
+    assert data.read(0, 200).tokens.tolist() == tokens.tolist() * 2
+    assert data.bounds().tolist() == [0, 100, 200]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1, max_size=12))
+def test_a_mask_made_by_pieces_is_that_of_the_prompts(lengths: list[tuple[int, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partial, "_PIECE", 16)
+        source, out = Path(folder, "a.jsonl"), Path(folder, "out")
+        lines = [{"prompt": "p" * prompt, "completion": "c" * rest} for prompt, rest in lengths]
+        source.write_text("\n".join(map(json.dumps, lines)))
+        prepare([source], out)
+        window = open_tokens(out).read(0, open_tokens(out).tokens)
+        assert (window.learned is None) == all(prompt == 0 for prompt, _ in lengths)
+        if window.learned is not None:
+            assert window.learned.tolist() == [token == ord("c") for token in window.tokens.tolist()]
 
 
 def _no_more_than_5000_bytes() -> None:

@@ -13,6 +13,7 @@ from ithaca.base.errors import DataError
 from ithaca.config import Config, TrainSection
 from ithaca.data import sample
 from ithaca.data.inputs import standard_library
+from ithaca.data.reader import in_memory
 from ithaca.data.sample import sequences
 from ithaca.train import loader, loop
 from ithaca.train.loader import Loader
@@ -100,13 +101,12 @@ def test_an_error_is_raised_in_the_step_that_needs_the_data(monkeypatch: pytest.
 
 
 def other_data_on_rank_1(config: Config, path: Path) -> None:
-    """Train on a node whose file has one other document, far from both ends."""
+    """Train on a node whose file has one other token, far from both ends."""
     data = standard_library()
-    middle, third = len(data.tokens) // 2, len(data.tokens) // 3
-    tokens = data.tokens.copy()
+    tokens = data.read(0, data.tokens).tokens.copy()
     if os.environ["RANK"] == "1":
-        tokens[third:middle] = 32
-    loop.open_data = lambda _: replace(data, tokens=tokens)
+        tokens[data.tokens // 3] ^= 1
+    loop.open_data = lambda *_: in_memory(tokens, data.bounds(), tokenizer="bytes", vocab=256)
     train(config, path)
 
 
