@@ -158,13 +158,6 @@ class RunSection:
             raise ConfigError(f"run.report '{self.report}' does not exist: {hint}")
 
 
-class _NoPlan:
-    """The options of a Plan that the planner will choose."""
-
-    def __init__(self) -> None:
-        self.recipe = AUTO
-
-
 @dataclass(frozen=True, kw_only=True)
 class Config:
     model: ModelSection = field(default_factory=ModelSection)
@@ -176,14 +169,14 @@ class Config:
     run: RunSection = field(default_factory=RunSection)
 
     def conflict(self, record: "Config") -> str | None:
-        """Return the first option that a run must not change, as 'train.seed=1 instead of 0'; None if there is none.
+        """Return the first option that a run must not change, with what sets it back; None if there is none.
 
         `record` is the configuration of its checkpoint. The data are compared by content, not by the file's name.
         """
         for name, (mine, theirs) in self._differences(record).items():
             section, _, option = name.partition(".")
             if section in ("model", "train") and option not in CHANGEABLE:
-                return f"{name}={mine!r} instead of {theirs!r}"
+                return f"{name} is {mine!r}, and its checkpoints have {theirs!r}: --set {name}={theirs} continues it"
         return None
 
     def changes(self, record: "Config") -> list[str]:
@@ -196,10 +189,10 @@ class Config:
         """Return all options whose values differ, by name: this one's value and the other's."""
         found = {}
         for section in dataclasses.fields(self):
-            mine, theirs = (vars(getattr(config, section.name) or _NoPlan()) for config in (self, other))
-            for name in {**mine, **theirs}:
-                if mine.get(name) != theirs.get(name):
-                    found[f"{section.name}.{name}"] = mine.get(name), theirs.get(name)
+            mine, theirs = (_options(getattr(config, section.name)) for config in (self, other))
+            for name, value in mine.items():
+                if value != theirs[name]:
+                    found[f"{section.name}.{name}"] = value, theirs[name]
         return found
 
     def toml(self) -> str:
@@ -216,6 +209,11 @@ class Config:
                     lines.append(f"{name} = {text}")
             lines.append("")
         return "\n".join(lines)
+
+
+def _options(section: Any) -> dict[str, Any]:
+    """Return a section's options by name; those of a Plan that the planner will choose if it is None."""
+    return vars(section) if section is not None else vars(Plan()) | {"recipe": AUTO}
 
 
 def read_config(
