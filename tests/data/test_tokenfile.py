@@ -138,3 +138,20 @@ def test_standard_library() -> None:
     dataclass_source = Path(dataclasses.__file__).read_bytes()
     place = data.tokens.tobytes().find(dataclass_source)
     assert {place, place + len(dataclass_source)} <= set(data.bounds.tolist())
+
+
+@pytest.mark.parametrize(
+    ("found", "wrong"),
+    [((0, 5, 8), (0, 4, 8)), ((0, 5, 8), (0, 6, 8)), ((3, 5), (2, 5)), ((3, 5), (3, 6))],
+    ids=["a shorter document", "a longer document", "a shorter prompt", "a part of a document not learned"],
+)
+def test_bounds_that_are_in_order_but_not_those_of_the_file(
+    file: Path, found: tuple[int, ...], wrong: tuple[int, ...]
+) -> None:
+    """Other documents and other labels with the same tokens: only the checksum tells."""
+    raw = file.read_bytes()
+    old, new = (struct.pack(f"<{len(numbers)}q", *numbers) for numbers in (found, wrong))
+    assert raw.count(old) == 1
+    file.write_bytes(raw.replace(old, new))
+    with pytest.raises(DataError, match="damaged document bounds"):
+        open_tokens(file)
