@@ -54,7 +54,21 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "the manifest's sense": lambda f: (f / "manifest.json").write_text('{"files": 5}'),
     "its step": lambda f: edit_manifest(f, step=4),
     "its model": lambda f: edit_manifest(f, tensors={}),
+    "a digit of the manifest": lambda f: replace_text(f / "manifest.json", "warmup = 3", "warmup = 4"),
+    "the manifest's checksum": lambda f: replace_text(f / "manifest.json", checksum(f), checksum(f)[::-1]),
 }
+
+
+def checksum(folder: Path) -> str:
+    return json.loads((folder / "manifest.json").read_text())["sha256"]
+
+
+def replace_text(file: Path, old: str, new: str) -> None:
+    """Change a text that comes once, and not the size of the file."""
+    text = file.read_text()
+    assert text.count(old) == 1
+    assert len(old) == len(new)
+    file.write_text(text.replace(old, new))
 
 
 def edit_manifest(folder: Path, **changes: object) -> None:
