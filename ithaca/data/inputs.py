@@ -104,6 +104,17 @@ def _belongs_to_bin(path: Path) -> bool:
     return path.name.endswith(".bounds.npy") and path.with_name(path.name.replace(".bounds.npy", ".bin")).exists()
 
 
+def check_unchanged(files: Iterable[Input]) -> None:
+    """Raise an error if a file has changed since it was found: its documents may be half old and half new."""
+    for file in files:
+        now = _input(file.path)
+        if now.stamp != file.stamp:
+            raise DataError(
+                f"'{file.path}' has changed while it was read ({file.size} bytes before, {now.size} now): "
+                "run the same command again, which starts again"
+            )
+
+
 def _input(path: Path) -> Input:
     try:
         status = path.stat()

@@ -40,8 +40,9 @@ from ithaca.data.tokenfile import (
     quoted,
     smallest_dtype,
 )
+from ithaca.data.tokenizer import Numbers
 
-_PIECE = 1 << 22  # tokens or documents converted at a time; a multiple of 8, so that a mask's pieces are whole bytes
+PIECE = 1 << 22  # tokens or documents converted at a time; a multiple of 8, so that a mask's pieces are whole bytes
 
 
 @dataclass(frozen=True)
@@ -88,15 +89,15 @@ class Partial:
             with contextlib.suppress(OSError):  # a full disk: it was reported at the first write
                 file.close()
 
-    def add(self, parts: Sequence[np.ndarray], ignored: Sequence[range], largest: int) -> None:
+    def add(self, parts: Sequence[Numbers], ignored: Sequence[range], largest: int) -> None:
         """Append one document. `ignored`: its tokens that are not learned, in rising ranges."""
         start = self.now.tokens
         end = start + sum(map(len, parts))
         ranges = [(start + tokens.start, start + tokens.stop) for tokens in ignored if tokens]
         with self._writing():
             for part in parts:
-                for at in range(0, len(part), _PIECE):
-                    self._tokens.write(part[at : at + _PIECE].astype(self._width).data)
+                for at in range(0, len(part), PIECE):
+                    self._tokens.write(part[at : at + PIECE].astype(self._width).data)
             self._bounds.write(np.array([end], INT64).data)
             self._ignored.write(np.array(ranges, INT64).tobytes())
         self.now = replace(
@@ -154,8 +155,8 @@ class Partial:
         _pad(file)
         file.write(bytes(INT64.itemsize))  # the first document begins at 0
         bounds = _part(self._bounds, 0, INT64)
-        for start in range(0, self.now.documents, _PIECE):
-            file.write(bounds.read(start, min(start + _PIECE, self.now.documents)).data)
+        for start in range(0, self.now.documents, PIECE):
+            file.write(bounds.read(start, min(start + PIECE, self.now.documents)).data)
         file.flush()
         parts = Parts(
             _part(file, HEADER_BYTES, DTYPES[header.dtype]),
@@ -175,8 +176,8 @@ class Partial:
         """Yield the bytes of the mask. The ranges of ignored tokens rise and do not overlap."""
         ignored, total = _part(self._ignored, 0, INT64), self.now.ignored
         done = 0  # ranges that end before this piece
-        for start in range(0, self.now.tokens, _PIECE):
-            size = min(_PIECE, self.now.tokens - start)
+        for start in range(0, self.now.tokens, PIECE):
+            size = min(PIECE, self.now.tokens - start)
             ranges = ignored.read(2 * done, 2 * min(done + size, total)).reshape(-1, 2) - start
             first, last = ranges[ranges[:, 0] < size].clip(0, size).T
             steps = np.zeros(size + 1, np.int8)
@@ -189,8 +190,8 @@ class Partial:
         copy = self._copy_at.open("w+b")
         copy.write(bytes(HEADER_BYTES))
         wide = _part(self._tokens, HEADER_BYTES, self._width)
-        for start in range(0, self.now.tokens, _PIECE):
-            copy.write(wide.read(start, min(start + _PIECE, self.now.tokens)).astype(dtype).data)
+        for start in range(0, self.now.tokens, PIECE):
+            copy.write(wide.read(start, min(start + PIECE, self.now.tokens)).astype(dtype).data)
         return copy
 
     def _read_journal(self) -> Journal | None:

@@ -158,6 +158,20 @@ class Part:
         return np.frombuffer(found, self.dtype)
 
 
+class Stored:
+    """A range of the numbers of a Part, read when they are sliced."""
+
+    def __init__(self, part: Part, start: int, stop: int):
+        self._part, self._start, self._stop = part, start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, numbers: slice) -> np.ndarray:
+        start, stop, _ = numbers.indices(len(self))
+        return self._part.read(self._start + start, self._start + max(start, stop))
+
+
 @dataclass(frozen=True)
 class Parts:
     """The parts of a token file that blocks are made of."""

@@ -14,8 +14,10 @@ import numpy as np
 import tokenizers
 
 from ithaca.base.errors import DataError
+from ithaca.data.tokenfile import Stored
 
-Text = str | np.ndarray  # an array holds the raw bytes of a file, which only `Bytes` takes
+Numbers = np.ndarray | Stored
+Text = str | Numbers  # numbers are the raw bytes of a file, which only `Bytes` takes
 
 
 class Tokenizer(Protocol):
@@ -26,7 +28,7 @@ class Tokenizer(Protocol):
     end: int | None  # the id that ends a document
     raw: bool  # whether `encode` takes raw bytes
 
-    def encode(self, texts: Sequence[Text]) -> list[np.ndarray]: ...
+    def encode(self, texts: Sequence[Text]) -> Sequence[Numbers]: ...
 
 
 class Bytes:
@@ -37,7 +39,7 @@ class Bytes:
     end: int | None = None
     raw = True
 
-    def encode(self, texts: Sequence[Text]) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[Text]) -> list[Numbers]:
         return [np.frombuffer(text.encode(), np.uint8) if isinstance(text, str) else text for text in texts]
 
 
