@@ -25,6 +25,7 @@ from ithaca.parallel.agree import from_first, on_this_node, together
 from ithaca.parallel.hangs import lost_touch
 from ithaca.tape.budget import host_budget
 from ithaca.train.checkpoint_files import PARTIAL, CheckpointFolder, describe, rank_digests
+from ithaca.train.checkpoint_reader import PlainReader, fill
 from ithaca.train.snapshot import Snapshot, local_bytes, training_state
 
 COPY_SHARE = 0.9  # of the free host memory: a run can do without the copy, but not without what comes after it
@@ -170,7 +171,8 @@ class Checkpoints:
         return Snapshot(self._state)
 
     def _read(self, step: int) -> dict[str, Any]:
-        dcp.load(dict(self._state), checkpoint_id=self._files.path(step), process_group=self._group)
+        reader = together(self._group, lambda: PlainReader(self._files.path(step)))
+        fill(dict(self._state), reader, self._group)
         for state in self._optimizer.state.values():
             state["step"].fill_(step)
         manifest = self._files.manifest(step)

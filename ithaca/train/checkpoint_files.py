@@ -9,14 +9,14 @@ import hashlib
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+
+from ithaca.train.checkpoint_reader import PlainReader, fill
 
 PARTIAL, DAMAGED = ".partial", ".damaged"
 HASHED_BYTES = 64 << 20
@@ -94,12 +94,10 @@ class CheckpointFolder:
 
     def read(self, step: int, wanted: Described) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors in `wanted`, whole and on the CPU, one after the other."""
-        reader = dcp.FileSystemReader(self.path(step))
+        reader = PlainReader(self.path(step))
         for name, (shape, dtype) in wanted.items():
             tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as no_dist=True asks for
-                dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
+            fill({name: tensor}, reader)
             yield name, tensor
             del tensor  # the caller's is the only one now
 
