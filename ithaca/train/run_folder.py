@@ -27,6 +27,7 @@ from ithaca.model.save import write_description, write_dtypes
 from ithaca.model.source import ModelSource
 from ithaca.parallel.agree import from_first, without
 from ithaca.parallel.mesh import Mesh
+from ithaca.train.checkpoint_files import CheckpointFolder
 
 LOCK_SECONDS = 20  # to wait for the lock: an interrupted job may hold it a little longer
 SEE_SECONDS = 30.0  # to wait for a file: network file systems may cache its absence for so long
@@ -51,8 +52,7 @@ class RunFolder:
 
     def last_checkpoint(self) -> int:
         """Return the step of the newest checkpoint; 0 if there is none."""
-        names = [path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*")]
-        return max((int(name) for name in names if name.isdigit()), default=0)
+        return max(CheckpointFolder(self.checkpoints).steps(), default=0)
 
     def saved_config(self) -> Config:
         return read_config(self.config, [], saved=True)
