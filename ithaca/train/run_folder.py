@@ -52,8 +52,7 @@ class RunFolder:
 
     def last_checkpoint(self) -> int:
         """Return the step of the newest checkpoint; 0 if there is none."""
-        names = [path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*")]
-        return max((int(name) for name in names if name.isdigit()), default=0)
+        return max(CheckpointFolder(self.checkpoints).steps(), default=0)
 
     def saved_config(self) -> Config:
         return read_config(self.config, [], saved=True)
