@@ -219,3 +219,14 @@ def test_weights_and_biases_get_no_nulls(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))  # pyrefly: ignore
     WeightsAndBiases(RunFolder(tmp_path)).write({"step": 3, "loss": None, "labels": 0})
     assert told == [({"step": 3, "labels": 0}, 3)]
+
+
+def test_the_sum_of_the_losses_rounds_as_with_all_passes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for passes in range(2, 80):
+        losses = torch.rand(passes, generator=generator) * (torch.rand(passes, generator=generator) < 0.5)
+        losses[1] = 1.0
+        run: Any = TrainingRun.__new__(TrainingRun)
+        run.model = lambda batch, **_: torch.tensor(batch.loss, requires_grad=True)
+        batches = [SimpleNamespace(loss=loss, valid_tokens=int(loss > 0)) for loss in losses.tolist()]
+        assert run._backward(batches) == losses.sum().item()
