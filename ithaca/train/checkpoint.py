@@ -87,7 +87,10 @@ class Checkpoints:
         together(self._group, lambda: try_it() if self._rank == 0 else None)
 
     def save(self, step: int, note: dict[str, Any]) -> None:
-        """Begin to write the state after `step` steps. Wait first for a write that is under way."""
+        """Begin to write the state after `step` steps. Wait first for a write that is under way.
+
+        The manifest gets what `note` has. Its `updates` is the number of updates of the optimizer, if not `step`.
+        """
         self.wait()
         work = (step, note, _random_state())
         if self._snapshot is None or not self._take():
@@ -196,10 +199,11 @@ class Checkpoints:
     def _read(self, step: int) -> dict[str, Any]:
         reader = together(self._group, lambda: PlainReader(self._files.path(step)))
         fill(dict(self._state), reader, self._group)
-        for state in self._optimizer.state.values():
-            state["step"].fill_(step)
         manifest = self._files.manifest(step)
         assert manifest is not None
+        manifest.setdefault("updates", step)  # before they were counted, every step was one
+        for state in self._optimizer.state.values():
+            state["step"].fill_(manifest["updates"])
         if len(manifest["random"]) == self._ranks:  # another number of ranks draws other numbers
             _restore_random_state(manifest["random"][self._rank])
         return manifest

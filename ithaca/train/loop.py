@@ -34,6 +34,7 @@ from ithaca.train.report import Progress, Sink, draw_loss, open_sinks
 from ithaca.train.run_folder import RunFolder, check_shared
 from ithaca.train.start import check_data, data_change, free_memory, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
+from ithaca.train.unlearned import Unlearned, with_labels
 
 
 def train(config: Config, path: Path, launched: bool = False) -> None:
@@ -91,6 +92,7 @@ class TrainingRun:
         self.checkpoints.clean()
         manifest = self.checkpoints.load()
         self.begun = self.done = self.saved = manifest["step"] if manifest else 0  # counts of steps
+        self.unlearned = Unlearned(manifest or {})
         if manifest:
             self._check_resumed(manifest)
         together(self.mesh.group, lambda: folder.begin(config, model.source, model.dtype) if self.first else None)
@@ -207,41 +209,59 @@ class TrainingRun:
         work = self._ring_work(batches)
         if work and self.done == self.begun:
             self.progress.say(f"In this step {describe_work(work)}")
-        loss = self._backward(batches)
-        norm = clip(self.model, options.clip)
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            self._fail(loss, norm)
         rate = learning_rate(options, self.done)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.checkpoints.before_update()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        loss, norm = self._update(batches, rate) if with_labels(batches) else (None, None)
         self.done += 1
+        for text in self.unlearned.add(self.done, batches):
+            self.progress.warn(text)
         seconds = time.perf_counter() - began
         return self._metrics(batches, loss, norm, rate, seconds) | {
             "ring_waiting": round(work.waiting, 4) if work else None
         }
 
+    def _update(self, batches: list[Batch], rate: float) -> tuple[float, float]:
+        """Update the weights. Return the step's loss and the norm of its gradients."""
+        loss = self._backward(batches)
+        norm = clip(self.model, self.config.train.clip)
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            self._fail(loss, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.checkpoints.before_update()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, norm
+
     def _backward(self, batches: list[Batch]) -> float:
-        """Return the step's loss and leave its gradients on the parameters, both as of one large batch."""
+        """Return the step's loss and leave its gradients on the parameters, both as of one large batch.
+
+        Passes without a label are left out: their loss and gradients are zero.
+        """
+        passes, batches = batches, with_labels(batches)
         valid = sum(batch.valid_tokens for batch in batches)
         losses = []
         for number, batch in enumerate(batches, start=1):
             loss = self.model(batch, valid_tokens=valid, last=number == len(batches))
             loss.backward()
             losses.append(loss.detach())
-        return torch.stack(losses).sum().item()
+        # Zeros in the places of the passes left out, so that the sum rounds as if they had run
+        zero, found = torch.zeros_like(losses[0]), iter(losses)
+        return torch.stack([next(found) if batch.valid_tokens else zero for batch in passes]).sum().item()
 
     def _ring_work(self, batches: list[Batch]) -> RingWork | None:
-        """Return how the attention work of this rank's sequences spreads over its ring; None without a ring."""
-        if self.mesh.ring == 1:
+        """Return how the attention work of this rank's sequences spreads over its ring; None without a ring or work."""
+        batches = with_labels(batches)
+        if self.mesh.ring == 1 or not batches:
             return None
         return sum((ring_work(batch.layout, batch.bounds, self.model.plan.sweeps) for batch in batches), RingWork([]))
 
-    def _metrics(self, batches: list[Batch], loss: float, norm: float, rate: float, seconds: float) -> dict[str, Any]:
+    def _metrics(
+        self, batches: list[Batch], loss: float | None, norm: float | None, rate: float, seconds: float
+    ) -> dict[str, Any]:
+        """Return the metrics of a step; `loss` and `norm` are None if it had no label."""
         ranks, tokens = self.mesh.size, sum(batch.total_tokens for batch in batches)
-        flops = sum(self.model.spec.flops_per_token(batch.attended) * batch.total_tokens for batch in batches)
+        learned = with_labels(batches)
+        flops = sum(self.model.spec.flops_per_token(batch.attended) * batch.total_tokens for batch in learned)
         gpu = self.mesh.device.type == "cuda"
         return {
             "step": self.done,
@@ -249,8 +269,9 @@ class TrainingRun:
             "gradient_norm": norm,
             "learning_rate": rate,
             "tokens": self.done * tokens,
+            "labels": sum(batch.valid_tokens for batch in batches),
             "seconds": round(seconds, 4),
-            "tokens_per_second_per_rank": round(tokens / seconds / ranks, 1),
+            "tokens_per_second_per_rank": round(sum(batch.total_tokens for batch in learned) / seconds / ranks, 1),
             "mfu_causal": round(flops / seconds / ranks / self.peak_flops, 4) if self.peak_flops else None,
             "gpu_bytes": torch.cuda.max_memory_reserved() if gpu else None,
             "host_bytes": psutil.Process().memory_info().rss,
@@ -259,7 +280,8 @@ class TrainingRun:
     def _save(self) -> None:
         """Begin a checkpoint of this step, unless there is one."""
         if self.saved != self.done:
-            self.checkpoints.save(self.done, {"data": self.data.identity(), "config": self.config.toml()})
+            record = {"data": self.data.identity(), "config": self.config.toml()}
+            self.checkpoints.save(self.done, record | self.unlearned.note(self.done))
             self.saved = self.done
 
     def _report_problem(self, final: bool) -> None:
@@ -320,6 +342,8 @@ class TrainingRun:
         if not self.first:
             return
         self.progress.end_live()
+        for text in self.unlearned.totals(self.done):
+            self.progress.warn(text)
         metrics = self.folder.read_metrics()
         if not metrics:  # someone has removed them
             return
@@ -328,8 +352,10 @@ class TrainingRun:
         if stopped:
             self.progress.say(f"Stopped after step {self.done}. Continue with: ithaca train --run {path}")
             return
+        losses = [line["loss"] for line in metrics if line.get("loss") is not None]
+        learned = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no loss"
         self.progress.say(
-            f"Done: loss {metrics[0]['loss']:.3f} -> {metrics[-1]['loss']:.3f} over {format_count(self.done, 'step')}\n"
+            f"Done: {learned} over {format_count(self.done, 'step')}\n"
             f"  run folder   {path}\n"
             f"  loss curve   {self.folder.picture}\n"
             f"  next         ithaca export {path} {path}-model"

@@ -89,7 +89,7 @@ class Progress:
         done = metrics["step"]
         parts = [
             f"Step {done}/{self._steps}",
-            f"loss {metrics['loss']:.3f}",
+            "no labels" if metrics["loss"] is None else f"loss {metrics['loss']:.3f}",
             f"{metrics['tokens_per_second_per_rank']:.0f} tokens/s/rank",
         ]
         if metrics["mfu_causal"] is not None:
@@ -169,7 +169,7 @@ class WeightsAndBiases:
         )
 
     def write(self, metrics: dict[str, Any]) -> None:
-        self._run.log(metrics, step=metrics["step"])
+        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=metrics["step"])
 
     def close(self) -> None:
         self._run.finish()
@@ -186,13 +186,17 @@ def open_sinks(folder: RunFolder, report: str, first: bool) -> list[Sink]:
 
 
 def draw_loss(metrics: list[dict[str, Any]], file: Path) -> None:
-    """Draw the loss of each step as a thin line and a running mean over a twentieth of the steps as a thick one."""
+    """Draw the loss of each step as a thin line and a running mean over a twentieth of the steps as a thick one.
+
+    Steps without a label have no loss and are left out.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps, losses = [line["step"] for line in metrics], [line["loss"] for line in metrics]
+    drawn = [line for line in metrics if line.get("loss") is not None]
+    steps, losses = [line["step"] for line in drawn], [line["loss"] for line in drawn]
     width = max(len(losses) // 20, 1)
     means = [sum(losses[max(i - width + 1, 0) : i + 1]) / min(i + 1, width) for i in range(len(losses))]
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
