@@ -32,6 +32,7 @@ RENAMED = {  # old option -> new option; the old one still works
     "plan.gradient": "plan.residual",
 }
 MOST_TOKENS = 2**32  # in a step
+MOST_BYTES = 2**20  # in a configuration file
 # Options of [train] that may change when a run continues. Others would make it another run
 CHANGEABLE = {"steps", "learning_rate", "schedule", "warmup", "decay", "final_rate", "micro_batch", "device"}
 
@@ -248,7 +249,7 @@ def parse_config(text: str) -> Config:
         content = tomllib.loads(text)
         _rename_options(content)
         return build(Config, content, "")
-    except (tomllib.TOMLDecodeError, IthacaError) as problem:
+    except (ValueError, RecursionError, IthacaError) as problem:
         raise ConfigError(f"the checkpoint records a configuration that cannot be read ({problem})") from None
 
 
@@ -345,6 +346,10 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise ConfigError(f"'{file}' is a device or a pipe: name a TOML file")
+        if file.exists() and (size := file.stat().st_size) > MOST_BYTES:
+            raise ConfigError(f"'{file}' has {size} bytes: a configuration has {MOST_BYTES} at most")
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as problem:
         raise ConfigError(f"'{file}' cannot be read ({problem.strerror})") from None
@@ -359,10 +364,15 @@ def _set(content: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override} is not of the form key=value: write --set train.steps=100")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         value = text.strip()  # a bare word is a string: no quotes are needed on a command line
+    if value == {}:
+        raise ConfigError(f"--set {override} is a table without options: write --set train.steps=100")
     for table in tables:
         content = content.setdefault(table, {})
         if not isinstance(content, dict):
             raise ConfigError(f"--set {override} goes through '{table}', which is not a table")
-    content[key] = value
+    if isinstance(value, dict) and isinstance(content.get(key), dict):
+        content[key].update(value)  # the table's other options stay
+    else:
+        content[key] = value
