@@ -163,7 +163,7 @@ class Partial:
             _part(file, header.mask_at, np.dtype(np.uint8)) if header.masked else None,
             _part(file, header.bounds_at, INT64),
         )
-        blocks, labels = index_blocks(quoted(self._out), parts, header.tokens, header.documents)
+        blocks, labels = index_blocks(quoted(self._out), parts, header.tokens, header.documents, header.vocab)
         file.write(blocks.tobytes())
         header = replace(header, labels=labels, blocks_sha256=blocks_sha256(blocks))
         file.seek(0)

@@ -7,6 +7,7 @@ A prompt is encoded apart from its completion, so that no token crosses the bord
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ def prepare(
 
 
 def _check_vacant(out: Path) -> None:
-    if out.exists():
+    if os.path.lexists(out):  # a link that leads nowhere is something, too
         raise DataError(f"--out '{out}' exists already: name another file, nothing is overwritten")
     if not out.parent.is_dir():
         raise DataError(

@@ -168,7 +168,7 @@ def in_memory(
     held, bits, offsets = (None if array is None else _part(array) for array in arrays)
     parts = Parts(held, bits, offsets)  # pyrefly: ignore
     header = Header(dtype.name, len(tokens), len(bounds) - 1, vocab, tokenizer, mask is not None, 0, "")
-    blocks, labels = index_blocks("the data", parts, header.tokens, header.documents)
+    blocks, labels = index_blocks("the data", parts, header.tokens, header.documents, header.vocab)
     return TokenFile(None, replace(header, labels=labels, blocks_sha256=blocks_sha256(blocks)), parts, blocks)
 
 

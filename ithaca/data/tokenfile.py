@@ -194,10 +194,10 @@ def blocks_sha256(blocks: np.ndarray) -> str:
     return hashlib.sha256(blocks.tobytes()).hexdigest()
 
 
-def index_blocks(name: str, parts: Parts, tokens: int, documents: int) -> tuple[np.ndarray, int]:
+def index_blocks(name: str, parts: Parts, tokens: int, documents: int, vocab: int) -> tuple[np.ndarray, int]:
     """Return the blocks of a file and its number of labels. Reads everything once.
 
-    Raises an error unless the bounds rise from 0 to the number of tokens.
+    Raises an error unless the bounds rise from 0 to the number of tokens, and all ids are below `vocab`.
     """
     blocks = np.empty(-(-tokens // BLOCK), BLOCKS)
     first, labels, sound = 0, tokens - documents, True
@@ -210,7 +210,10 @@ def index_blocks(name: str, parts: Parts, tokens: int, documents: int) -> tuple[
         if sound and mask is not None:
             ignored = ~unpack_mask(mask, stop - start)
             labels -= int(ignored.sum() - ignored[begins - start].sum())
-        blocks[number] = first, checksum(parts.tokens.read(start, stop), begins, mask)
+        ids = parts.tokens.read(start, stop)
+        if int(ids.max()) >= vocab:
+            raise DataError(f"{name} has token id {ids.max()}, but its header says that ids are below {vocab}")
+        blocks[number] = first, checksum(ids, begins, mask)
         first += len(begins)
     if not sound or first != documents or parts.bounds.read(documents, documents + 1)[0] != tokens:
         raise DataError(f"{name} has damaged document bounds: prepare it again with `ithaca data`")

@@ -133,7 +133,7 @@ def _make_index(path: Path, read: Read, old: Header) -> bytes:
     bits = bits.ljust(padded(len(bits)), b"\0")
     mask = Part(name, lambda size, at: bits[at : at + size], 0, np.dtype(np.uint8)) if bits else None
     parts = Parts(Part(name, read, HEADER_BYTES, DTYPES[old.dtype]), mask, _bounds(name, read, old))
-    blocks, labels = tokenfile.index_blocks(name, parts, old.tokens, old.documents)
+    blocks, labels = tokenfile.index_blocks(name, parts, old.tokens, old.documents, old.vocab)
     header = IndexHeader(
         old.dtype,
         old.tokens,

@@ -262,6 +262,9 @@ def test_out_refused(inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="out' exists already: name another file, nothing is overwritten"):
         prepare([inputs], tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(DataError, match="link' exists already"):
+        prepare([inputs], tmp_path / "link")
     with pytest.raises(DataError, match=r"--out .*/f/out' lies in .*/f', which is no folder: make it by `mkdir -p"):
         prepare([inputs], tmp_path / "f" / "out")
 

@@ -123,6 +123,7 @@ BAD = {
     "learned behind": ([0, 5, 8], [6, 5], {}, "has damaged document bounds"),
     "type": ([0, 5, 8], [3, 5], {"learned_from": 1}, "has a damaged header"),
     "crc32 type": ([0, 5, 8], [3, 5], {"bounds_crc32": "1"}, "has a damaged header"),
+    "ids": ([0, 5, 8], [3, 5], {"vocab": 100}, "has token id 104, but its header says that ids are below 100"),
     "size": ([0, 5, 8], [3, 5], {"learned_from": False}, "has 4144 bytes where its header promises 4128"),
 }
 
