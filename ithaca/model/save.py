@@ -16,22 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ithaca.base.errors import ModelError
+from ithaca.model.folder import companions
 from ithaca.model.source import DTYPES_FILE, ModelSource
 
 FILE_BYTES = 2 * 10**9
-
-# Files beside the weights of a Hugging Face folder that are copied with them
-_COMPANIONS = (
-    "*token*.json",
-    "tokenizer.model*",
-    "tekken.json",
-    "vocab*",
-    "merges.txt",
-    "generation_config.json",
-    "*.jinja",
-    "chat_template*",
-    "additional_chat_templates/*",
-)
 
 
 def check_vacant(folder: Path) -> None:
@@ -70,12 +58,10 @@ def write_description(source: ModelSource, dtype: torch.dtype, folder: Path, ren
     for key in (keys or ["dtype"]) if rename_dtype or not keys else ():
         config[key] = str(dtype).removeprefix("torch.")
     _write_json(folder / "config.json", config)
-    for pattern in _COMPANIONS if source.folder else ():
-        for file in sorted(source.folder.glob(pattern)):  # pyrefly: ignore
-            if file.is_file():
-                copy = folder / file.relative_to(source.folder)  # pyrefly: ignore
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copy(file, copy)
+    for name in companions(source.folder) if source.folder else ():
+        copy = folder / name
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(source.folder / name, copy)  # pyrefly: ignore
 
 
 def write_dtypes(source: ModelSource, dtype: torch.dtype, folder: Path) -> None:

@@ -15,6 +15,7 @@ from ithaca.base.sizes import format_tokens
 from ithaca.config import Config, MeshSection
 from ithaca.data.inputs import standard_library
 from ithaca.data.reader import TokenFile, open_tokens
+from ithaca.model.folder import model_file
 from ithaca.model.source import ModelSource, describe_model, load_model
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import least, together, together_with
@@ -193,8 +194,8 @@ def _check_vocabulary(source: ModelSource, data: TokenFile) -> None:
             f"the data have token ids below {data.vocab}, but the model's vocabulary is {source.spec.vocab}: "
             "prepare them with the model's tokenizer (ithaca data --tokenizer)"
         )
-    file = source.folder / "tokenizer.json" if source.folder else None
-    if file is None or not file.exists() or data.tokenizer in ("bytes", "unknown"):
+    file = model_file(source.folder, "tokenizer.json") if source.folder else None
+    if file is None or data.tokenizer in ("bytes", "unknown"):
         return
     wanted = "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest()
     if data.tokenizer != wanted:

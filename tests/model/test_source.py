@@ -59,9 +59,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a weight more": (lambda f: edit_weights(f, lambda w: w.update(extra=torch.ones(2))), "holds 1 weights that"),
     "integers": (
         lambda f: edit_weights(f, lambda w: w.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)})),
-        "holds model.norm.weight as I8",
+        "holds 'model.norm.weight' as I8",
     ),
-    "a file gone": (lambda f: split(f)[1].unlink(), "lacks model-00002-of-.*, one of the"),
+    "a file gone": (lambda f: split(f)[1].unlink(), "lacks 'model-00002-of-.*', one of the"),
     "a file short": (lambda f: truncate(split(f)[2], 0.9), "00003-of-.* truncated"),
     "an index of nothing": (
         lambda f: (split(f), edit_json(f / "model.safetensors.index.json", weight_map={})),

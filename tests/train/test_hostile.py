@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from ithaca.base.errors import RunError
+from ithaca.base.errors import IthacaError, RunError
 from ithaca.config import Config
 from ithaca.train.checkpoint_files import text_sha256
 from ithaca.train.checkpoint_reader import PlainReader, fill
@@ -162,7 +162,7 @@ def exporting(run: Path, folder: Path) -> None:
 
     try:
         export(run, folder, None)
-    except RunError as error:
+    except IthacaError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.code)
 
@@ -285,6 +285,43 @@ def test_metadata_of_pythons_that_pickle_an_enum_by_getattr(run: Path, monkeypat
     assert b"getattr" in content
     infect(run, content)
     assert PlainReader(checkpoint(run)).read_metadata().state_dict_metadata
+
+
+def edit(**changes: object) -> Callable[[Path], object]:
+    return lambda model: (model / "config.json").write_text(
+        json.dumps({**json.loads((model / "config.json").read_text()), **changes})
+    )
+
+
+def link(name: str, target: str) -> Callable[[Path], object]:
+    return lambda model: ((model / name).unlink(missing_ok=True), (model / name).symlink_to(target))
+
+
+# What may be wrong with the description of the model in a run folder
+MODEL: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a tokenizer elsewhere": (link("tokenizer.json", "/etc/passwd"), "as a link to '/etc/passwd', outside"),
+    "a config elsewhere": (link("config.json", "/etc/passwd"), "as a link to '/etc/passwd', outside"),
+    "no dtypes": (lambda m: (m / "dtypes.json").unlink(), "is not a model folder: dtypes.json is missing"),
+    "half the dtypes": (lambda m: (m / "dtypes.json").write_text("{"), "dtypes.json' cannot be read as JSON"),
+    "other dtypes": (lambda m: (m / "dtypes.json").write_text("{}"), "has 0 weights for the 14 of config.json"),
+    "yarn with a base of 1": (
+        edit(rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}),
+        "rope_theta as 1.0: rope type 'yarn' needs a number above 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", MODEL)
+def test_the_model_of_a_run(nursery: Nursery, small_config: Config, run: Path, tmp_path: Path, way: str) -> None:
+    change, sentence = MODEL[way]
+    change(run / "model")
+    longer = replace(small_config, train=replace(small_config.train, steps=6))
+    (exported,) = nursery.job(exporting, run, tmp_path / "out")
+    for end in (exported, *nursery.job(raising, longer, run, ranks=2)):
+        assert end.code == 2, end.err
+        (line,) = end.err.strip().splitlines()
+        assert sentence in line
+    assert not (tmp_path / "out").exists()
 
 
 def losses(run: Path) -> list[float]:
