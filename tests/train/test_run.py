@@ -38,7 +38,7 @@ def test_a_run_of_another_configuration(tmp_path: Path) -> None:
     for allowed in ("train.steps=99", "plan.checkpoint=none", "mesh.shard=2", "run.keep=5", "train.micro_batch=1"):
         folder.check(read_config(None, [allowed]))
     for section in ("train.seed=1", "model.source=llama3-8b", "data.source=x", "train.beta2=0.99"):
-        with pytest.raises(ConfigError, match=r"another configuration: .*; name another --run, or --fresh"):
+        with pytest.raises(ConfigError, match=r"another configuration: .*; set it back, or name another --run$"):
             folder.check(read_config(None, [section]))
 
 
