@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ithaca.base.errors import ModelError
+from ithaca.base.disk import is_full, reason
+from ithaca.base.errors import ModelError, RunError
 from ithaca.model.folder import companions
 from ithaca.model.source import DTYPES_FILE, ModelSource
 
@@ -46,7 +47,9 @@ def write_folder(
         _write_files(partial, _files(source, dtypes), dtypes, tensors)
         partial.rename(folder)
     except (OSError, SafetensorError) as problem:
-        raise ModelError(f"'{folder}' could not be written ({problem})") from None
+        needed = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in source.spec.shapes())
+        kind = RunError if is_full(problem) else ModelError
+        raise kind(f"'{folder}' could not be written ({reason(problem, partial, needed)})") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -28,6 +28,7 @@ from ithaca.tape.budget import host_budget
 from ithaca.train.checkpoint_files import (
     PARTIAL,
     CheckpointFolder,
+    FolderLostError,
     PartialFiles,
     WriteError,
     cause,
@@ -66,7 +67,7 @@ class Checkpoints:
         self._group: Any = dist.new_group(list(range(self._ranks)), backend="gloo")
         self._snapshot = self._make_snapshot(reserved_bytes)
         self._writer: threading.Thread | None = None
-        self._problem: tuple[int, str] | None = None
+        self._problem: tuple[int, str, bool] | None = None
         self._lost: BaseException | None = None
         self._abandoned = False
 
@@ -139,10 +140,11 @@ class Checkpoints:
         """Let `close` skip a write that is under way: it may wait for a rank that is lost."""
         self._abandoned = True
 
-    def problem(self) -> tuple[int, str] | None:
-        """Return (step, reason) of a write that failed since the last call. Raise the error of a lost rank.
+    def problem(self) -> tuple[int, str, bool] | None:
+        """Return the step and the reason of a write that failed since the last call, and whether the folder is lost.
 
-        The reason is the same on all ranks. Of a full disk it has the bytes that were free when the write failed.
+        They are the same on all ranks. Of a full disk, the reason has the bytes that were free when the write failed.
+        Raise the error of a lost rank.
         """
         if self._lost is not None:
             raise self._lost
@@ -231,7 +233,8 @@ class Checkpoints:
             self._stage(lambda: self._complete(partial, step, manifest) if self._rank == 0 else None)
             self._prune()
         except (Exception, dcp.api.CheckpointException) as problem:  # any error means that nothing was written
-            self._problem = step, str(cause(problem)).split("\n")[0]
+            found = cause(problem)
+            self._problem = step, str(found).split("\n")[0], isinstance(found, FolderLostError)
             self._lost = problem if lost_touch(problem) else None
             if self._rank == 0 and not self._lost_folder():
                 shutil.rmtree(partial, ignore_errors=True)
@@ -248,7 +251,7 @@ class Checkpoints:
 
     def _check_folder(self) -> None:
         if lost := self._lost_folder():
-            raise WriteError(lost)
+            raise FolderLostError(lost)
 
     def _stage(self, work: Callable[[], Any]) -> list[Any]:
         """Do a part of a write. Return the results of all ranks, or raise the error of one of them."""

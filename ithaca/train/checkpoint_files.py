@@ -164,6 +164,10 @@ class WriteError(Exception):
     """A part of a checkpoint could not be written; the text is the reason. It can be sent to other ranks."""
 
 
+class FolderLostError(WriteError):
+    """The run folder is not the run's any more."""
+
+
 @contextmanager
 def measured(place: Path, needed: int) -> Iterator[None]:
     """Turn an error of the system into a WriteError; of a full disk with `needed` and the bytes that are free now."""

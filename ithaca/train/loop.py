@@ -1,8 +1,6 @@
 """A training run from its configuration to its last checkpoint. Every rank calls `train`."""
 
-import contextlib
 import math
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from ithaca.assemble import Model, apply
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, RunError
-from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens
+from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.config import Config, parse_config
 from ithaca.data.reader import TokenFile
 from ithaca.optimizer.adamw import clip, make_optimizer
@@ -30,7 +28,7 @@ from ithaca.schedule.job import Job
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.learning_rate import learning_rate
 from ithaca.train.loader import Loader
-from ithaca.train.report import Progress, Sink, draw_loss, open_sinks
+from ithaca.train.report import Progress, Sinks, open_sinks, tell_conclusion
 from ithaca.train.run_folder import RunFolder, check_shared
 from ithaca.train.start import check_data, data_change, free_memory, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
@@ -88,7 +86,9 @@ class TrainingRun:
         self.why, self.early_warnings = why, list[str]()  # printed when there is a log to print them to
         self.announced = False
         keep = config.run.keep
-        self.checkpoints = Checkpoints(folder.checkpoints, model, self.optimizer, keep, self._warn, tape_bytes)
+        self.checkpoints = Checkpoints(
+            folder.checkpoints, model, self.optimizer, keep, self._warn, tape_bytes, folder.lost
+        )
         self.checkpoints.clean()
         manifest = self.checkpoints.load()
         self.begun = self.done = self.saved = manifest["step"] if manifest else 0  # counts of steps
@@ -98,8 +98,9 @@ class TrainingRun:
         together(self.mesh.group, lambda: folder.begin(config, model.source, model.dtype) if self.first else None)
         self.peak_flops = gpu_peak_flops(self.mesh.device)
         self.loader = Loader(data, options, model)
-        self.progress = Progress(folder.log if self.first else None, self.done, options.steps)
-        self.sinks: list[Sink] = []
+        log = folder.log if self.first else None
+        self.progress = together(self.mesh.group, lambda: Progress(log, self.done, options.steps, folder.lost))
+        self.sinks = Sinks([], folder, self.progress.warn)
 
     def _pass_size(self) -> tuple[int, int]:
         """Return the number of sequences in a pass, over all ranks, and the tokens of each."""
@@ -127,9 +128,10 @@ class TrainingRun:
 
     def go(self, launched: bool) -> None:
         """Do all steps that are left, save, and release everything, also after an error."""
-        if self.first:
-            self.folder.cut_metrics(self.done)
-        self.sinks = together(self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first))
+        together(self.mesh.group, lambda: self.folder.cut_metrics(self.done) if self.first else None)
+        self.sinks = together(
+            self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
+        )
         self.stop = StopRequest(self.mesh, launched)
         self.timeout = self.config.run.timeout or timeout(self._step_seconds())
         set_timeout(self.mesh.groups, self.timeout)
@@ -150,9 +152,7 @@ class TrainingRun:
         finally:
             self.loader.close()
             self.checkpoints.close()
-            for sink in self.sinks:
-                with contextlib.suppress(OSError):
-                    sink.close()
+            self.sinks.close()
             self.progress.close()
             self.stop.close()
 
@@ -194,14 +194,14 @@ class TrainingRun:
         return False
 
     def _publish(self, metrics: dict[str, Any]) -> None:
+        """Show and write the metrics of a step. If the run folder is lost, ask all ranks to stop."""
         self.progress.step(metrics)
-        for sink in self.sinks:
-            try:
-                sink.write(metrics)
-            except OSError as problem:
-                self.progress.warn(
-                    f"the metrics of step {self.done} could not be written ({problem}); training continues"
-                )
+        if mended := self.folder.mend(self.config):
+            self.progress.warn(mended)
+        if self.folder.lost():
+            self.stop.ask()  # the checkpoint that follows tells all ranks why (Checkpoints.save)
+            return
+        self.sinks.write(metrics)
 
     def _step(self) -> dict[str, Any]:
         options, began = self.config.train, time.perf_counter()
@@ -289,12 +289,15 @@ class TrainingRun:
         problem = self.checkpoints.problem()
         if problem is None:
             return
-        step, reason = problem
+        step, reason, lost = problem
+        if lost and final:
+            raise RunError(
+                f"{reason}: the run stopped at step {self.done} and could not save it; if the folder has another name "
+                "now, ithaca train --run continues there from its last checkpoint"
+            )
         good = self.checkpoints.steps()
         last = f"the last good one is of step {good[-1]}" if good else "there is none yet"
-        free, needed = shutil.disk_usage(self.folder.path).free, self.checkpoints.size()
-        space = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free on its disk"
-        text = f"the checkpoint of step {step} could not be written ({reason}; {space}); {last}"
+        text = f"the checkpoint of step {step} could not be written ({reason}); {last}"
         if final:
             raise RunError(f"{text}: fix the cause and continue with ithaca train --run {self.folder.path}")
         self.progress.warn(f"{text}; training continues")
@@ -339,27 +342,14 @@ class TrainingRun:
         self.announced = True
 
     def _conclude(self, stopped: bool) -> None:
-        if not self.first:
-            return
-        self.progress.end_live()
-        for text in self.unlearned.totals(self.done):
-            self.progress.warn(text)
-        metrics = self.folder.read_metrics()
-        if not metrics:  # someone has removed them
-            return
-        draw_loss(metrics, self.folder.picture)
-        path = self.folder.path
-        if stopped:
-            self.progress.say(f"Stopped after step {self.done}. Continue with: ithaca train --run {path}")
-            return
-        losses = [line["loss"] for line in metrics if line.get("loss") is not None]
-        learned = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no loss"
-        self.progress.say(
-            f"Done: {learned} over {format_count(self.done, 'step')}\n"
-            f"  run folder   {path}\n"
-            f"  loss curve   {self.folder.picture}\n"
-            f"  next         ithaca export {path} {path}-model"
-        )
+        """Say how the run ended. Raise an error on all ranks if the files of the run cannot be used."""
+
+        def tell_end() -> None:
+            for text in self.unlearned.totals(self.done):
+                self.progress.warn(text)
+            tell_conclusion(self.folder, self.progress, self.done, self.saved, stopped)
+
+        together(self.mesh.group, lambda: tell_end() if self.first else None)
 
 
 def gpu_peak_flops(device: torch.device) -> float | None:

@@ -34,7 +34,7 @@ def run(small_config: Config, tmp_path: Path) -> RunFolder:
     with run.hold():
         run.begin(small_config, load_model(small_config.model.source), torch.float32)
     run.checkpoints.mkdir()
-    return run
+    return RunFolder(run.path)
 
 
 def save(run: RunFolder, step: int, keep: int = 1, value: float | None = None) -> None:
