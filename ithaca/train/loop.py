@@ -21,6 +21,7 @@ from ithaca.parallel.axes import Axes
 from ithaca.parallel.balance import RingWork, describe_work, ring_work
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.hangs import answering, lost_touch, set_timeout, step_seconds, timeout
+from ithaca.parallel.joining import JOIN_SECONDS
 from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
@@ -41,7 +42,8 @@ def train(config: Config, path: Path, launched: bool = False) -> None:
     `launched`: a launcher of ours started this rank, and ends it at a second Ctrl-C (stop.py).
     """
     use_expandable_segments()
-    grid = mesh(**vars(config.mesh), device=None if config.train.device == "auto" else config.train.device)
+    device, longer = None if config.train.device == "auto" else config.train.device, config.run.timeout or 0
+    grid = mesh(**vars(config.mesh), device=device, timeout=max(longer, JOIN_SECONDS))
     with answering(grid.group):
         _train(config, RunFolder(path), grid, launched)
 
