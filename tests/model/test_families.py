@@ -113,3 +113,12 @@ def test_trained_positions_default_as_in_transformers(kind: str) -> None:
     theirs = transformers.AutoConfig.for_model(**{**config, "rope_scaling": dict(scaling)}, pad_token_id=None)
     wanted = theirs.rope_parameters["original_max_position_embeddings"]
     assert read_spec(config).rope.trained_positions == wanted
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "mistral"])  # there transformers refuses it
+def test_null_key_value_heads(kind: str, tmp_path: Path) -> None:
+    """One for each query head, as in transformers; only a key that is left out takes the family's default."""
+    config = {"model_type": kind, **SIZES, "num_attention_heads": 64, "num_key_value_heads": None, "pad_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert read_spec(config).kv_heads == theirs.num_key_value_heads == 64
