@@ -287,6 +287,15 @@ def test_metadata_of_pythons_that_pickle_an_enum_by_getattr(run: Path, monkeypat
     assert PlainReader(checkpoint(run)).read_metadata().state_dict_metadata
 
 
+def test_a_checkpoint_of_torch_2_11() -> None:
+    """Written by torch 2.11 and Python 3.12: checkpoints outlive the torch that wrote them."""
+    weight, moment = torch.zeros(3, 4), torch.zeros(2, dtype=torch.bfloat16)
+    folder = Path(__file__).with_name("checkpoint-torch-2.11")
+    fill({"weight/a": weight, "exp_avg/b": moment}, PlainReader(folder))
+    assert torch.equal(weight, torch.arange(12.0).reshape(3, 4))
+    assert torch.equal(moment, torch.ones(2, dtype=torch.bfloat16))
+
+
 def edit(**changes: object) -> Callable[[Path], object]:
     return lambda model: (model / "config.json").write_text(
         json.dumps({**json.loads((model / "config.json").read_text()), **changes})
