@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.loop import TrainingRun, train
 from ithaca.train.run_folder import RunFolder
 from tests.nursery import Ended, Nursery
+from tests.train.test_nodes import wait_for_steps
+from tests.train.test_survive import words
 
 FILES = ("lock", "config.toml", "metrics.jsonl", "log.txt", "loss.png")
 FILES = (*FILES, *(f"{name}.partial" for name in FILES))
@@ -335,3 +337,27 @@ def test_checkpoints_that_are_deleted(nursery: Nursery, small_config: Config, tm
     path = tmp_path / "run"
     check(nursery.job(disturbed, of(small_config, 10), path, Become("checkpoints", None), 6, ranks=2), 0)
     assert [path.name for path in sorted((path / "checkpoints").iterdir())] == ["step-00000008", "step-00000010"]
+
+
+@dataclass(frozen=True)
+class RenameAndWait:
+    """Rename the run folder when it has metrics of some steps."""
+
+    path: Path
+
+    def __call__(self, _: list[int]) -> None:
+        wait_for_steps(self.path, 2)
+        rename(self.path)
+
+
+def test_a_run_folder_that_goes_is_one_sentence_of_the_command(
+    nursery: Nursery, small_model: Path, tmp_path: Path
+) -> None:
+    """The launcher starts nothing again."""
+    path = tmp_path / "run"
+    job = (words(path, small_model, "train.steps=1000000"), {})
+    (end,) = nursery.commands(job, folder=tmp_path, disturb=RenameAndWait(path))
+    assert end.code == 1
+    assert len(end.err.splitlines()) == 1
+    assert f"error: the run folder '{path}' was deleted or renamed while the run trained" in end.err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["renamed"]
