@@ -64,7 +64,7 @@ def train(
     from ithaca.config import read_config
 
     saved = run / "config.toml" if run and not fresh and not config else None
-    saved = saved if saved and saved.exists() else None
+    saved = saved if saved and os.path.exists(saved) else None  # without an error for a folder that may not be read
     resolved = read_config(config or saved, set_ or [], _tell_once, saved=saved is not None)
     from ithaca.train.launch import launch
 

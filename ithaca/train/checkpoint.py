@@ -241,7 +241,8 @@ class Checkpoints:
 
     def _begin(self, partial: Path) -> None:
         self._check_folder()
-        self._files.folder.mkdir(exist_ok=True)
+        if not self._files.folder.exists():
+            self._files.folder.mkdir()
         partial.mkdir()
 
     def _complete(self, partial: Path, step: int, manifest: dict[str, Any]) -> None:

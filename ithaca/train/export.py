@@ -76,6 +76,9 @@ def _weights(files: CheckpointFolder, step: int, lease: Lease, wanted: Described
             lease.check()
             yield name.removeprefix(WEIGHT), tensor
             del tensor  # the caller's is the only one now
+    except RunError:
+        lease.check()
+        raise
     except (OSError, RuntimeError, CheckpointException) as problem:
         lease.check()
         why = reason(cause(problem), files.folder)

@@ -279,21 +279,22 @@ def tell_conclusion(folder: RunFolder, progress: Progress, done: int, saved: int
     metrics, problem = list[dict[str, Any]](), None
     try:
         metrics = folder.read_metrics()
+    except OSError as error:
+        problem = f"'{folder.metrics}' cannot be read ({error.strerror})"
+    else:
+        if len(metrics) < done:
+            progress.warn(f"'{folder.metrics}' has the metrics of {len(metrics)} of {format_count(done, 'step')}")
+    try:
         if metrics:
             draw_loss(metrics, folder.picture)
     except OSError as error:
-        problem = RunError(
-            f"the loss of '{folder.metrics}' could not be drawn as '{folder.picture}' ({reason(error, folder.path)}), "
-            f"but {complete}"
-        )
-    if len(metrics) < done and not problem:
-        progress.warn(f"'{folder.metrics}' has the metrics of {len(metrics)} of {format_count(done, 'step')}")
+        problem = f"'{folder.picture}' could not be written ({reason(error, folder.path)})"
     if stopped:
         progress.say(f"Stopped after step {done}. Continue with: ithaca train --run {folder.path}")
     else:
         progress.say("\n".join(_summary(folder, metrics, done)))
     if problem:
-        raise problem
+        raise RunError(f"{problem}, but {complete}")
 
 
 def _summary(folder: RunFolder, metrics: list[dict[str, Any]], done: int) -> Iterator[str]:

@@ -11,6 +11,7 @@ A run that finds its folder gone or in other hands stops (`lost`); it never make
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -198,6 +199,8 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return one object per step. Lines that are not JSON objects with a step are skipped."""
+        if kind := not_a_file(self.metrics):
+            raise OSError(errno.EINVAL, f"it is {kind}")
         lines = []
         text = self.metrics.read_text(encoding="utf-8", errors="replace") if self.metrics.exists() else ""
         for line in text.splitlines():
