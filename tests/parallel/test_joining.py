@@ -16,7 +16,7 @@ import ithaca
 from ithaca.base.errors import IthacaError, LostRankError
 from ithaca.base.torch_private import job_store
 from ithaca.cli import main
-from ithaca.parallel import joining
+from ithaca.parallel import hangs, joining
 from ithaca.train import loop
 from tests.nursery import SECONDS, Nursery
 
@@ -101,6 +101,19 @@ def test_several_ranks_never_start(nursery: Nursery, tmp_path: Path) -> None:
     ]
 
 
+def wait_differently(rank: int) -> None:
+    come(rank, WAIT if rank == 0 else 2 * SECONDS)
+
+
+def test_who_gives_up_tells_the_others(nursery: Nursery, tmp_path: Path) -> None:
+    """Though the store ends with it."""
+    said = "2 of 3 ranks joined the job within 6 s, and rank 2 did not: its own output says why [2]"
+    assert say(nursery, tmp_path, (0, 1), 3, wait_differently, (), False) == [
+        f"rank 0: LostRankError: {said}",
+        f"rank 1: LostRankError: {said}",
+    ]
+
+
 def come_late(rank: int, folder: Path) -> None:
     """Rank 1 waits for the others in vain, and rank 0 comes when it has ended."""
     until = time.monotonic() + SECONDS
@@ -140,6 +153,20 @@ def test_a_rank_ends_while_the_job_begins(
     said = f"rank {ending} of {ending + 1} does not answer any more (it has ended or hangs): its own output says why"
     assert say(nursery, tmp_path, ranks, ending + 1, end_in, (ending, name, WAIT, axes), store) == [
         f"rank {rank}: LostRankError: {said} [{ending}]" for rank in range(ending)
+    ]
+
+
+def end_before_another_gives_up(rank: int) -> None:
+    """Rank 0 calls the roll, and rank 1 answers, which waits for rank 2 in the store longer than a roll lasts."""
+    hangs.ANSWER_SECONDS = 4.0
+    end_in(rank, 2, "init_process_group", 3.0 if rank == 0 else 13.0, {})
+
+
+def test_a_rank_that_waits_answers(nursery: Nursery, tmp_path: Path) -> None:
+    said = "rank 2 of 3 does not answer any more (it has ended or hangs): its own output says why [2]"
+    assert say(nursery, tmp_path, (0, 1, 2), 3, end_before_another_gives_up, (), True) == [
+        f"rank 0: LostRankError: {said}",
+        f"rank 1: LostRankError: {said}",
     ]
 
 
