@@ -97,6 +97,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folders of findings go here")
     args = parser.parse_args()
     items = [item for item in inputs(args.seed, args.count) if args.only in item.name]
+    if args.keep is not None:
+        args.keep.mkdir(parents=True, exist_ok=True)
     import_all()
     with tempfile.TemporaryDirectory(prefix="ithaca-fuzz-toys-") as folder:
         outcomes = campaign(items, make_toys_apart(Path(folder)), args.workers, args.keep)

@@ -1,4 +1,4 @@
-"""Command lines: options of every command with values that `--help` and the pages rule out, and a few that they allow."""
+"""Command lines: options with values that `--help` and the pages rule out, and a few that they allow."""
 
 import random
 from pathlib import Path
@@ -12,10 +12,23 @@ NO_SIZE = ["-1GB", "abc", "nan", "inf", "GB", "1XB", "1e999GB", "-0.1", "\udcff"
 SOUND = copies("model", "good.tokens")
 
 
-def train_options(chance: random.Random) -> list[Input]:  # noqa: ARG001
+def train_options(chance: random.Random) -> list[Input]:
     found = [Input(f"--ranks {shown(value)}", train("--ranks", value), SOUND, "error") for value in NO_COUNT]
     found += [Input(f"--nodes {shown(value)}", train("--nodes", value), SOUND, "error") for value in NO_COUNT]
-    places = ["", ":", ":29500", "host:", "host:0", "host:-1", "host:65536", "host:abc", "a b", "host:1:2", "\udcff", "//"]
+    places = [
+        "",
+        ":",
+        ":29500",
+        "host:",
+        "host:0",
+        "host:-1",
+        "host:65536",
+        "host:abc",
+        "a b",
+        "host:1:2",
+        "\udcff",
+        "//",
+    ]
     places += ["[::1", "x" * 5000, "host:29500x", "no.such.host.invalid:1"]
     for value in places[:-1]:
         found.append(Input(f"--meet {shown(value)}", train("--nodes", "2", "--meet", value), SOUND, "error"))
@@ -26,19 +39,19 @@ def train_options(chance: random.Random) -> list[Input]:  # noqa: ARG001
     return numbered("train-option", found)
 
 
-def _read_only(folder: Path, toys: Toys) -> None:  # noqa: ARG001
+def _read_only(folder: Path, toys: Toys) -> None:
     (folder / "run").symlink_to("/proc")
 
 
-def _link_to_itself(folder: Path, toys: Toys) -> None:  # noqa: ARG001
+def _link_to_itself(folder: Path, toys: Toys) -> None:
     (folder / "run").symlink_to("run")
 
 
-def _dangling(folder: Path, toys: Toys) -> None:  # noqa: ARG001
+def _dangling(folder: Path, toys: Toys) -> None:
     (folder / "run").symlink_to("elsewhere/run")
 
 
-def train_run_folders(chance: random.Random) -> list[Input]:  # noqa: ARG001
+def train_run_folders(chance: random.Random) -> list[Input]:
     """Where a run cannot be."""
     paths = ["/dev/null", "/dev/null/run", "/proc/run", "model/config.json", "good.tokens/run", "a" * 300, "x/" * 3000]
     found = [Input(f"--run {shown(path)}", train(run=path), SOUND, "error") for path in paths]
@@ -64,18 +77,50 @@ def train_run_folders(chance: random.Random) -> list[Input]:  # noqa: ARG001
     return numbered("run-place", found)
 
 
-def any_command(chance: random.Random) -> list[Input]:  # noqa: ARG001
+def any_command(chance: random.Random) -> list[Input]:
     """What no command has."""
-    found = [Input(shown(words), words, expect="error") for words in [
-        ("nonsense",), ("",), ("--nonsense",), ("-x",), ("trian",), ("\udcff",), ("train", "a", "b"), ("plan",), ("data",),
-        ("export",), ("export", "a"), ("export", "a", "b", "c"), ("rehearse",), ("train", "--nonsense"), ("plan", "tiny", "-z"),
-        ("train", "--set"), ("train", "--run"), ("plan", "tiny", "--gpus"), ("data", "x", "--out"), ("mesh",),
-        ("export", "--dtype"), ("train", "--ranks"), ("plan", "--json"), ("data", "--stats"), ("train", "--fresh=2"),
-    ]]
-    found += [Input(shown(words), words, expect="ok") for words in [
-        ("--help",), ("--version",), ("train", "--help"), ("plan", "--help"), ("data", "--help"), ("export", "--help"),
-        ("rehearse", "--help"),
-    ]]
+    found = [
+        Input(shown(words), words, expect="error")
+        for words in [
+            ("nonsense",),
+            ("",),
+            ("--nonsense",),
+            ("-x",),
+            ("trian",),
+            ("\udcff",),
+            ("train", "a", "b"),
+            ("plan",),
+            ("data",),
+            ("export",),
+            ("export", "a"),
+            ("export", "a", "b", "c"),
+            ("rehearse",),
+            ("train", "--nonsense"),
+            ("plan", "tiny", "-z"),
+            ("train", "--set"),
+            ("train", "--run"),
+            ("plan", "tiny", "--gpus"),
+            ("data", "x", "--out"),
+            ("mesh",),
+            ("export", "--dtype"),
+            ("train", "--ranks"),
+            ("plan", "--json"),
+            ("data", "--stats"),
+            ("train", "--fresh=2"),
+        ]
+    ]
+    found += [
+        Input(shown(words), words, expect="ok")
+        for words in [
+            ("--help",),
+            ("--version",),
+            ("train", "--help"),
+            ("plan", "--help"),
+            ("data", "--help"),
+            ("export", "--help"),
+            ("rehearse", "--help"),
+        ]
+    ]
     return numbered("usage", found)
 
 
@@ -84,16 +129,46 @@ def plan_lengths(chance: random.Random) -> list[Input]:
     found = []
     for value in wrong:
         more = chance.choice([(), ("--json",), ("--meshes",), ("--recipe", "sweep"), ("--verbose",)])
-        found.append(Input(f"--tokens {shown(value)} {more}", ("plan", "tiny", "--tokens", value, *more), expect="error"))
+        found.append(
+            Input(f"--tokens {shown(value)} {more}", ("plan", "tiny", "--tokens", value, *more), expect="error")
+        )
     for value in ["128", "64K", "1M", "100000", "max", "4096M"]:
         found.append(Input(f"--tokens {value}", ("plan", "tiny", "--gpus", "8xH100-80GB", "--tokens", value)))
     return numbered("plan-length", found)
 
 
 def plan_gpus(chance: random.Random) -> list[Input]:
-    wrong = ["", " ", "x", "8", "8x", "xH100-80GB", "0xH100-80GB", "-1xH100-80GB", "1.5xH100-80GB", "8xH1000", "8xx8xH100-80GB"]
-    wrong += ["8x8x8xH100-80GB", "0x8xH100-80GB", "8x0xH100-80GB", "2000000xH100-80GB", "9" * 400 + "xH100-80GB", "\udcff"]
-    wrong += ["nanxH100-80GB", "8 x H100-80GBx", "8xH100-80GB,8xH200", "8xT4", "8x[H100-80GB]", "8xH", "8*H100-80GB", "a" * 5000]
+    wrong = [
+        "",
+        " ",
+        "x",
+        "8",
+        "8x",
+        "xH100-80GB",
+        "0xH100-80GB",
+        "-1xH100-80GB",
+        "1.5xH100-80GB",
+        "8xH1000",
+        "8xx8xH100-80GB",
+    ]
+    wrong += [
+        "8x8x8xH100-80GB",
+        "0x8xH100-80GB",
+        "8x0xH100-80GB",
+        "2000000xH100-80GB",
+        "9" * 400 + "xH100-80GB",
+        "\udcff",
+    ]
+    wrong += [
+        "nanxH100-80GB",
+        "8 x H100-80GBx",
+        "8xH100-80GB,8xH200",
+        "8xT4",
+        "8x[H100-80GB]",
+        "8xH",
+        "8*H100-80GB",
+        "a" * 5000,
+    ]
     found = []
     for value in wrong:
         more = chance.choice([(), ("--json",), ("--meshes",), ("--tokens", "64K"), ("--verbose",)])
@@ -111,16 +186,42 @@ def plan_options(chance: random.Random) -> list[Input]:
         for value in chance.sample([*NO_SIZE, "1e-30"], 9):
             expect: Expected = "either" if value in ("1e-30", "") else "error"
             found.append(Input(f"{option} {shown(value)}", (*base, option, value), expect=expect))
-        found += [Input(f"{option} {value}", (*base, option, value)) for value in ("0", "1", "1KB", "1e30", "99999TB", "")]
+        found += [
+            Input(f"{option} {value}", (*base, option, value)) for value in ("0", "1", "1KB", "1e30", "99999TB", "")
+        ]
     for value in ("abc", "", "auto", "SWEEP", "sweep,ring", "dense dense", "\udcff", "a" * 5000):
         expect = "either" if value in ("auto", "SWEEP", "") else "error"
         found.append(Input(f"--recipe {shown(value)}", (*base, "--recipe", value), expect=expect))
         found.append(Input(f"--recipe {shown(value)} --meshes", (*base, "--meshes", "--recipe", value), expect=expect))
-    for model in ("", " ", "llama4", "missing", "/", ".", "/dev/null", "/dev/zero", "\udcff", "a" * 5000, "tiny/", "x" * 300):
+    for model in (
+        "",
+        " ",
+        "llama4",
+        "missing",
+        "/",
+        ".",
+        "/dev/null",
+        "/dev/zero",
+        "\udcff",
+        "a" * 5000,
+        "tiny/",
+        "x" * 300,
+    ):
         expect = "either" if model == "tiny/" else "error"
         found.append(Input(f"model {shown(model)}", ("plan", model, "--tokens", "64K"), expect=expect))
         found.append(Input(f"model {shown(model)} --json", ("plan", model, "--tokens", "64K", "--json"), expect=expect))
-    for picture in ("x.txt", "x", "missing/x.png", "", ".", "/dev/full", "x.PNG", "\udcff.png", "a" * 300 + ".png", ".png"):
+    for picture in (
+        "x.txt",
+        "x",
+        "missing/x.png",
+        "",
+        ".",
+        "/dev/full",
+        "x.PNG",
+        "\udcff.png",
+        "a" * 300 + ".png",
+        ".png",
+    ):
         expect = "either" if picture in ("", "x", ".png", "x.PNG", "\udcff.png") else "error"
         found.append(Input(f"--picture {shown(picture)}", ("plan", "tiny", "--picture", picture), expect=expect))
     found.append(Input("--measure without a GPU", ("plan", "tiny", "--measure", "rates.toml"), expect="error"))
@@ -136,10 +237,21 @@ def rehearsals(chance: random.Random) -> list[Input]:
     for option, values in (("--ranks", NO_COUNT), ("--layers", [*NO_COUNT, "5", "100"])):
         for value in chance.sample(values, 8):
             found.append(Input(f"{option} {shown(value)}", (*base, option, value), expect="error"))
-    found += [Input(f"--tokens {shown(v)}", (*base, "--tokens", v), expect="error") for v in chance.sample(NO_LENGTH, 12)]
+    found += [
+        Input(f"--tokens {shown(v)}", (*base, "--tokens", v), expect="error") for v in chance.sample(NO_LENGTH, 12)
+    ]
     found += [Input(f"--cap {shown(v)}", (*base, "--cap", v), expect="error") for v in chance.sample(NO_SIZE, 6)]
     found += [Input(f"--cap {v}", (*base, "--cap", v)) for v in ("0", "1", "1KB", "80GB")]
-    wrong = ["train.steps=1", "model.dtype=float32", "plan.chunk=0", "plan.x=nowhere", "mesh.ulysses=3", "mesh.ring=0", "=", "x"]
+    wrong = [
+        "train.steps=1",
+        "model.dtype=float32",
+        "plan.chunk=0",
+        "plan.x=nowhere",
+        "mesh.ulysses=3",
+        "mesh.ring=0",
+        "=",
+        "x",
+    ]
     wrong += ["plan.recipe=nonsense", "mesh.shard=7", "plan.zero=4", "plan.heads=1", "plan.loss_tile=-1", "\udcff=1"]
     found += [Input(f"--set {shown(item)}", (*base, "--set", item), expect="error") for item in wrong]
     for recipe in ("dense", "ulysses", "alst", "untied", "ring", "hybrid", "sweep"):
@@ -164,7 +276,7 @@ def _existing(folder: Path, toys: Toys) -> None:
     (folder / "loop").symlink_to("loop")
 
 
-def exports(chance: random.Random) -> list[Input]:  # noqa: ARG001
+def exports(chance: random.Random) -> list[Input]:
     found = [Input("the pages'", ("export", "run", "out"), _existing, "ok")]
     for name in ("file", "full", "run", "/dev/null", "/proc/x", "loop", "run/config.toml/x", "a" * 300, "file/out"):
         found.append(Input(f"to {shown(name)}", ("export", "run", name), _existing, "error"))
@@ -172,10 +284,24 @@ def exports(chance: random.Random) -> list[Input]:  # noqa: ARG001
         found.append(Input(f"to {shown(name)}", ("export", "run", name), _existing))
     for dtype in ("float16", "int8", "", "torch.float32", "FLOAT32", "32", "\udcff", "a" * 5000, "object", "uint16"):
         words = ("export", "run", "out", "--dtype", dtype)
-        found.append(Input(f"--dtype {shown(dtype)}", words, _existing, "either" if dtype in ("", "FLOAT32") else "error"))
+        found.append(
+            Input(f"--dtype {shown(dtype)}", words, _existing, "either" if dtype in ("", "FLOAT32") else "error")
+        )
     for dtype in ("bfloat16", "float32", "float64"):
         found.append(Input(f"--dtype {dtype}", ("export", "run", "out", "--dtype", dtype), _existing, "ok"))
-    for run in ("missing", "file", "empty", "full", "", "/dev/null", "loop", "\udcff", "run/checkpoints", "run/model", "a" * 300):
+    for run in (
+        "missing",
+        "file",
+        "empty",
+        "full",
+        "",
+        "/dev/null",
+        "loop",
+        "\udcff",
+        "run/checkpoints",
+        "run/model",
+        "a" * 300,
+    ):
         found.append(Input(f"of {shown(run)}", ("export", run, "out"), _existing, "error"))
     return numbered("export", found)
 
@@ -188,20 +314,51 @@ def _data_places(folder: Path, toys: Toys) -> None:
     (folder / "a.bin").write_bytes(bytes(range(64)))
 
 
-def data_options(chance: random.Random) -> list[Input]:  # noqa: ARG001
+def data_options(chance: random.Random) -> list[Input]:
     found = [Input("the pages'", ("data", "books", "--out", "out.tokens"), _data_places, "ok")]
-    outs = ["good.tokens", "folder", "loop", "missing/out.tokens", "/dev/full", "/dev/null", "a" * 300, "books/0.txt", "/proc/x"]
+    outs = [
+        "good.tokens",
+        "folder",
+        "loop",
+        "missing/out.tokens",
+        "/dev/full",
+        "/dev/null",
+        "a" * 300,
+        "books/0.txt",
+        "/proc/x",
+    ]
     found += [Input(f"--out {shown(v)}", ("data", "books", "--out", v), _data_places, "error") for v in outs]
-    found += [Input(f"--out {shown(v)}", ("data", "books", "--out", v), _data_places) for v in ("", ".", "\udcff.tokens", "x")]
+    found += [
+        Input(f"--out {shown(v)}", ("data", "books", "--out", v), _data_places) for v in ("", ".", "\udcff.tokens", "x")
+    ]
     found.append(Input("no --out", ("data", "books"), _data_places, "error"))
     for dtype in ("uint64", "int32", "", "UINT8", "float32", "\udcff", "u1", "object", "a" * 5000):
         words = ("data", "a.bin", "--out", "out.tokens", "--bin-dtype", dtype)
-        found.append(Input(f"--bin-dtype {shown(dtype)}", words, _data_places, "either" if dtype == "UINT8" else "error"))
-    for paths in (("missing",), ("books", "missing"), ("",), ("loop",), ("/dev/zero",), ("\udcff",), ("folder",), ("a" * 300,)):
+        found.append(
+            Input(f"--bin-dtype {shown(dtype)}", words, _data_places, "either" if dtype == "UINT8" else "error")
+        )
+    for paths in (
+        ("missing",),
+        ("books", "missing"),
+        ("",),
+        ("loop",),
+        ("/dev/zero",),
+        ("\udcff",),
+        ("folder",),
+        ("a" * 300,),
+    ):
         found.append(Input(f"of {shown(paths)}", ("data", *paths, "--out", "out.tokens"), _data_places, "error"))
     found.append(Input("of /dev/null", ("data", "/dev/null", "--out", "out.tokens"), _data_places, "error"))
     found.append(Input("its own output's folder", ("data", ".", "--out", "out.tokens"), _data_places))
-    for more in (("books",), ("good.tokens", "good.tokens"), ("missing",), ("loop",), ("folder",), ("/dev/null",), ("a.bin",)):
+    for more in (
+        ("books",),
+        ("good.tokens", "good.tokens"),
+        ("missing",),
+        ("loop",),
+        ("folder",),
+        ("/dev/null",),
+        ("a.bin",),
+    ):
         found.append(Input(f"--stats {shown(more)}", ("data", *more, "--stats"), _data_places, "error"))
     found.append(Input("--stats", ("data", "good.tokens", "--stats"), _data_places, "ok"))
     for picture in ("x.txt", "missing/x.png", "/dev/full", "folder", "a" * 300 + ".png"):
@@ -209,16 +366,20 @@ def data_options(chance: random.Random) -> list[Input]:  # noqa: ARG001
         found.append(Input(f"--picture {shown(picture)}", words, _data_places, "error"))
     both = ("data", "good.tokens", "--stats", "--out", "out.tokens")
     found.append(Input("--stats --out", both, _data_places))
-    found.append(Input("--picture without --stats", ("data", "books", "--out", "o", "--picture", "x.png"), _data_places))
+    found.append(
+        Input("--picture without --stats", ("data", "books", "--out", "o", "--picture", "x.png"), _data_places)
+    )
     for name in ("missing", "books", "good.tokens", "/dev/null", "/dev/zero", "", "loop", "\udcff"):
         words = ("data", "books", "--out", "out.tokens", "--tokenizer", name)
         found.append(Input(f"--tokenizer {shown(name)}", words, _data_places, "error"))
     return numbered("data-option", found)
 
 
-def started(chance: random.Random) -> list[Input]:  # noqa: ARG001
+def started(chance: random.Random) -> list[Input]:
     """A few as programs of their own, with spawned ranks."""
-    two = tuple("2" if one == "1" and before == "--ranks" else one for before, one in zip(("", *train()), train(), strict=False))
+    two = tuple(
+        "2" if one == "1" and before == "--ranks" else one for before, one in zip(("", *train()), train(), strict=False)
+    )
     found = [
         Input("two ranks", two, SOUND, "ok", started=True),
         Input("two ranks, no model", two, copies("good.tokens"), "error", started=True),

@@ -3,10 +3,22 @@
 import itertools
 import random
 
-from tests.fuzz import commands, configurations, documents, gpus, modelfolders, runfolders, tokenfiles
+from tests.fuzz import (
+    arrays,
+    commands,
+    configurations,
+    documents,
+    gpus,
+    modelfolders,
+    runfolders,
+    tokenfiles,
+    tokenizerfiles,
+    weightfiles,
+)
 from tests.fuzz.recipe import Input, Mutator
 
-FILES = (commands, configurations, documents, gpus, modelfolders, runfolders, tokenfiles)
+FILES = (commands, configurations, documents, arrays, tokenizerfiles, tokenfiles, modelfolders, weightfiles)
+FILES += (runfolders, gpus)
 MUTATORS: list[Mutator] = [mutator for file in FILES for mutator in file.MUTATORS]
 
 

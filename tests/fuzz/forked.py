@@ -1,14 +1,16 @@
 """Run one input in a forked process that has imported everything, and say what is wrong with how it ended.
 
-A start of `ithaca` takes seconds, a fork some milliseconds. Ranks are forked too (tests/nursery.py), but for inputs that
-say `started`.
+A start of `ithaca` takes seconds, a fork some milliseconds. Ranks are forked too (tests/nursery.py), except for inputs
+that say `started`.
 """
 
 import ctypes
 import gc
 import hashlib
+import itertools
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -36,7 +38,6 @@ Tree = dict[str, tuple[str, int, str]]
 
 def import_all() -> None:
     """Import and draw once what every command would import and draw again."""
-    import torch._dynamo  # FSDP2 does at its first use
 
     from tests.nursery import _do_once
 
@@ -88,14 +89,14 @@ def run(item: Input, toys: Toys, keep: Path | None = None) -> Outcome:
     try:
         outcome = _run(item, toys, place)
         if keep is not None and outcome.findings:
-            shutil.copytree(place, keep / item.name.replace("/", "_").replace("\0", "")[:100], symlinks=True)
+            subprocess.run(["cp", "-a", place, keep / re.sub(r"\W+", "-", item.name)[:100]], check=False)
         return outcome
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
 def _run(item: Input, toys: Toys, place: Path) -> Outcome:
-    for name in ("work", "tmp", "home"):
+    for name in ("work", "tmp", "home", "matplotlib"):
         (place / name).mkdir()
     began = time.monotonic()
     child = os.fork()
@@ -115,7 +116,8 @@ def _run(item: Input, toys: Toys, place: Path) -> Outcome:
     before: Tree = pickle.loads((place / "before").read_bytes())
     outcome.findings += left_behind(item, code, before, tree(place / "work"))
     for name in ("tmp", "home"):
-        outcome.findings += [f"left behind in {name}: {path}" for path in tree(place / name)]
+        if left := list(tree(place / name)):
+            outcome.findings.append(f"left behind in {name}: {', '.join(left)}")
     judge(item, outcome)
     if code == 0 and item.check is not None and (problem := item.check(place / "work", toys)):
         outcome.findings.append(f"wrong result: {problem}")
@@ -138,6 +140,7 @@ def _child(item: Input, toys: Toys, place: Path) -> None:
         (place / "before").write_bytes(pickle.dumps(tree(place / "work")))
         code = 1
         os.environ.update(TMPDIR=str(place / "tmp"), HOME=str(place / "home"), COLUMNS="200", NO_COLOR="1")
+        os.environ["MPLCONFIGDIR"] = str(place / "matplotlib")  # its fonts are listed there at the first start
         tempfile.tempdir = None
         os.chdir(place / "work")
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
@@ -199,19 +202,21 @@ def _reap(pid: int) -> bool:
 def left_behind(item: Input, code: int, before: Tree, after: Tree) -> list[str]:
     """Paths that the command made, changed or removed, and that it does not name."""
     named = may_change(item.words, code, before)
+    named += [str(parent) for path in named for parent in Path(path).parents]
     touched = [
         (path, "made" if path not in before else "removed" if path not in after else "changed")
         for path in sorted({*before, *after})
         if before.get(path) != after.get(path)
     ]
-    return [f"left behind: {path} {how}" for path, how in touched if not any(fnmatch(path, one) for one in named)]
+    left = [f"{path} {how}" for path, how in touched if not any(fnmatch(path, one) for one in named)]
+    return [f"left behind: {', '.join(left)}"] if left else []
 
 
 def may_change(words: tuple[str, ...], code: int, before: Tree) -> list[str]:
     """Patterns of what a command may change: what it names if it succeeds, and little if it does not."""
 
     def value(option: str, default: str = "") -> str:
-        found = [after for one, after in zip(words, words[1:], strict=False) if one == option]
+        found = [after for one, after in itertools.pairwise(words) if one == option]
         return os.path.normpath(found[-1]) if found else default
 
     command, named = (words[0] if words else ""), []

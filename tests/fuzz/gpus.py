@@ -7,8 +7,33 @@ from tests.fuzz.recipe import Expected, Input, all_of, copies, numbered, shown, 
 SEVEN = ["memory", "flops", "bandwidth", "inside", "across", "host", "ram"]
 SOUND = {"memory": "96e9", "flops": "400e12", "bandwidth": "3e12", "inside": "100e9", "across": "25e9", "host": "25e9"}
 SOUND |= {"ram": "128e9"}
-WRONG = ["0", "-1", "nan", "inf", "-inf", '"96GB"', "true", "[]", "{}", '["x", "y"]', "[1]", "[1, 2]", "[1, 2, 3]", '["", 1]']
-WRONG += ["[nan, 'x']", "[-1, 'x']", "[0, 'x']", "[true, 'x']", "[inf, 'x']", "[[1], 'x']", "1979-05-27", "[{}, 'x']", "[1e400, 'x']"]
+WRONG = [
+    "0",
+    "-1",
+    "nan",
+    "inf",
+    "-inf",
+    '"96GB"',
+    "true",
+    "[]",
+    "{}",
+    '["x", "y"]',
+    "[1]",
+    "[1, 2]",
+    "[1, 2, 3]",
+    '["", 1]',
+]
+WRONG += [
+    "[nan, 'x']",
+    "[-1, 'x']",
+    "[0, 'x']",
+    "[true, 'x']",
+    "[inf, 'x']",
+    "[[1], 'x']",
+    "1979-05-27",
+    "[{}, 'x']",
+    "[1e400, 'x']",
+]
 EDGE = ["[1e-300, 'x']", "[1e300, 'x']", "[1, '']", "[1, 'x']", "1e12", "[1e12, '\\u0000']"]
 
 
@@ -57,7 +82,9 @@ def files(chance: random.Random) -> list[Input]:
         found.append(Input(f"a GPU called {shown(name)}", words(chance, f"8x{name}"), writes("gpus.toml", text)))
     found.append(Input("no bytes", ("plan", "tiny", "--hardware", "gpus.toml"), writes("gpus.toml", b"")))
     changed = b'["H100-80GB"]\nhost = [22e9, "measured"]\n'
-    found.append(Input("the page's change", ("plan", "tiny", "--hardware", "gpus.toml"), writes("gpus.toml", changed), "ok"))
+    found.append(
+        Input("the page's change", ("plan", "tiny", "--hardware", "gpus.toml"), writes("gpus.toml", changed), "ok")
+    )
     for key in ("attention", "gemm", "kernel", "capability", "sm", "source"):
         for value in ("3", '"x"', "[]", "{}", '[1, "x"]'):
             expect: Expected = "either"
@@ -68,7 +95,9 @@ def files(chance: random.Random) -> list[Input]:
         found.append(Input(f"--hardware {shown(path)}", ("plan", "tiny", "--hardware", path), expect=expect))
     rehearse = ("rehearse", "tiny", "--tokens", "256", "--ranks", "2", "--hardware", "gpus.toml")
     for name in ("no TOML", "binary", "a number for a GPU"):
-        found.append(Input(f"{name} (rehearse)", rehearse, all_of(copies("model"), writes("gpus.toml", bad[name])), "error"))
+        found.append(
+            Input(f"{name} (rehearse)", rehearse, all_of(copies("model"), writes("gpus.toml", bad[name])), "error")
+        )
     return numbered("gpu-file", found)
 
 

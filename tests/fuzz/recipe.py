@@ -34,7 +34,7 @@ Build = Callable[[Path, Toys], None]
 Check = Callable[[Path, Toys], str | None]
 
 
-def nothing(folder: Path, toys: Toys) -> None:  # noqa: ARG001
+def nothing(folder: Path, toys: Toys) -> None:
     """Build an empty folder."""
 
 
@@ -85,7 +85,7 @@ def writes(name: str, content: bytes | str) -> Build:
     """A build that writes one file."""
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
 
-    def build(folder: Path, toys: Toys) -> None:  # noqa: ARG001
+    def build(folder: Path, toys: Toys) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)

@@ -18,7 +18,25 @@ from tests.fuzz.recipe import Build, Expected, Input, Toys, all_of, copies, numb
 
 MAGIC, HEADER = b"\x89ithaca\n", 4096
 STATS = ("data", "good.tokens", "--stats")
-WILD: list[Any] = [None, True, -1, 0, 1, 2**31, 2**63, 10**30, 1.5, float("nan"), float("inf"), "", "x", "uint8", [], {}, [1]]
+WILD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    10**30,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "uint8",
+    [],
+    {},
+    [1],
+]
 WILD += ["9" * 1000, "\ud800", [[]], {"a": 1}, -(2**63), "1", "float32", "object", "bytes"]
 
 
@@ -28,7 +46,9 @@ def parse(data: bytes) -> tuple[int, dict[str, Any]]:
     return version, json.loads(data[20 : 20 + length])
 
 
-def header(content: bytes | dict[str, Any], version: int = 1, length: int | None = None, crc: int | None = None) -> bytes:
+def header(
+    content: bytes | dict[str, Any], version: int = 1, length: int | None = None, crc: int | None = None
+) -> bytes:
     text = content if isinstance(content, bytes) else json.dumps(content).encode()
     length = len(text) if length is None else length
     crc = zlib.crc32(text) if crc is None else crc
@@ -112,7 +132,9 @@ def damaged_headers(chance: random.Random) -> list[Input]:
         found.append(both(f"cut at {cut}", with_bytes(lambda data, n=cut: data[:n]), "error", chance))
     found.append(both("one byte less", with_bytes(lambda data: data[:-1]), "error", chance))
     found.append(both("bytes more", with_bytes(lambda data: data + b"\0" * 8), "error", chance))
-    found.append(both("an end of line changed", with_bytes(lambda data: data.replace(b"\n", b"\r\n", 1)), "error", chance))
+    found.append(
+        both("an end of line changed", with_bytes(lambda data: data.replace(b"\n", b"\r\n", 1)), "error", chance)
+    )
     found.append(both("twice", with_bytes(lambda data: data + data), "error", chance))
     for number in range(16):
         where = (0, 200) if number % 2 else (HEADER, HEADER + 700)
@@ -182,16 +204,25 @@ def lying_bounds(chance: random.Random) -> list[Input]:
     return numbered("bounds", found)
 
 
-def other_files(chance: random.Random) -> list[Input]:  # noqa: ARG001
+def other_files(chance: random.Random) -> list[Input]:
     """What is no token file at all."""
     found = []
     for name, content in {"text": b"text", "JSON": b"{}", "no bytes": b"", "zeros": b"\0" * 8192}.items():
         for words in (STATS, train()):
-            found.append(Input(f"{name} ({words[0]})", words, all_of(copies("model"), writes("good.tokens", content)), "error"))
+            found.append(
+                Input(f"{name} ({words[0]})", words, all_of(copies("model"), writes("good.tokens", content)), "error")
+            )
     for words in (STATS, train()):
         build = all_of(copies("model"), writes("good.tokens/x", b""))
         found.append(Input(f"a folder ({words[0]})", words, build, "error"))
-    found.append(Input("of another tokenizer", train("--set", "data.source=bpe.tokens"), copies("model", "good.tokens", "bpe.tokens"), "error"))
+    found.append(
+        Input(
+            "of another tokenizer",
+            train("--set", "data.source=bpe.tokens"),
+            copies("model", "good.tokens", "bpe.tokens"),
+            "error",
+        )
+    )
     prompts = train("--set", "data.source=prompts.tokens")
     found.append(Input("with prompts", prompts, copies("model", "good.tokens", "prompts.tokens"), "ok"))
     return numbered("token-file", found)

@@ -47,9 +47,7 @@ def _tokenizer(folder: Path) -> None:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator([TEXT], trainer)
     folder.mkdir()
     inner.save(str(folder / "tokenizer.json"))
