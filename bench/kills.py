@@ -114,7 +114,10 @@ class Kill:
         if not _runs(launcher):
             return
         if not ranks:
-            os.killpg(launcher.pid, signal.SIGKILL)
+            try:
+                os.killpg(launcher.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has no group of its own yet
+                launcher.kill()
         note = {"one rank": bool(ranks), "half-made": half_made(self.folder, self.cell)}
         with (self.folder.parent / f"{self.folder.name}.kills").open("a") as notes:
             notes.write(json.dumps(note) + "\n")
@@ -124,12 +127,13 @@ class Kill:
         until = time.monotonic() + LONGEST
         if self.cell.trains:
             steps = STEPS[self.cell.activity]
-            step = chance.randrange(len(lines(self.folder / "run" / "metrics.jsonl")), steps + 1)
+            begun = len(lines(self.folder / "run" / "metrics.jsonl"))
+            step = chance.randrange(begun, steps + 1)
             while len(lines(self.folder / "run" / "metrics.jsonl")) < step:
                 if not _runs(launcher) or time.monotonic() > until:
                     return
                 time.sleep(0.002)
-            time.sleep(chance.uniform(0, self.seconds if step == 0 else 2 * self.seconds / steps))
+            time.sleep(chance.uniform(0, self.seconds if step == begun else 2 * self.seconds / steps))
         else:
             time.sleep(chance.uniform(0, self.seconds))
 

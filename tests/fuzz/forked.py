@@ -4,6 +4,7 @@ A start of `ithaca` takes seconds, a fork some milliseconds. Ranks are forked to
 that say `started`.
 """
 
+import contextlib
 import ctypes
 import gc
 import hashlib
@@ -126,7 +127,7 @@ def _run(item: Input, toys: Toys, place: Path) -> Outcome:
 
 def _child(item: Input, toys: Toys, place: Path) -> None:
     """Never returns."""
-    code = BUILD_FAILED
+    code, streams = BUILD_FAILED, (sys.stdout, sys.stderr)  # held: at their end they might close 1 and 2
     try:
         os.setsid()
         for number, name in ((1, "out"), (2, "err")):
@@ -150,8 +151,10 @@ def _child(item: Input, toys: Toys, place: Path) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        del streams
         os._exit(code)
 
 
