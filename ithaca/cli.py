@@ -1,9 +1,11 @@
 """The command line. It imports torch only in commands that need it, so `ithaca --help` answers at once."""
 
+import errno
+import io
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -16,6 +18,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+# typer has its own copy of click in some versions; both have this class below the one that typer exports
+USAGE_ERROR = typer.BadParameter.__mro__[1]
+# What the system says of a path that a user has named
+REFUSALS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def _tell_once(notice: str) -> None:
@@ -204,11 +211,34 @@ def rehearse(
 
 def main() -> None:
     """Run the command line. A user's mistake is one sentence, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file's name may hold bytes that are no text
     try:
-        app()
+        code = app(prog_name="ithaca", standalone_mode=False)
     except IthacaError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.code)
+        _fail(str(error), error.code)
+    except USAGE_ERROR as error:
+        _fail_usage(error)
     except MemoryError as error:
-        print(f"error: the host has not enough memory ({error}): a smaller train.batch takes less", file=sys.stderr)
-        sys.exit(1)
+        _fail(f"the host has not enough memory ({error}): a smaller train.batch takes less", 1)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        _fail(f"'{error.filename}' cannot be used ({error.strerror}): name another place", IthacaError.code)
+    sys.exit(code)  # an int if a command ended early, as after --version; else None
+
+
+def _fail(sentence: str, code: int) -> NoReturn:
+    """Print one line, also where a name or a library's reason has several."""
+    print("error:", " ".join(sentence.split("\n")).strip(), file=sys.stderr)
+    sys.exit(code)
+
+
+def _fail_usage(error: Any) -> NoReturn:
+    """Print what is wrong with the words of the command line, as typer puts it."""
+    if len(sys.argv) == 1:  # the help is the answer
+        error.show()
+        sys.exit(error.exit_code)
+    command = error.ctx.command_path if error.ctx else "ithaca"
+    _fail(f"{error.format_message().rstrip('.')}: see {command} --help", error.exit_code)

@@ -6,6 +6,7 @@ written. To continue, a JSONL file is sought and Parquet row groups are skipped,
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,12 @@ def documents(files: Sequence[Input], start: Place, reading: Reading) -> Iterato
             for record, offset, document in _READERS[file.kind](file, begin, reading):
                 yield Place(number, record, offset), document
         except OSError as problem:
-            raise DataError(f"'{file.path}' cannot be read ({problem.strerror or problem})") from None
+            raise DataError(f"'{file.path}' cannot be read ({problem.strerror or _reason(problem)})") from None
+
+
+def _reason(problem: Exception) -> str:
+    """Return what a library says is wrong, without addresses of its objects and without the lines that follow."""
+    return re.sub(r":? <.* object at 0x\w+>", "", (str(problem).splitlines() or ["no reason is known"])[0])
 
 
 def holds_tokens(file: Input, reading: Reading) -> bool:
@@ -131,7 +137,8 @@ def _document(where: str, record: dict[str, Any]) -> Document:
 def _string(where: str, record: dict[str, Any], name: str) -> str:
     value = record[name]
     if not isinstance(value, str):
-        raise DataError(f"{where} has a '{name}' of type {type(value).__name__}: text is needed")
+        kind = "null" if value is None else type(value).__name__
+        raise DataError(f"{where} has a '{name}' of type {kind}: text is needed")
     try:
         value.encode()
     except UnicodeEncodeError as problem:
@@ -160,8 +167,8 @@ def _parquet(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, 
             for row, record in _rows(table, _columns(file.path, table.schema_arrow.names), start.record):
                 place = f"'{file.path}', row {row + 1}"
                 yield row + 1, file.size * (row + 1) // total, _document(place, record)
-    except pyarrow.ArrowException as problem:
-        raise DataError(f"'{file.path}' is not Parquet ({str(problem).splitlines()[0]})") from None
+    except (pyarrow.ArrowException, ValueError) as problem:  # ValueError: text in it is not UTF-8
+        raise DataError(f"'{file.path}' is not Parquet ({_reason(problem)})") from None
 
 
 def _columns(path: Path, names: list[str]) -> list[str]:
@@ -206,8 +213,10 @@ def _load(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
     """Load or map the whole numbers of a .npy file. Pickled files are never opened."""
     try:
         array = np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
-    except (ValueError, EOFError) as problem:
-        raise DataError(f"'{path}' is not a plain .npy file ({str(problem).splitlines()[0]})") from None
+    except OSError:
+        raise
+    except Exception as problem:  # whatever Python's own parser raises: numpy reads the header as a literal
+        raise DataError(f"'{path}' is not a plain .npy file ({_reason(problem)})") from None
     if array.dtype.kind not in "iu":
         raise DataError(f"'{path}' holds {array.dtype}: whole numbers are needed, as array.astype('uint32') gives")
     return array

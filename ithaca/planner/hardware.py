@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaca.base.errors import PlanError, suggestion
+from ithaca.base.files import read_small
 from ithaca.model.spec import Spec
 from ithaca.tape.budget import KEPT_BACK
 from ithaca.tape.spec import Budget
@@ -148,7 +149,7 @@ def _own_table() -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(read_small(path))
     except (OSError, ValueError, RecursionError) as problem:
         raise PlanError(f"'{path}' cannot be read as TOML ({problem})") from None
     wrong = [name for name, table in tables.items() if not isinstance(table, dict)]

@@ -205,6 +205,10 @@ def test_reading_goes_on_behind_any_document(tmp_path: Path, name: str) -> None:
         )
 
 
+# A header of version 1 around the shape, which numpy reads as a Python literal
+NPY = b"\x93NUMPY\x01\x00\x76\x00{'descr': '<i8', 'fortran_order': False, 'shape': %s, }" + b" " * 64
+
+
 REFUSED = {
     "missing": ("none.txt", None, "none.txt' does not exist: name a file or a folder"),
     "empty file": ("a.txt", "", "a.txt' is empty, 0 bytes"),
@@ -238,16 +242,32 @@ REFUSED = {
     "all empty": ("a.jsonl", '{"text": ""}\n{"text": ""}', "a.jsonl' has no token in its 2 documents"),
     "parquet": ("a.parquet", "text", r"a.parquet' is not Parquet \("),
     "columns": ("a.parquet", [{"txt": "a"}], "a.parquet' has the columns 'txt': 'text', 'prompt' and"),
-    "null": ("a.parquet", [{"text": "a"}, {"text": None}], "a.parquet', row 2 has a 'text' of type NoneType"),
+    "null": ("a.parquet", [{"text": "a"}, {"text": None}], "a.parquet', row 2 has a 'text' of type null"),
     "float": ("a.npy", np.zeros(3, np.float32), "a.npy' holds float32: whole numbers are needed"),
     "bool": ("a.npy", np.zeros(3, bool), "a.npy' holds bool: whole numbers are needed"),
     "object": ("a.npy", np.array([{}], object), r"a.npy' is not a plain .npy file \(.*objects"),
     "3-D": ("a.npy", np.zeros((1, 2, 3), int), r"a.npy' has the shape \[1, 2, 3\]: \[tokens\] or"),
     "no npy": ("a.npy", "text", r"a.npy' is not a plain .npy file \("),
+    "a call in npy": ("a.npy", NPY % b"print(1)", r"a.npy' is not a plain .npy file \(malformed node or string.*\d\)"),
+    "a shape of true": ("a.npy", NPY % b"(True, 8)", r"a.npy' is not a plain .npy file \("),
+    "a shape of 10^30": ("a.npy", NPY % (b"(1" + b"0" * 30 + b",)"), r"a.npy' is not a plain .npy file \("),
+    "a header without end": ("a.npy", NPY % b"((((", r"a.npy' is not a plain .npy file \("),
     "negative npy": ("a.npy", np.array([[1], [-1]]), "a.npy', row 1 has token id -1"),
     "nothing in npy": ("a.npy", np.zeros((0, 4), int), "a.npy' has no token in its 0 documents"),
     "bin dtype": ("a.bin", b"abc", "a.bin' holds raw tokens of unknown size: add --bin-dtype uint16"),
 }
+
+
+def test_parquet_that_is_not_text(tmp_path: Path) -> None:
+    """Arrow checks no text when it reads, and says what is wrong with a footer on two lines."""
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": pa.array([b"\xff"]).view(pa.string())}), path)
+    with pytest.raises(DataError, match=r"a.parquet' is not Parquet \(.*codec"):
+        prepare([path], tmp_path / "out")
+    path.write_bytes(b"PAR1" + bytes(20) + b"\x04\0\0\0PAR1")
+    with pytest.raises(DataError) as error:
+        prepare([path], tmp_path / "out")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

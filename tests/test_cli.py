@@ -1,0 +1,85 @@
+"""Whatever a user mistypes is one sentence on stderr."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ithaca.cli import main
+from tests.nursery import Ended
+
+Say = Callable[..., Ended]
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> Say:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["ithaca", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ended(int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+USAGE = {
+    ("nonsense",): "No such command 'nonsense': see ithaca --help",
+    ("train", "--nonsense"): "No such option: --nonsense",
+    ("plan",): "Missing argument 'model': see ithaca plan --help",
+    ("plan", "tiny", "--gpus"): "requires an argument: see ithaca",
+    ("train", "--ranks", "two"): "Invalid value for '--ranks'",
+    ("export", "a", "b", "c"): "unexpected extra argument",
+}
+
+
+@pytest.mark.parametrize("words", USAGE, ids=" ".join)
+def test_a_wrong_word_is_one_sentence(say: Say, words: tuple[str, ...]) -> None:
+    end = say(*words)
+    assert (end.code, end.out) == (2, "")
+    assert end.err.startswith("error: ")
+    assert USAGE[words] in end.err
+    assert end.err.count("\n") == 1
+
+
+def test_no_word_at_all_shows_the_help(say: Say) -> None:
+    end = say()
+    assert end.code == 2
+    assert "Usage:" in end.out + end.err
+    assert "error" not in end.err
+    assert say("--version").code == 0
+
+
+def test_a_name_that_the_system_refuses(say: Say) -> None:
+    end = say("train", "--run", "a" * 300)
+    assert end.code == 2
+    assert end.err == f"error: '{'a' * 300}/config.toml' cannot be used (File name too long): name another place\n"
+
+
+def test_a_name_of_two_lines_is_quoted_on_one(say: Say) -> None:
+    Path("a\nb.jsonl").write_text("{")
+    end = say("data", "a\nb.jsonl", "--out", "x.tokens")
+    assert end.code == 2
+    assert end.err.startswith("error: 'a b.jsonl', line 1 is not JSON")
+    assert end.err.count("\n") == 1
+
+
+def test_a_name_that_is_no_text(say: Say) -> None:
+    name = os.fsdecode(b"\xff.txt")
+    Path(name).write_text("the sea")
+    assert "'\\udcff.txt' " in say("data", name, "--out", name).err
+    end = say("data", name, "--out", os.fsdecode(b"\xff.tokens"))
+    assert end.code == 0, end.err
+    assert "\\udcff.tokens: 7 tokens" in end.out
+
+
+def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise FileNotFoundError(2, "No such file", "internal")
+
+    monkeypatch.setattr("ithaca.cli.app", fail)
+    with pytest.raises(FileNotFoundError):
+        main()
