@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ithaca.base.errors import ConfigError, IthacaError, suggestion
+from ithaca.base.files import read_small
 from ithaca.base.sizes import MOST_SECONDS, parse_tokens
 from ithaca.plans.places import REBUILD
 from ithaca.plans.plan import RECIPE_OPTIONS, Plan
@@ -346,11 +347,7 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        if file.exists() and not file.is_file() and not file.is_dir():
-            raise ConfigError(f"'{file}' is a device or a pipe: name a TOML file")
-        if file.exists() and (size := file.stat().st_size) > MOST_BYTES:
-            raise ConfigError(f"'{file}' has {size} bytes: a configuration has {MOST_BYTES} at most")
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(read_small(file, MOST_BYTES).decode())
     except OSError as problem:
         raise ConfigError(f"'{file}' cannot be read ({problem.strerror})") from None
     except (ValueError, RecursionError) as problem:

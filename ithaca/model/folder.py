@@ -6,12 +6,12 @@ not a regular file: to open a pipe would wait for ever. No torch here.
 """
 
 import json
-import os
 import stat
 from pathlib import Path
 from typing import Any
 
 from ithaca.base.errors import ModelError, shown
+from ithaca.base.files import read_small
 
 JSON_BYTES = 32 << 20  # the index of a model with 100,000 weights has 10 MB; parsed, JSON takes up to 25 times its size
 
@@ -69,14 +69,9 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 def read_bytes(file: Path, most: int) -> bytes:
     """The content of a file that should have no more than `most` bytes."""
     try:
-        with file.open("rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            content = opened.read(most + 1) if size <= most else b""
-    except OSError as problem:
-        raise ModelError(f"'{file}' cannot be read ({problem.strerror})") from None
-    if max(size, len(content)) > most:
-        raise ModelError(f"'{file}' has {max(size, len(content))} bytes: at most {most} are read of such a file")
-    return content
+        return read_small(file, most)
+    except (OSError, ValueError) as problem:
+        raise ModelError(f"'{file}' cannot be read ({_reason(problem)})") from None
 
 
 def _mode(folder: Path, name: str) -> int | None:

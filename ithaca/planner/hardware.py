@@ -149,7 +149,7 @@ def _own_table() -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(read_small(path))
+        tables = tomllib.loads(read_small(path).decode())
     except (OSError, ValueError, RecursionError) as problem:
         raise PlanError(f"'{path}' cannot be read as TOML ({problem})") from None
     wrong = [name for name, table in tables.items() if not isinstance(table, dict)]

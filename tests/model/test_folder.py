@@ -286,13 +286,13 @@ def test_json_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "config.json").write_bytes(b'{"a": 123}')
     assert read_json(tmp_path, "config.json") == {"a": 123}
     (tmp_path / "config.json").write_bytes(b'{"a": 1234}')
-    with pytest.raises(ModelError, match="has 11 bytes: at most 10"):
+    with pytest.raises(ModelError, match="it has 11 bytes, and 10 are the most"):
         read_json(tmp_path, "config.json")
 
 
 def test_a_file_that_grows_while_it_is_read() -> None:
     """A file of the kernel says that it is empty."""
-    with pytest.raises(ModelError, match="has 6 bytes: at most 5 are read"):
+    with pytest.raises(ModelError, match="it has 6 bytes, and 5 are the most"):
         folders.read_bytes(Path("/proc/self/status"), 5)
 
 
