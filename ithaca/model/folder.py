@@ -7,6 +7,7 @@ not a regular file: to open a pipe would wait for ever. No torch here.
 
 import json
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,14 @@ def _mode(folder: Path, name: str) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as problem:  # a name that the system refuses
-        raise ModelError(f"'{folder}' cannot hold a file {shown(name)} ({_reason(problem)})") from None
+        raise ModelError(f"'{folder}' has no file {shown(name)} that can be opened ({_reason(problem)})") from None
     try:
         home, target = folder.resolve(), path.resolve(strict=True)
         mode = target.stat().st_mode
     except (OSError, RuntimeError) as problem:  # RuntimeError: a loop of links, before Python 3.13
-        raise ModelError(f"'{folder}' holds {shown(name)} as a link that leads nowhere ({_reason(problem)})") from None
+        raise ModelError(
+            f"'{folder}' holds {shown(name)} as a link that cannot be followed ({_reason(problem)})"
+        ) from None
     if not target.is_relative_to(_repository(home) or home):
         raise ModelError(
             f"'{folder}' holds {shown(name)} as a link to '{target}', outside of the folder: put a copy in its place"
@@ -107,8 +110,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. A key that comes twice is an error: readers differ in which one they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"it has the key {shown(twice)} twice")
     return found
 
