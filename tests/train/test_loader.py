@@ -15,8 +15,8 @@ from ithaca.config import Config, TrainSection
 from ithaca.data import sample
 from ithaca.data.inputs import standard_library
 from ithaca.data.prepare import prepare
+from ithaca.data.reader import in_memory, open_tokens
 from ithaca.data.sample import sequences
-from ithaca.data.tokenfile import open_tokens
 from ithaca.parallel.batch import IGNORED
 from ithaca.train import loader, loop
 from ithaca.train.loader import Loader
@@ -104,13 +104,12 @@ def test_an_error_is_raised_in_the_step_that_needs_the_data(monkeypatch: pytest.
 
 
 def other_data_on_rank_1(config: Config, path: Path) -> None:
-    """Train on a node whose file has one other document, far from both ends."""
+    """Train on a node whose file has one other token, far from both ends."""
     data = standard_library()
-    middle, third = len(data.tokens) // 2, len(data.tokens) // 3
-    tokens = data.tokens.copy()
+    tokens = data.read(0, data.tokens).tokens.copy()
     if os.environ["RANK"] == "1":
-        tokens[third:middle] = 32
-    loop.open_data = lambda _: replace(data, tokens=tokens)
+        tokens[data.tokens // 3] ^= 1
+    loop.open_data = lambda *_: in_memory(tokens, data.bounds(), tokenizer="bytes", vocab=256)
     train(config, path)
 
 
