@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ithaca.base.errors import ConfigError, DataError, IthacaError, LostRankError, ModelError, PlanError, RunError
 from ithaca.cli import main
 from tests.nursery import Ended
 
@@ -83,3 +84,27 @@ def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("ithaca.cli.app", fail)
     with pytest.raises(FileNotFoundError):
         main()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        *((kind("that cannot be"), 2) for kind in (IthacaError, ConfigError, DataError, ModelError, PlanError)),
+        (RunError("that cannot be"), 1),
+        (LostRankError("that cannot be", [1]), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_sentence_and_a_code(
+    error: IthacaError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2 for a user's mistake, 1 for a run that cannot continue: schedulers start only the latter again."""
+
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("ithaca.cli.app", fail)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == code
+    assert capsys.readouterr().err == "error: that cannot be\n"

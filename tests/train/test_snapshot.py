@@ -141,3 +141,13 @@ def test_every_rank_goes_on_with_its_own_random_numbers(ranks, tmp_path: Path) -
     for wanted, found in answers:
         assert found == wanted
     assert answers[0] != answers[1]
+
+
+def test_the_tokens_of_a_run_that_continues(nursery, small_config: Config, tmp_path: Path) -> None:
+    """The metrics count all tokens of the run, also those before the last start."""
+    short = replace(small_config, train=replace(small_config.train, steps=3))
+    for steps in (2, 3):
+        (end,) = nursery.job(train_some, short, tmp_path / "run", steps)
+        assert end.code == 0, end.err
+    each = small_config.train.batch * small_config.train.tokens
+    assert [line["tokens"] for line in RunFolder(tmp_path / "run").read_metrics()] == [each, 2 * each, 3 * each]
