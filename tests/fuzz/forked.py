@@ -39,6 +39,7 @@ Tree = dict[str, tuple[str, int, str]]
 
 def import_all() -> None:
     """Import and draw once what every command would import and draw again."""
+    import torch._dynamo  # noqa: F401  FSDP2 does at its first use
 
     from tests.nursery import _do_once
 
