@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ithaca import __version__
-from ithaca.base.errors import IthacaError, PlanError
+from ithaca.base.errors import ConfigError, IthacaError, PlanError
 
 app = typer.Typer(
     help="Train transformers on contexts of millions of tokens.",
@@ -29,6 +29,13 @@ def _tell_once(notice: str) -> None:
     """Print a notice, under torchrun and srun from the first rank only."""
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print(notice, file=sys.stderr)
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        return bool(str(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _version(wanted: bool) -> None:
@@ -70,6 +77,8 @@ def train(
     """Train a model, or continue a run."""
     from ithaca.config import read_config
 
+    if run and not _is_text(run):
+        raise ConfigError(f"--run {run} has bytes that are not UTF-8, which the log cannot hold: name another folder")
     saved = run / "config.toml" if run and not fresh and not config else None
     saved = saved if saved and os.path.exists(saved) else None  # without an error for a folder that may not be read
     resolved = read_config(config or saved, set_ or [], _tell_once, saved=saved is not None)

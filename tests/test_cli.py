@@ -75,6 +75,9 @@ def test_a_name_that_is_no_text(say: Say) -> None:
     end = say("data", name, "--out", os.fsdecode(b"\xff.tokens"))
     assert end.code == 0, end.err
     assert "\\udcff.tokens: 7 tokens" in end.out
+    end = say("train", "--run", name)
+    assert end.code == 2
+    assert end.err.startswith("error: --run \\udcff.txt has bytes that are not UTF-8")
 
 
 def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

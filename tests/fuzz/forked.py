@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import importlib
 import itertools
 import os
 import pickle
@@ -39,9 +40,9 @@ Tree = dict[str, tuple[str, int, str]]
 
 def import_all() -> None:
     """Import and draw once what every command would import and draw again."""
-
     from tests.nursery import _do_once
 
+    importlib.import_module("torch._dynamo")  # as FSDP2 does at its first use
     _do_once()
     gc.collect()
     gc.freeze()
