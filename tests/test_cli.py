@@ -55,9 +55,12 @@ def test_no_word_at_all_shows_the_help(say: Say) -> None:
 
 
 def test_a_name_that_the_system_refuses(say: Say) -> None:
-    end = say("train", "--run", "a" * 300)
+    end = say("train", "--run", "a" * 300, "--ranks", "1")
     assert end.code == 2
-    assert end.err == f"error: '{'a' * 300}/config.toml' cannot be used (File name too long): name another place\n"
+    assert end.err.startswith(f"error: '{'a' * 300}' cannot be made a run folder (File name too long")
+    end = say("train", "a" * 300)
+    assert end.code == 2
+    assert end.err == f"error: '{'a' * 300}' cannot be read (File name too long)\n"
 
 
 def test_a_name_of_two_lines_is_quoted_on_one(say: Say) -> None:

@@ -158,6 +158,11 @@ class FolderWeights:
                         raise ModelError(
                             f"{file.name} holds {shown(name)} as {kind}: supported are {', '.join(_STORED)}"
                         )
+                    if name in self._files:
+                        raise ModelError(
+                            f"{self._files[name].name} and {file.name} in '{folder}' both hold {shown(name)}: "
+                            "remove it from one of them"
+                        )
                     self._files[name], self._dtypes[name] = file, _STORED[kind]
                     self._shapes[name] = tuple(header.get_shape())
         _check_shapes(folder, spec, self._shapes)

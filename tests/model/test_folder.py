@@ -283,7 +283,7 @@ def test_json_that_is_refused(tmp_path: Path, content: bytes, sentence: str) -> 
 def test_json_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(1 << 40)  # no bytes on disk
-    with pytest.raises(ModelError, match=f"has {1 << 40} bytes: at most {32 << 20} are read"):
+    with pytest.raises(ModelError, match=f"it has {1 << 40} bytes, and {32 << 20} are the most"):
         load_model(tmp_path)
     monkeypatch.setattr(folders, "JSON_BYTES", 10)
     (tmp_path / "config.json").write_bytes(b'{"a": 123}')

@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +65,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a file gone": (lambda f: split(f)[1].unlink(), "lacks 'model-00002-of-.*', one of the"),
     "a file short": (lambda f: truncate(split(f)[2], 0.9), "00003-of-.* truncated"),
+    "a weight in two files": (
+        lambda f: (files := split(f)) and shutil.copy(files[0], files[1]),
+        "00001-of-.* and .*00002-of-.* both hold",
+    ),
     "an index of nothing": (
         lambda f: (split(f), edit_json(f / "model.safetensors.index.json", weight_map={})),
         "no weight_map",
