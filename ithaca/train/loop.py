@@ -63,7 +63,7 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool) -> None:
         TrainingRun(config, run, apply(source, plan, grid), data, why).go(launched)
     finally:
         if lock:
-            lock.close()
+            run.release()
 
 
 class TrainingRun:

@@ -47,6 +47,7 @@ class RunFolder:
         self.model, self.checkpoints = path / "model", path / "checkpoints"
         self.picture, self.log, self.lock = path / "loss.png", path / "log.txt", path / "lock"
         self._held: IO[str] | None = None  # the lock's file, while this process holds it
+        self._made: list[Path] = []  # the folders that `hold` has made, the innermost first
 
     def begun(self) -> bool:
         """Return whether a run has written its configuration here."""
@@ -91,12 +92,24 @@ class RunFolder:
         for file in (self.lock, self.config, self.metrics, self.log, self.picture):
             self._check_file(file)
             self._check_file(partial_name(file))
+        self._made = [folder for folder in (self.path, *self.path.absolute().parents) if not os.path.exists(folder)]
         try:
             self._held = self._lock()
             return self._held
         except OSError as problem:
             kind = RunError if is_full(problem) else ConfigError
             raise kind(f"'{self.path}' cannot be made a run folder ({reason(problem, self.path)})") from None
+
+    def release(self) -> None:
+        """Unlock the folder. If the run has not begun in it, delete what its start has made."""
+        assert self._held is not None
+        if not self.lost() and not self.begun() and self._vacant():
+            with contextlib.suppress(OSError):  # what cannot be deleted stays; the next start takes it for its own
+                for leftover in self.path.iterdir():
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                for folder in self._made:
+                    folder.rmdir()
+        self._held.close()
 
     def _check_file(self, file: Path) -> None:
         """Raise an error if something else lies where the run writes a file. A link could lead out of the folder."""
@@ -108,7 +121,9 @@ class RunFolder:
         leftovers = {"lock", "model", "model.partial", "config.toml.partial"}
         if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
             leftovers.add(self.checkpoints.name)
-        return self.path.is_dir() and {path.name for path in self.path.iterdir()} <= leftovers
+        # An index is the checksums of an old token file (data/version1.py)
+        names = {path.name for path in self.path.iterdir() if path.suffix != ".index"} if self.path.is_dir() else {""}
+        return names <= leftovers
 
     def _lock(self) -> IO[str]:
         """Make the folder and lock it. The system releases the lock when this process ends."""
