@@ -1,10 +1,12 @@
 """What to say about a disk that does not take a file, and files that nobody can turn into something else."""
 
+import contextlib
 import errno
 import os
 import re
 import shutil
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from ithaca.base.sizes import format_bytes
@@ -71,3 +73,15 @@ def same_file(path: Path, descriptor: int) -> bool:
         return False
     except OSError:  # a network file system that does not answer now says nothing about the file
         return True
+
+
+def missing_folders(path: Path) -> list[Path]:
+    """Return the folders of a path that do not exist yet, the innermost first."""
+    return [folder for folder in (path, *path.absolute().parents) if not os.path.lexists(folder)]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Delete folders, the innermost first, up to one that is not empty or cannot be deleted."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()

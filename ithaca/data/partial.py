@@ -24,7 +24,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ithaca.base.errors import DataError
+from ithaca.base.disk import is_full, reason
+from ithaca.base.errors import DataError, RunError
 from ithaca.data.sources import Place
 from ithaca.data.tokenfile import (
     DTYPES,
@@ -227,9 +228,10 @@ class Partial:
         except BlockingIOError:
             raise DataError(f"'{self._out}' is being written by another process: wait, or name another --out") from None
         except OSError as problem:
-            raise DataError(
-                f"'{self._tokens_at}' cannot be written ({problem.strerror or problem}): fix that and run the same "
-                "command again, which continues where it stopped"
+            kind = RunError if is_full(problem) else DataError
+            raise kind(
+                f"'{self._tokens_at}' cannot be written ({reason(problem, self._out.parent)}): fix that and run the "
+                "same command again, which continues where it stopped"
             ) from None
 
 

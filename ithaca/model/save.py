@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ithaca.base.disk import is_full, reason
+from ithaca.base.disk import is_full, missing_folders, reason, remove_empty
 from ithaca.base.errors import ModelError, RunError
 from ithaca.model.folder import companions
 from ithaca.model.source import DTYPES_FILE, ModelSource
@@ -41,6 +41,7 @@ def write_folder(
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    made = missing_folders(folder.parent)
     try:
         partial.mkdir(parents=True)
         write_description(source, dtypes["model.embed_tokens.weight"], partial, rename_dtype)
@@ -52,6 +53,7 @@ def write_folder(
         raise kind(f"'{folder}' could not be written ({reason(problem, partial, needed)})") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        remove_empty(made)  # if nothing was written
 
 
 def write_description(source: ModelSource, dtype: torch.dtype, folder: Path, rename_dtype: bool = False) -> None:

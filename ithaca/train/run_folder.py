@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import torch
 
-from ithaca.base.disk import is_full, not_a_file, reason, same_file
+from ithaca.base.disk import is_full, missing_folders, not_a_file, reason, remove_empty, same_file
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.config import Config, parse_config, read_config
 from ithaca.model.save import write_description, write_dtypes
@@ -92,7 +92,7 @@ class RunFolder:
         for file in (self.lock, self.config, self.metrics, self.log, self.picture):
             self._check_file(file)
             self._check_file(partial_name(file))
-        self._made = [folder for folder in (self.path, *self.path.absolute().parents) if not os.path.exists(folder)]
+        self._made = missing_folders(self.path)
         try:
             self._held = self._lock()
             return self._held
@@ -107,8 +107,7 @@ class RunFolder:
             with contextlib.suppress(OSError):  # what cannot be deleted stays; the next start takes it for its own
                 for leftover in self.path.iterdir():
                     shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-                for folder in self._made:
-                    folder.rmdir()
+            remove_empty(self._made)
         self._held.close()
 
     def _check_file(self, file: Path) -> None:

@@ -243,7 +243,8 @@ def test_full_disk(inputs: Path, wanted: bytes, bpe: Path, tmp_path: Path) -> No
     _, errors = job.communicate()
     assert job.returncode == 1
     last = errors.splitlines()[-1]
-    assert f"DataError: '{out}.partial' cannot be written (File too large): fix that and run the same " in last
+    assert f"RunError: '{out}.partial' cannot be written (File too large; " in last
+    assert "are free on its disk): fix that and run the same command again" in last
     assert _journaled(out) > 0
     prepare([inputs], out, load_tokenizer(bpe))
     assert out.read_bytes() == wanted

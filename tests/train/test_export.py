@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ithaca
-from ithaca.base.errors import ModelError
+from ithaca.base.errors import ModelError, RunError
 from ithaca.config import Config
 from ithaca.model import save as saving
 from ithaca.train import checkpoint_reader
@@ -94,3 +94,13 @@ def test_a_dtype_that_does_not_exist(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="dtype 'bfloat61' is not supported: did you mean 'bfloat16'"):
         export(trained / "run", tmp_path / "out", "bfloat61")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_fails_leaves_no_folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ithaca.model.save._write_files", fail)
+    with pytest.raises(RunError, match=r"could not be written \(No space left on device; it takes .* and .* are free"):
+        export(trained / "run", tmp_path / "a" / "b" / "out", None)
+    assert list(tmp_path.iterdir()) == []
