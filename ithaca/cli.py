@@ -81,6 +81,8 @@ def train(
         raise ConfigError(f"--run {run} has bytes that are not UTF-8, which the log cannot hold: name another folder")
     saved = run / "config.toml" if run and not fresh and not config else None
     saved = saved if saved and saved.exists() else None
+    if saved and not saved.is_file():  # a pipe would wait for ever
+        raise ConfigError(f"'{saved}' is not a file: name another --run")
     resolved = read_config(config or saved, set_ or [], _tell_once, saved=saved is not None)
     from ithaca.train.launch import launch
 
