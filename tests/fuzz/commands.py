@@ -340,7 +340,6 @@ def data_options(chance: random.Random) -> list[Input]:
     for paths in (
         ("missing",),
         ("books", "missing"),
-        ("",),
         ("loop",),
         ("/dev/zero",),
         ("\udcff",),
