@@ -4,7 +4,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all planted check clean
+.PHONY: train test test-all mutants check clean
 
 train: .venv/ready
 	$(BIN)/ithaca train
@@ -15,9 +15,9 @@ test: .venv/ready
 test-all: .venv/ready
 	$(PYTEST) -m ''
 
-# Mistakes that the tests must notice, each in a copy of the tree
-planted: .venv/ready
-	$(BIN)/python tests/planted/run.py
+# Mutation testing: mistakes that the tests must notice, each in a copy of the tree
+mutants: .venv/ready
+	$(BIN)/python tests/mutants/run.py
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@
 is applied here and nowhere else.
 """
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,24 +140,25 @@ class Model(nn.Module):
         that their losses and gradients add up to those of one large batch, and `last=False` for all but the last:
         ZeRO-1 and 2 then keep gathered weights, and ZeRO-1 unreduced gradients, until it comes (`model.zero_grad()`
         discards those; an optimizer's does not reach them).
+
+        A batch without a valid token has no mean: that is an InputError (`batch.valid_tokens` is the count). As one of
+        several micro-batches it is allowed, and its loss and gradients are 0.
         """
-        if valid_tokens is not None and valid_tokens < 0:
-            raise InputError(f"valid_tokens is {valid_tokens}: the number of valid tokens of the step is needed")
-        context = self._begin(batch, torch.is_grad_enabled())
+        valid = batch.valid_tokens if valid_tokens is None else valid_tokens
+        context = self._begin(batch, torch.is_grad_enabled(), valid)
         prepare_pass(self.decoder, self.plan.zero, self._begins_step, last)
         self._begins_step = last
         with _outside_inference_mode():
             loss = total(self.decoder(loss_sum, batch, context), self.mesh)
             if not torch.is_grad_enabled():
                 free_gathered(self.decoder)
-        valid = batch.valid_tokens if valid_tokens is None else valid_tokens
-        return loss / max(valid, 1)
+        return loss / valid
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """[S, vocabulary] or [B, S, vocabulary], the same on every rank. For small inputs: all logits exist at once."""
         batch = whole_batch(tokens, documents, self.mesh, self.spec.vocab, self.reservation.layout)
-        context = self._begin(batch, False, shorten=True)
+        context = self._begin(batch, False, valid=1, shorten=True)
         with _outside_inference_mode():
             flat = self.decoder(logits, batch, context)
             free_gathered(self.decoder)
@@ -164,8 +166,8 @@ class Model(nn.Module):
                 flat = gather_tokens(flat, batch.layout, self.mesh.context_group)
         return flat.view(*torch.as_tensor(tokens).shape, -1)
 
-    def _begin(self, batch: Batch, training: bool, shorten: bool = False) -> ForwardContext:
-        """Check that every rank has the same batch, and begin a pass over its tokens."""
+    def _begin(self, batch: Batch, training: bool, valid: int, shorten: bool = False) -> ForwardContext:
+        """Check that every rank has the same batch and divides by the same number, and begin a pass over it."""
         reservation, tokens = self.reservation, batch.layout.tokens
         needed = bool(reservation.specs(training))
         missing = needed and reservation.find(tokens, training, shorten) is None
@@ -174,8 +176,10 @@ class Model(nn.Module):
         # One rank has its tokens in order, whatever they were cut for
         foreign = batch.layout != layout and max(batch.layout.ranks, layout.ranks) > 1
         any_missing, any_busy, any_foreign, some, others = same_batch(
-            self.mesh.group, batch.fingerprint, missing, busy, foreign, training, not training
+            self.mesh.group, (batch.fingerprint, _count(valid)), missing, busy, foreign, training, not training
         )
+        if _count(valid) == 0:
+            raise InputError(_no_mean(batch, valid))
         if any_foreign:
             raise InputError("the batch was cut for another Plan or mesh: let the `shard` of this model cut it")
         if some and others:
@@ -207,6 +211,24 @@ class Model(nn.Module):
         """Drop all gradients, also those that ZeRO-1 has not reduced yet."""
         super().zero_grad(set_to_none)
         discard_unreduced(self.decoder)
+
+
+def _count(valid: object) -> int:
+    """A number of valid tokens; 0 for what is none."""
+    try:
+        number = operator.index(valid)  # pyrefly: ignore
+    except TypeError:
+        return 0
+    return number if 0 < number < 2**63 else 0
+
+
+def _no_mean(batch: Batch, valid: object) -> str:
+    if valid == batch.valid_tokens == 0:
+        return (
+            f"0 of the {batch.total_tokens} tokens of the batch have a label that counts, so it has no mean loss: "
+            "leave it out, or give valid_tokens, the number in all micro-batches of the step"
+        )
+    return f"valid_tokens is {valid}: the number of valid tokens in all micro-batches of the step is needed, 1 or more"
 
 
 @contextmanager

@@ -80,9 +80,7 @@ def train(
     if run and not _is_text(run):
         raise ConfigError(f"--run {run} has bytes that are not UTF-8, which the log cannot hold: name another folder")
     saved = run / "config.toml" if run and not fresh and not config else None
-    saved = saved if saved and saved.exists() else None
-    if saved and not saved.is_file():  # a pipe would wait for ever
-        raise ConfigError(f"'{saved}' is not a file: name another --run")
+    saved = saved if saved and os.path.exists(saved) else None  # without an error for a folder that may not be read
     resolved = read_config(config or saved, set_ or [], _tell_once, saved=saved is not None)
     from ithaca.train.launch import launch
 

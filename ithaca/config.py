@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ithaca.base.errors import ConfigError, suggestion
+from ithaca.base.errors import ConfigError, IthacaError, suggestion
+from ithaca.base.files import read_small
 from ithaca.base.sizes import MOST_SECONDS, parse_tokens
 from ithaca.plans.places import REBUILD
 from ithaca.plans.plan import RECIPE_OPTIONS, Plan
@@ -32,6 +33,9 @@ RENAMED = {  # old option -> new option; the old one still works
     "plan.gradient": "plan.residual",
 }
 MOST_TOKENS = 2**32  # in a step
+MOST_BYTES = 2**20  # in a configuration file
+# Options of [train] that may change when a run continues. Others would make it another run
+CHANGEABLE = {"steps", "learning_rate", "schedule", "warmup", "decay", "final_rate", "micro_batch", "device"}
 
 
 def _tell(notice: str) -> None:
@@ -166,18 +170,32 @@ class Config:
     train: TrainSection = field(default_factory=TrainSection)
     run: RunSection = field(default_factory=RunSection)
 
-    def differs(self, other: "Config") -> str | None:
-        """Return the first option that makes this run's losses differ, as 'train.seed=1 instead of 0'; None if none.
+    def conflict(self, record: "Config") -> str | None:
+        """Return the first option that a run must not change, with what sets it back; None if there is none.
 
-        The mesh and the Plan change no loss, and a run may continue for more steps.
+        `record` is the configuration of its checkpoint. The data are compared by content, not by the file's name.
         """
-        harmless = (("train", "steps"), ("train", "micro_batch"), ("train", "device"))
-        for section in ("model", "data", "train"):
-            mine, theirs = vars(getattr(self, section)), vars(getattr(other, section))
-            for name, value in mine.items():
-                if value != theirs[name] and (section, name) not in harmless:
-                    return f"{section}.{name}={value!r} instead of {theirs[name]!r}"
+        for name, (mine, theirs) in self._differences(record).items():
+            section, _, option = name.partition(".")
+            if section in ("model", "train") and option not in CHANGEABLE:
+                return f"{name} is {mine!r}, and its checkpoints have {theirs!r}: --set {name}={theirs} continues it"
         return None
+
+    def changes(self, record: "Config") -> list[str]:
+        """Return all options that differ from a checkpoint's, as 'train.steps 16 -> 32'."""
+        shown = {None: "unset", "": "unset"}
+        differences = self._differences(record).items()
+        return [f"{name} {shown.get(old, old)} -> {shown.get(new, new)}" for name, (new, old) in differences]
+
+    def _differences(self, other: "Config") -> dict[str, tuple[Any, Any]]:
+        """Return all options whose values differ, by name: this one's value and the other's."""
+        found = {}
+        for section in dataclasses.fields(self):
+            mine, theirs = (_options(getattr(config, section.name)) for config in (self, other))
+            for name, value in mine.items():
+                if value != theirs[name]:
+                    found[f"{section.name}.{name}"] = value, theirs[name]
+        return found
 
     def toml(self) -> str:
         """Return the configuration as TOML that `read_config` reads back."""
@@ -193,6 +211,11 @@ class Config:
                     lines.append(f"{name} = {text}")
             lines.append("")
         return "\n".join(lines)
+
+
+def _options(section: Any) -> dict[str, Any]:
+    """Return a section's options by name; those of a Plan that the planner will choose if it is None."""
+    return vars(section) if section is not None else vars(Plan()) | {"recipe": AUTO}
 
 
 def read_config(
@@ -219,6 +242,16 @@ def read_config(
     if config.plan is not None and _recipe(content) is None:
         tell(f"plan.recipe is not set: using '{config.plan.recipe}' with the plan options that are")
     return config
+
+
+def parse_config(text: str) -> Config:
+    """Return the configuration that a checkpoint records. Old names are read without notice."""
+    try:
+        content = tomllib.loads(text)
+        _rename_options(content)
+        return build(Config, content, "")
+    except (ValueError, RecursionError, IthacaError) as problem:
+        raise ConfigError(f"the checkpoint records a configuration that cannot be read ({problem})") from None
 
 
 def _rename_options(content: dict[str, Any]) -> list[str]:
@@ -314,7 +347,7 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(read_small(file, MOST_BYTES).decode())
     except OSError as problem:
         raise ConfigError(f"'{file}' cannot be read ({problem.strerror})") from None
     except (ValueError, RecursionError) as problem:
@@ -328,10 +361,15 @@ def _set(content: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override} is not of the form key=value: write --set train.steps=100")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         value = text.strip()  # a bare word is a string: no quotes are needed on a command line
+    if value == {}:
+        raise ConfigError(f"--set {override} is a table without options: write --set train.steps=100")
     for table in tables:
         content = content.setdefault(table, {})
         if not isinstance(content, dict):
             raise ConfigError(f"--set {override} goes through '{table}', which is not a table")
-    content[key] = value
+    if isinstance(value, dict) and isinstance(content.get(key), dict):
+        content[key].update(value)  # the table's other options stay
+    else:
+        content[key] = value

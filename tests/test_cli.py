@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ithaca.base.errors import ConfigError, DataError, IthacaError, LostRankError, ModelError, PlanError, RunError
 from ithaca.cli import main
 from tests.nursery import Ended
 
@@ -54,9 +55,12 @@ def test_no_word_at_all_shows_the_help(say: Say) -> None:
 
 
 def test_a_name_that_the_system_refuses(say: Say) -> None:
-    end = say("train", "--run", "a" * 300)
+    end = say("train", "--run", "a" * 300, "--ranks", "1")
     assert end.code == 2
-    assert end.err == f"error: '{'a' * 300}/config.toml' cannot be used (File name too long): name another place\n"
+    assert end.err.startswith(f"error: '{'a' * 300}' cannot be made a run folder (File name too long")
+    end = say("train", "a" * 300)
+    assert end.code == 2
+    assert end.err == f"error: '{'a' * 300}' cannot be read (File name too long)\n"
 
 
 def test_a_name_of_two_lines_is_quoted_on_one(say: Say) -> None:
@@ -83,7 +87,10 @@ def test_a_name_that_is_no_text(say: Say) -> None:
 def test_a_configuration_that_is_no_file(say: Say, make: Callable[[str], None]) -> None:
     Path("run").mkdir()
     make("run/config.toml")
-    assert say("train", "--run", "run").err == "error: 'run/config.toml' is not a file: name another --run\n"
+    end = say("train", "--run", "run")
+    assert end.code == 2
+    assert end.err.startswith("error: 'run/config.toml' ")
+    assert end.err.count("\n") == 1
 
 
 def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +100,27 @@ def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("ithaca.cli.app", fail)
     with pytest.raises(FileNotFoundError):
         main()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        *((kind("that cannot be"), 2) for kind in (IthacaError, ConfigError, DataError, ModelError, PlanError)),
+        (RunError("that cannot be"), 1),
+        (LostRankError("that cannot be", [1]), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_sentence_and_a_code(
+    error: IthacaError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2 for a user's mistake, 1 for a run that cannot continue: schedulers start only the latter again."""
+
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("ithaca.cli.app", fail)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == code
+    assert capsys.readouterr().err == "error: that cannot be\n"

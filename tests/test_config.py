@@ -1,10 +1,11 @@
 """Configuration: what is read, and the sentence for what cannot be."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from ithaca.base.errors import IthacaError
+from ithaca.base.errors import ConfigError, IthacaError
 from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens, parse_bytes, parse_tokens
 from ithaca.cli import _tell_once
 from ithaca.config import read_config
@@ -247,3 +248,27 @@ def test_one_rank_tells_of_old_names(
         monkeypatch.setenv(name, value)
     read_config(None, ["train.micro=1"], _tell_once)
     assert capsys.readouterr().err.count("train.micro is now train.micro_batch") == told
+
+
+def test_a_table_on_the_command_line_sets_its_options_only(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nsteps = 7\nseed = 3\n")
+    train = read_config(file, ["train={steps=9, batch=2}"]).train
+    assert (train.steps, train.seed, train.batch) == (9, 3, 2)
+    with pytest.raises(ConfigError, match=r"--set train=\{\} is a table without options"):
+        read_config(file, ["train={}"])
+
+
+def test_a_number_of_too_many_digits() -> None:
+    with pytest.raises(ConfigError, match=r"'run.timeout' is '9+', of type str: float is needed"):
+        read_config(None, ["run.timeout=" + 5000 * "9"])
+
+
+def test_only_small_regular_files_are_configurations(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=r"is not TOML \(it is a device or a pipe, not a file\)"):
+            read_config(path, [])
+    (tmp_path / "large").write_bytes(b"#" * (2**20 + 1))
+    with pytest.raises(ConfigError, match=r"is not TOML \(it has 1048577 bytes, and 1048576 are the most\)"):
+        read_config(tmp_path / "large", [])

@@ -1,8 +1,9 @@
 """On a GPU: bf16 no further from float64 than 1.5 × the plain model of transformers is; fused kernels against their
-plain twins; copies that are late change nothing."""
+plain twins; copies that are late change nothing, and each wait between streams is seen to be there."""
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,17 @@ import transformers
 
 import ithaca
 from ithaca.attention.walk import merge
+from ithaca.base.tiles import Tiles
 from ithaca.model.block import gated
 from ithaca.model.decoder import stored_name
 from ithaca.model.rotary import Rotation, rotate
-from ithaca.optimizer.host_adamw import HostAdamW
+from ithaca.optimizer.host_adamw import MOMENTS, HostAdamW
+from ithaca.tape.engine import Engine, make_engine
+from ithaca.tape.slab import Slab
+from ithaca.tape.tape import HostTape, Slots, Tape
 from ithaca.train.snapshot import Snapshot, training_state
 from tests.models import SIZES, make_model, relative, save
+from tests.tape.disks import disk_tapes
 
 GPU_SIZES = SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 64}
 HOST = {"x": "host", "o": "host", "lse": "host", "residual": "host", "kv": "host"}
@@ -200,3 +206,166 @@ def test_fused_kernels(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     assert relative(lse_sum.double(), total) <= (1e-14 if dtype == torch.float64 else 1e-6)
     wanted = o.to(high).double() * weights[0] + part.to(dtype).double() * weights[1]
     assert relative(o_sum.double(), wanted) <= (1e-13 if dtype == torch.float64 else 1e-5)
+
+
+# One stream sleeps, in cycles of the GPU's clock, about 0.1 s: a copy or a computation that does not wait for it comes
+# first and finds what was there before. Before that all runs once without the sleep: at their first use torch loads
+# kernels and allocates memory, which can wait for the whole device.
+LATE = 200_000_000
+TILES, FEATURES = Tiles(1024, 256), (64,)
+
+
+def numbered_tape(place: str, slots: int, folder: Path) -> tuple[Tape, Engine]:
+    """A tape whose tiles are full of 0, 1, 2, 3. Slots and staging are NaN before their use."""
+    engine = make_engine(torch.device("cuda", torch.cuda.current_device()))
+    engine.poison = True
+    content = torch.arange(4.0).repeat_interleave(TILES.size)[:, None].repeat(1, *FEATURES)
+    on_device = Slots(engine, TILES.size, FEATURES, torch.float32, slots)
+    if place == "disk":
+        return disk_tapes([content], TILES, on_device, folder, staged=1)[0], engine
+    slab = Slab([content.nbytes], engine.device, lambda _: None)
+    tape = HostTape(slab.parts[0].view(torch.float32).view(content.shape).copy_(content), TILES, on_device)
+    slab.belong_to(tape, engine)
+    return tape, engine
+
+
+def delay_first_copy(engine: Engine, cycles: int) -> None:
+    left = [cycles]
+    engine.before_copy = lambda: torch.cuda._sleep(left.pop() if left else 1)
+
+
+def computed_late(tape: Tape, engine: Engine, cycles: int) -> torch.Tensor:  # noqa: ARG001
+    """A tile is copied out after it is computed; the disk writes it after it was copied."""
+    tile = tape.blank(0)
+    torch.cuda._sleep(cycles)
+    tape.write(0, tile.fill_(7))
+    torch.cuda.synchronize()
+    return tape.read(0).clone()
+
+
+def arrives_late(tape: Tape, engine: Engine, cycles: int) -> torch.Tensor:
+    """The computation uses a tile after it has arrived in its slot."""
+    delay_first_copy(engine, cycles)
+    return tape.read(1).clone()
+
+
+def written_late(tape: Tape, engine: Engine, cycles: int) -> torch.Tensor:
+    """A tile is read again after it was last written out."""
+    delay_first_copy(engine, cycles)
+    tape.write(0, tape.blank(0).fill_(7))
+    return tape.read(0).clone()
+
+
+def used_late(tape: Tape, engine: Engine, cycles: int) -> torch.Tensor:  # noqa: ARG001
+    """Another tile arrives in a slot after the computation has used the one in it."""
+    tile = tape.read(2)
+    torch.cuda._sleep(cycles)
+    found = tile.clone()
+    tape.release(tile)
+    tape.read(1)
+    return found
+
+
+def emptied_late(tape: Tape, engine: Engine, cycles: int) -> torch.Tensor:
+    """The computation fills a slot again after the tile in it was copied out."""
+    delay_first_copy(engine, cycles)
+    tape.write(0, tape.blank(0).fill_(7))
+    tape.write(1, tape.blank(1).fill_(8))
+    torch.cuda.synchronize()
+    return tape.read(0).clone()
+
+
+def staged_late(tape: Tape, engine: Engine, cycles: int) -> torch.Tensor:
+    """The disk fills a piece of staging again after the tile in it was copied to the device."""
+    delay_first_copy(engine, cycles)
+    tile = tape.read(3)
+    tape.read(1)
+    return tile.clone()
+
+
+# slots, and the number that is found
+LATE_CASES: dict[Callable[[Tape, Engine, int], torch.Tensor], tuple[int, float]] = {
+    computed_late: (1, 7),
+    arrives_late: (1, 1),
+    written_late: (2, 7),
+    used_late: (1, 2),
+    emptied_late: (1, 7),
+    staged_late: (2, 3),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("side", [False, True], ids=["default stream", "another stream"])
+@pytest.mark.parametrize("case", LATE_CASES, ids=[case.__name__ for case in LATE_CASES])
+def test_a_tape_waits(tmp_path: Path, case: Callable[..., torch.Tensor], side: bool, place: str) -> None:
+    slots, wanted = LATE_CASES[case]
+    for cycles in (1, LATE):
+        tape, engine = numbered_tape(place, slots, tmp_path)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream() if side else torch.cuda.default_stream()):
+            found = case(tape, engine, cycles)
+            torch.cuda.synchronize()
+        assert found.unique().tolist() == [wanted]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", ["computation", "copies"])
+def test_states_on_the_host_wait(tmp_path: Path, late: str) -> None:
+    """A step of AdamW gives the same bits, and its moments are in host memory when it returns."""
+    folder = save(make_model("qwen3", torch.bfloat16, **GPU_SIZES), tmp_path / "in")
+
+    def step(cycles: int, wait: bool = False) -> list[torch.Tensor]:
+        model = ithaca.apply(ithaca.load_model(folder, "bfloat16"), ithaca.Plan(optimizer="host"))
+        model.engine.poison = True
+        optimizer = ithaca.make_optimizer(model, learning_rate=1e-2)
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        torch.cuda.synchronize()
+        if late == "copies":
+            model.engine.before_copy = lambda: torch.cuda._sleep(cycles // 20)
+        else:
+            torch.cuda._sleep(cycles)
+        optimizer.step()
+        if wait:
+            torch.cuda.synchronize()
+        moments = [optimizer.state[parameter][name].to_local().clone() for parameter in parameters for name in MOMENTS]
+        return [*moments, *(parameter.to_local().detach().cpu() for parameter in parameters)]
+
+    wanted = step(1, wait=True)
+    assert all(torch.equal(a, b) for a, b in zip(step(LATE), wanted, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", ["computation", "copy"])
+def test_a_snapshot_waits(tmp_path: Path, late: str) -> None:
+    """It has what was computed before `take`, and nothing of what an optimizer does after `before_update`."""
+    folder = save(make_model("qwen3", torch.bfloat16, **GPU_SIZES), tmp_path / "in")
+    model = ithaca.apply(ithaca.load_model(folder, "bfloat16"), ithaca.Plan())
+    state = training_state(model, ithaca.make_optimizer(model, learning_rate=1e-2))
+    snapshot = Snapshot(state)
+
+    def fill(value: float) -> None:
+        for tensor in state.values():
+            tensor.to_local().detach().fill_(value)
+
+    for value, cycles in ((1.0, 1), (2.0, LATE)):
+        fill(-1)
+        torch.cuda.synchronize()
+        if late == "computation":
+            torch.cuda._sleep(cycles)
+            fill(value)
+            snapshot.take()
+        else:
+            fill(value)
+            with torch.cuda.stream(snapshot._stream):
+                torch.cuda._sleep(cycles)
+            snapshot.take()
+            snapshot.before_update()
+            fill(-2)
+        with snapshot.finished() as copies:
+            found = {number for copy in copies.values() for number in copy.to_local().unique().tolist()}
+        assert found == {value}
+        torch.cuda.synchronize()
+    snapshot.close()

@@ -5,6 +5,7 @@ Ithaca is an assertion, never one of these.
 """
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -53,3 +54,10 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1)
     return f"did you mean '{near[0]}'?" if near else "known are " + ", ".join(known)
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value from a file as a message shows it: one line, no control characters, at most `most` characters."""
+    found = reprlib.Repr()
+    found.maxstring = found.maxother = found.maxlong = most
+    return found.repr(value)[: 2 * most]

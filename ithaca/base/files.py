@@ -1,16 +1,27 @@
-"""Small files of text that a user names: configurations, tables, descriptions of models."""
+"""Small files that a user or a stranger wrote: configurations, tables, descriptions of models. Memory stays bounded."""
 
+import errno
+import os
+import stat
 from pathlib import Path
-
-from ithaca.base.sizes import format_bytes
 
 MOST = 64 << 20  # bytes; what a person or a program writes as TOML or JSON is far smaller
 
 
-def read_small(path: Path, most: int = MOST) -> str:
-    """Return the text of a file. A file without end, as /dev/zero, is a ValueError, and so is one that is not UTF-8."""
-    with path.open("rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"more than {format_bytes(most)}")
-    return data.decode("utf-8")
+def read_small(path: Path, most: int = MOST) -> bytes:
+    """Return the content of a regular file. Raise ValueError if it is something else, or has more bytes than `most`.
+
+    A device may have no end, and to open a pipe would wait until someone writes to it.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(handle, "rb") as file:
+        found = os.fstat(handle)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is a device or a pipe, not a file")
+        content = file.read(most + 1) if found.st_size <= most else b""
+    size = max(found.st_size, len(content))
+    if size > most:
+        raise ValueError(f"it has {size} bytes, and {most} are the most")
+    return content

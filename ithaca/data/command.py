@@ -7,8 +7,8 @@ from rich.console import Console
 from ithaca.base.errors import DataError
 from ithaca.base.sizes import format_bytes, format_count
 from ithaca.data.prepare import Prepared, prepare, say
+from ithaca.data.reader import open_tokens
 from ithaca.data.stats import draw, table
-from ithaca.data.tokenfile import open_tokens
 from ithaca.data.tokenizer import load_tokenizer
 
 

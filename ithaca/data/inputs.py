@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from ithaca.base.errors import DataError, suggestion
-from ithaca.data.tokenfile import DTYPES, INT64, TokenFile
+from ithaca.data.reader import TokenFile, in_memory
+from ithaca.data.tokenfile import DTYPES, INT64
 
 KINDS = {".jsonl": "jsonl", ".parquet": "parquet", ".npy": "npy", ".bin": "bin"}  # every other file is text
 _PROBED_BYTES = 8192
@@ -103,6 +104,17 @@ def _belongs_to_bin(path: Path) -> bool:
     return path.name.endswith(".bounds.npy") and path.with_name(path.name.replace(".bounds.npy", ".bin")).exists()
 
 
+def check_unchanged(files: Iterable[Input]) -> None:
+    """Raise an error if a file has changed since it was found: its documents may be half old and half new."""
+    for file in files:
+        now = _input(file.path)
+        if now.stamp != file.stamp:
+            raise DataError(
+                f"'{file.path}' has changed while it was read ({file.size} bytes before, {now.size} now): "
+                "run the same command again, which starts again"
+            )
+
+
 def _input(path: Path) -> Input:
     try:
         status = path.stat()
@@ -138,4 +150,4 @@ def standard_library() -> TokenFile:
     files = [file for file in sorted(top.rglob("*.py")) if not (_SKIPPED | _TABLES) & set(file.relative_to(top).parts)]
     contents = [content for file in files if (content := file.read_bytes())]
     bounds = np.cumsum([0, *map(len, contents)], dtype=INT64)
-    return TokenFile(None, np.frombuffer(b"".join(contents), np.uint8), bounds, None, "bytes", 256)
+    return in_memory(np.frombuffer(b"".join(contents), np.uint8), bounds, tokenizer="bytes", vocab=256)

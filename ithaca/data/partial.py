@@ -1,13 +1,14 @@
 """A token file while it is written, with a journal from which a killed run continues.
 
     FILE.partial          space for the header, then tokens
-    FILE.partial.bounds   for each document: where it ends, and the first token that is learned (int64 pairs)
-    FILE.partial.journal  JSON: a digest of the inputs, the place in them, and the valid lengths of the two files above
+    FILE.partial.bounds   int64: where each document ends
+    FILE.partial.ignored  int64 pairs: ranges of tokens that are not learned
+    FILE.partial.journal  JSON: a digest of the inputs, the place in them, and the valid lengths of the files above
 
-The journal is replaced as a whole, after the other two files have reached the disk. When a run continues, it cuts off
-what lies beyond the journal, so the result has the same bytes however often it was killed. At the end the bounds are
-appended to the tokens, the header is written, and the file gets its name. Tokens are written once; twice if their
-vocabulary was unknown and they fit a smaller dtype.
+The journal is replaced as a whole, after the other files have reached the disk. When a run continues, it cuts off what
+lies beyond the journal, so the result has the same bytes however often it was killed. At the end mask, bounds and
+checksums are appended to the tokens, the header is written, and the file gets its name. Tokens are written once, twice
+if their vocabulary was unknown and they fit a smaller dtype, and read once for the checksums.
 """
 
 import contextlib
@@ -15,7 +16,6 @@ import fcntl
 import json
 import os
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,10 +26,23 @@ import numpy as np
 
 from ithaca.base.errors import DataError
 from ithaca.data.sources import Place
-from ithaca.data.tokenfile import DTYPES, HEADER_BYTES, INT64, Header, pack_header, padded, smallest_dtype
+from ithaca.data.tokenfile import (
+    DTYPES,
+    HEADER_BYTES,
+    INT64,
+    Header,
+    Part,
+    Parts,
+    blocks_sha256,
+    index_blocks,
+    pack_header,
+    padded,
+    quoted,
+    smallest_dtype,
+)
+from ithaca.data.tokenizer import Numbers
 
-_PIECE = 1 << 22  # tokens or documents converted at a time
-_PAIR = 2 * INT64.itemsize
+PIECE = 1 << 22  # tokens or documents converted at a time; a multiple of 8, so that a mask's pieces are whole bytes
 
 
 @dataclass(frozen=True)
@@ -42,12 +55,12 @@ class Journal:
     documents: int = 0
     empty: int = 0  # documents without a token, skipped
     largest: int = 0  # the largest id among ready tokens
-    prompted: bool = False  # whether a document has a prompt
+    ignored: int = 0  # ranges of tokens that are not learned
 
 
 def partial_files(out: Path) -> list[Path]:
-    """Return the paths of tokens, bounds, journal, the next journal, and the copy in a smaller dtype."""
-    endings = ("", ".bounds", ".journal", ".journal.new", ".copy")
+    """Return the paths of tokens, bounds, ignored, journal, the next journal, and the copy in a smaller dtype."""
+    endings = ("", ".bounds", ".ignored", ".journal", ".journal.new", ".copy")
     return [out.with_name(f"{out.name}.partial{ending}") for ending in endings]
 
 
@@ -56,10 +69,10 @@ class Partial:
 
     def __init__(self, out: Path, identity: str, dtype: str, seconds: float):
         self._out, self._width, self._seconds = out, DTYPES[dtype], seconds
-        self._tokens_at, self._bounds_at, self._journal_at, self._fresh_at, self._copy_at = partial_files(out)
+        self._tokens_at, bounds_at, ignored_at, self._journal_at, self._fresh_at, self._copy_at = partial_files(out)
         with self._writing():
-            self._tokens = _open(self._tokens_at)
-            self._bounds = _open(self._bounds_at)
+            self._tokens, self._bounds, self._ignored = map(_open, (self._tokens_at, bounds_at, ignored_at))
+        self._files = (self._tokens, self._bounds, self._ignored)
         earlier = self._read_journal()
         self.begun = None if earlier is None else earlier.identity == identity and self._covers(earlier)
         self.now = earlier if earlier and self.begun else Journal(identity)
@@ -72,25 +85,27 @@ class Partial:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in (self._tokens, self._bounds):
+        for file in self._files:
             with contextlib.suppress(OSError):  # a full disk: it was reported at the first write
                 file.close()
 
-    def add(self, parts: Sequence[np.ndarray], learned: int, largest: int) -> None:
-        """Append one document. Its labels count from token `learned` on."""
+    def add(self, parts: Sequence[Numbers], ignored: Sequence[range], largest: int) -> None:
+        """Append one document. `ignored`: its tokens that are not learned, in rising ranges."""
         start = self.now.tokens
         end = start + sum(map(len, parts))
+        ranges = [(start + tokens.start, start + tokens.stop) for tokens in ignored if tokens]
         with self._writing():
             for part in parts:
-                for at in range(0, len(part), _PIECE):
-                    self._tokens.write(part[at : at + _PIECE].astype(self._width).data)
-            self._bounds.write(np.array([end, start + learned], INT64).data)
+                for at in range(0, len(part), PIECE):
+                    self._tokens.write(part[at : at + PIECE].astype(self._width).data)
+            self._bounds.write(np.array([end], INT64).data)
+            self._ignored.write(np.array(ranges, INT64).tobytes())
         self.now = replace(
             self.now,
             tokens=end,
             documents=self.now.documents + 1,
             largest=max(self.now.largest, largest),
-            prompted=self.now.prompted or learned > 0,
+            ignored=self.now.ignored + len(ranges),
         )
 
     def skip(self) -> None:
@@ -102,7 +117,7 @@ class Partial:
         self.now = replace(self.now, place=place)
         if force or time.monotonic() - self._marked >= self._seconds:
             with self._writing():
-                for file in (self._tokens, self._bounds):
+                for file in self._files:
                     _to_disk(file)
                 with self._fresh_at.open("wb") as fresh:
                     fresh.write(json.dumps(asdict(self.now)).encode())
@@ -111,12 +126,12 @@ class Partial:
             self._marked = time.monotonic()
 
     def finish(self, tokenizer: str, vocab: int) -> Header:
-        """Add bounds and header to the tokens, in the smallest dtype, and give the file its name."""
+        """Add mask, bounds, checksums and header to the tokens, in the smallest dtype, and give the file its name."""
         dtype, now = smallest_dtype(vocab), self.now
-        header = Header(dtype, now.tokens, now.documents, vocab, tokenizer, now.prompted, bounds_crc32=0)
+        header = Header(dtype, now.tokens, now.documents, vocab, tokenizer, now.ignored > 0, labels=0, blocks_sha256="")
         with self._writing():
-            _to_disk(self._tokens)
-            _to_disk(self._bounds)
+            for file in self._files:
+                _to_disk(file)
             if DTYPES[dtype] == self._width:
                 header = self._complete(self._tokens, header)
                 self._tokens_at.rename(self._out)
@@ -133,33 +148,50 @@ class Partial:
             file.unlink(missing_ok=True)
 
     def _complete(self, file: BinaryIO, header: Header) -> Header:
-        """Write the bounds behind the tokens, and the header before them."""
-        file.write(bytes(padded(file.tell()) - file.tell()))
-        crc32 = 0
-        for piece in self._sections():
-            crc32 = zlib.crc32(piece, crc32)
+        """Write the other parts behind the tokens, and the header before them."""
+        _pad(file)
+        for piece in self._mask() if header.masked else ():
             file.write(piece)
-        header = replace(header, bounds_crc32=crc32)
+        _pad(file)
+        file.write(bytes(INT64.itemsize))  # the first document begins at 0
+        bounds = _part(self._bounds, 0, INT64)
+        for start in range(0, self.now.documents, PIECE):
+            file.write(bounds.read(start, min(start + PIECE, self.now.documents)).data)
+        file.flush()
+        parts = Parts(
+            _part(file, HEADER_BYTES, DTYPES[header.dtype]),
+            _part(file, header.mask_at, np.dtype(np.uint8)) if header.masked else None,
+            _part(file, header.bounds_at, INT64),
+        )
+        blocks, labels = index_blocks(quoted(self._out), parts, header.tokens, header.documents, header.vocab)
+        file.write(blocks.tobytes())
+        header = replace(header, labels=labels, blocks_sha256=blocks_sha256(blocks))
         file.seek(0)
         file.write(pack_header(header))
         _to_disk(file)
         assert os.fstat(file.fileno()).st_size == header.file_bytes
         return header
 
-    def _sections(self) -> Iterator[bytes]:
-        """Yield the bytes of bounds and learned_from."""
-        pairs = np.memmap(self._bounds_at, INT64, "r", shape=(self.now.documents, 2))
-        yield bytes(INT64.itemsize)
-        for column in (0, 1) if self.now.prompted else (0,):
-            for at in range(0, len(pairs), _PIECE):
-                yield pairs[at : at + _PIECE, column].tobytes()
+    def _mask(self) -> Iterator[bytes]:
+        """Yield the bytes of the mask. The ranges of ignored tokens rise and do not overlap."""
+        ignored, total = _part(self._ignored, 0, INT64), self.now.ignored
+        done = 0  # ranges that end before this piece
+        for start in range(0, self.now.tokens, PIECE):
+            size = min(PIECE, self.now.tokens - start)
+            ranges = ignored.read(2 * done, 2 * min(done + size, total)).reshape(-1, 2) - start
+            first, last = ranges[ranges[:, 0] < size].clip(0, size).T
+            steps = np.zeros(size + 1, np.int8)
+            steps[first] += 1
+            steps[last] -= 1
+            yield np.packbits(np.cumsum(steps[:-1], dtype=np.int8) == 0, bitorder="little").tobytes()
+            done += int((ranges[:, 1] <= size).sum())
 
     def _narrowed(self, dtype: np.dtype) -> BinaryIO:
-        copy = self._copy_at.open("wb")
+        copy = self._copy_at.open("w+b")
         copy.write(bytes(HEADER_BYTES))
-        wide = np.memmap(self._tokens_at, self._width, "r", HEADER_BYTES, (self.now.tokens,))
-        for at in range(0, len(wide), _PIECE):
-            copy.write(wide[at : at + _PIECE].astype(dtype).data)
+        wide = _part(self._tokens, HEADER_BYTES, self._width)
+        for start in range(0, self.now.tokens, PIECE):
+            copy.write(wide.read(start, min(start + PIECE, self.now.tokens)).astype(dtype).data)
         return copy
 
     def _read_journal(self) -> Journal | None:
@@ -173,16 +205,19 @@ class Partial:
 
     def _covers(self, journal: Journal) -> bool:
         """Return whether the files hold as much as the journal says."""
-        tokens, bounds = (os.fstat(file.fileno()).st_size for file in (self._tokens, self._bounds))
-        whole = HEADER_BYTES + journal.tokens * self._width.itemsize
-        return tokens >= whole and bounds >= journal.documents * _PAIR
+        sizes = (os.fstat(file.fileno()).st_size for file in self._files)
+        return all(size >= wanted for size, wanted in zip(sizes, self._lengths(journal), strict=True))
+
+    def _lengths(self, journal: Journal) -> tuple[int, int, int]:
+        """Return the bytes of each file that a journal vouches for."""
+        tokens = HEADER_BYTES + journal.tokens * self._width.itemsize
+        return tokens, journal.documents * INT64.itemsize, journal.ignored * 2 * INT64.itemsize
 
     def _cut(self) -> None:
         """Cut off what lies beyond the journal, and continue to write there."""
         with self._writing():
-            self._tokens.truncate(HEADER_BYTES + self.now.tokens * self._width.itemsize)
-            self._bounds.truncate(self.now.documents * _PAIR)
-            for file in (self._tokens, self._bounds):
+            for file, length in zip(self._files, self._lengths(self.now), strict=True):
+                file.truncate(length)
                 file.seek(0, os.SEEK_END)
 
     @contextlib.contextmanager
@@ -196,6 +231,14 @@ class Partial:
                 f"'{self._tokens_at}' cannot be written ({problem.strerror or problem}): fix that and run the same "
                 "command again, which continues where it stopped"
             ) from None
+
+
+def _pad(file: BinaryIO) -> None:
+    file.write(bytes(padded(file.tell()) - file.tell()))
+
+
+def _part(file: BinaryIO, offset: int, dtype: np.dtype) -> Part:
+    return Part("the partial file", lambda size, at: os.pread(file.fileno(), size, at), offset, dtype)
 
 
 def _open(path: Path) -> BinaryIO:

@@ -7,6 +7,7 @@ A prompt is encoded apart from its completion, so that no token crosses the bord
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,11 +22,11 @@ from rich.text import Text as RichText
 
 from ithaca.base.errors import DataError
 from ithaca.base.sizes import format_bytes
-from ithaca.data.inputs import Input, find_inputs
-from ithaca.data.partial import Partial, partial_files
+from ithaca.data.inputs import Input, check_unchanged, find_inputs
+from ithaca.data.partial import PIECE, Partial, partial_files
 from ithaca.data.sources import Document, Place, Reading, documents, holds_tokens
 from ithaca.data.tokenfile import VERSION, Header, smallest_dtype
-from ithaca.data.tokenizer import Bytes, Text, Tokenizer
+from ithaca.data.tokenizer import Bytes, Numbers, Text, Tokenizer
 
 _EVERY = 10.0  # seconds between lines
 LARGEST_ID = 2**32 - 1
@@ -52,7 +53,7 @@ class Encoding:
 class Encoded:
     """A document's tokens, in parts."""
 
-    parts: tuple[np.ndarray, ...]
+    parts: tuple[Numbers, ...]
     learned: int  # the first token that is learned: those of the prompt are not
     largest: int  # the largest id, for ready tokens
 
@@ -125,6 +126,7 @@ def prepare(
         _say_if_resumed(console, out, partial)
         found = documents(inputs.files, partial.now.place, reading)
         _fill(partial, _groups(found, group_bytes), encoding, inputs.files, console)
+        check_unchanged(inputs.files)
         now = partial.now
         if now.documents == 0:
             partial.discard()
@@ -134,7 +136,7 @@ def prepare(
 
 
 def _check_vacant(out: Path) -> None:
-    if out.exists():
+    if os.path.lexists(out):  # a link that leads nowhere is something, too
         raise DataError(f"--out '{out}' exists already: name another file, nothing is overwritten")
     if not out.parent.is_dir():
         raise DataError(
@@ -206,7 +208,7 @@ def _groups(found: Iterator[tuple[Place, Document]], size: int) -> Iterator[tupl
 def _append(partial: Partial, group: list[Document], encoding: Encoding) -> None:
     for encoded in encode(group, encoding):
         if any(map(len, encoded.parts)):
-            partial.add(encoded.parts, encoded.learned, encoded.largest)
+            partial.add(encoded.parts, [range(encoded.learned)], encoded.largest)
         else:
             partial.skip()
 
@@ -220,14 +222,14 @@ def encode(group: Sequence[Document], encoding: Encoding) -> Iterator[Encoded]:
     texts = iter(_encode_texts(group, encoding.tokenizer))
     for document in group:
         if document.ready:
-            content = np.asarray(document.content)
-            yield Encoded((content,), 0, _check_ids(document.where, content, encoding.vocab))
+            assert not isinstance(document.content, str)
+            yield Encoded((document.content,), 0, _check_ids(document.where, document.content, encoding.vocab))
         else:
             prompt, content = (next(texts) if len(text) else _NOTHING for text in (document.prompt, document.content))
             yield Encoded((prompt, content, _end(prompt, content, encoding.tokenizer)), len(prompt), 0)
 
 
-def _encode_texts(group: Sequence[Document], tokenizer: Tokenizer | None) -> list[np.ndarray]:
+def _encode_texts(group: Sequence[Document], tokenizer: Tokenizer | None) -> Sequence[Numbers]:
     parts: list[Text] = [part for item in group if not item.ready for part in (item.prompt, item.content)]
     texts = [part for part in parts if len(part)]
     if tokenizer is None or not texts:
@@ -238,22 +240,24 @@ def _encode_texts(group: Sequence[Document], tokenizer: Tokenizer | None) -> lis
         raise DataError(f"{problem}, which lies between {group[0].where} and {group[-1].where}") from None
 
 
-def _end(prompt: np.ndarray, content: np.ndarray, tokenizer: Tokenizer | None) -> np.ndarray:
+def _end(prompt: Numbers, content: Numbers, tokenizer: Tokenizer | None) -> np.ndarray:
     """Return the token that ends a document; nothing if the document is empty or already ends with it."""
     last = content if len(content) else prompt
-    if tokenizer is None or tokenizer.end is None or len(last) == 0 or last[-1] == tokenizer.end:
+    if tokenizer is None or tokenizer.end is None or len(last) == 0 or last[-1:][0] == tokenizer.end:
         return _NOTHING
     return np.array([tokenizer.end], np.uint32)
 
 
-def _check_ids(where: str, ids: np.ndarray, vocab: int) -> int:
+def _check_ids(where: str, ids: Numbers, vocab: int) -> int:
     """Return the largest id. Raise an error if one is outside the vocabulary."""
-    if len(ids) == 0:
-        return 0
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab:
-        raise DataError(
-            f"{where} has token id {low if low < 0 else high}, and ids go from 0 to {vocab - 1}: "
-            "prepare it with the tokenizer that made it"
-        )
-    return high
+    largest = 0
+    for start in range(0, len(ids), PIECE):
+        piece = ids[start : start + PIECE]
+        low, high = int(piece.min()), int(piece.max())
+        if low < 0 or high >= vocab:
+            raise DataError(
+                f"{where} has token id {low if low < 0 else high}, and ids go from 0 to {vocab - 1}: "
+                "prepare it with the tokenizer that made it"
+            )
+        largest = max(largest, high)
+    return largest

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ithaca.data.tokenfile import TokenFile
+from ithaca.data.reader import TokenFile
 from ithaca.parallel.batch import IGNORED
 
 _ROUNDS = 6
@@ -23,13 +23,14 @@ def sequences(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, labels and document ids of a step's rows, int64 [rows, length]; of the rows in `only` if given.
 
-    Labels stand beside their own tokens; a prompt's labels are IGNORED. Within a row each document has one id. Behind
-    the end of the file the ids continue with new ones. A row does not depend on which other rows are drawn.
+    Labels stand beside their own tokens. The label of a token that is not learned is IGNORED. Within a row each
+    document has one id; behind the end of the file the ids continue with new ones. A row does not depend on which
+    other rows are drawn.
     """
     only = range(rows) if only is None else only
     tokens, labels, documents = (np.empty((len(only), length), np.int64) for _ in range(3))
     for place, row in enumerate(only):
-        start = _window_start(len(data.tokens), length, seed, step * rows + row)
+        start = _window_start(data.tokens, length, seed, step * rows + row)
         _fill_row(data, start, tokens[place], labels[place], documents[place])
     return torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(documents)
 
@@ -72,19 +73,11 @@ def _fill_row(data: TokenFile, start: int, tokens: np.ndarray, labels: np.ndarra
     """Fill one row from `start` on. At the end of the file it continues at the beginning, as often as needed."""
     done, laps = 0, 0
     while done < len(tokens):
-        end = min(start + len(tokens) - done, len(data.tokens))
+        end = min(start + len(tokens) - done, data.tokens)
         part = slice(done, done + end - start)
-        tokens[part] = labels[part] = data.tokens[start:end]
-        first, lengths = _documents_between(data.bounds, start, end)
-        documents[part] = np.repeat(laps * data.documents + first + np.arange(len(lengths)), lengths)
-        if data.learned_from is not None:
-            learned_from = np.repeat(data.learned_from[first : first + len(lengths)], lengths)
-            labels[part][np.arange(start, end) < learned_from] = IGNORED
+        window = data.read(start, end)
+        tokens[part] = labels[part] = window.tokens
+        documents[part] = window.documents + laps * data.documents
+        if window.learned is not None:
+            labels[part][~window.learned] = IGNORED
         done, start, laps = part.stop, 0, laps + 1
-
-
-def _documents_between(bounds: np.ndarray, start: int, end: int) -> tuple[int, np.ndarray]:
-    """Return the first document with tokens in [start, end), and the number of tokens there of it and the next ones."""
-    first = int(np.searchsorted(bounds, start, side="right")) - 1
-    last = int(np.searchsorted(bounds, end, side="left"))
-    return first, np.diff(np.clip(bounds[first : last + 1], start, end))

@@ -1,21 +1,22 @@
 """Read documents from files, one after the other, each with the place behind it, where reading can continue.
 
-One document is in memory at a time (64 for Parquet). Ready tokens and raw bytes are mapped, not read. To continue, a
-JSONL file is sought and Parquet row groups are skipped, which costs next to nothing.
+One document is in memory at a time (64 for Parquet). Ready tokens and raw bytes are read in pieces when they are
+written. To continue, a JSONL file is sought and Parquet row groups are skipped, which costs next to nothing.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ithaca.base.errors import DataError
 from ithaca.data.inputs import Input, bounds_file
-from ithaca.data.tokenfile import DTYPES
+from ithaca.data.tokenfile import DTYPES, Part, Stored, quoted
 from ithaca.data.tokenizer import Text
 
 PARQUET_ROWS = 64
@@ -80,8 +81,13 @@ def _text(file: Input, start: Place, reading: Reading) -> Iterator[tuple[int, in
     if start.record:
         return
     where = f"'{file.path}'"
-    raw = np.asarray(np.memmap(file.path, np.uint8, "r")) if file.size else np.empty(0, np.uint8)
-    yield 1, file.size, Document(where, raw if reading.raw else _decoded(where, raw.tobytes(), 0))
+    raw = Stored(_part(file.path, 0, np.dtype(np.uint8)), 0, file.size)
+    yield 1, file.size, Document(where, raw if reading.raw else _decoded(where, raw[:].tobytes(), 0))
+
+
+def _part(path: Path, offset: int, dtype: np.dtype) -> Part:
+    file = path.open("rb", buffering=0)
+    return Part(quoted(path), lambda size, at: os.pread(file.fileno(), size, at), offset, dtype)
 
 
 def _decoded(where: str, raw: bytes, offset: int) -> str:
@@ -189,19 +195,24 @@ def _rows(table: Any, columns: list[str], skip: int) -> Iterator[tuple[int, dict
 
 
 def _npy(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, Document]]:
-    array = _load(file.path)
+    array = _load(file.path, mmap_mode="r")  # for its shape; the numbers are read below
     if array.ndim not in (1, 2):
         raise DataError(f"'{file.path}' has the shape {list(array.shape)}: [tokens] or [documents, tokens] is needed")
-    rows = array[None] if array.ndim == 1 else array
-    for row in range(start.record, len(rows)):
+    count, length = (1, *array.shape) if array.ndim == 1 else array.shape
+    by_columns = array.ndim == 2 and not array.flags.c_contiguous  # the rows lie scattered in the file
+    rows = _load(file.path) if by_columns else None
+    numbers = _part(file.path, array.offset, array.dtype)
+    for row in range(start.record, count):
         where = f"'{file.path}', row {row}" if array.ndim == 2 else f"'{file.path}'"
-        yield row + 1, file.size * (row + 1) // len(rows), Document(where, rows[row], ready=True)
+        first = row * length
+        stored = Stored(numbers, first, first + length) if rows is None else rows[row]
+        yield row + 1, file.size * (row + 1) // count, Document(where, stored, ready=True)
 
 
-def _load(path: Path) -> np.ndarray:
-    """Map the whole numbers of a .npy file. Pickled files are never opened."""
+def _load(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
+    """Load or map the whole numbers of a .npy file. Pickled files are never opened."""
     try:
-        array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        array = np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
     except OSError:
         raise
     except Exception as problem:  # whatever Python's own parser raises: numpy reads the header as a literal
@@ -219,12 +230,11 @@ def _bin(file: Input, start: Place, reading: Reading) -> Iterator[tuple[int, int
             f"'{file.path}' has {file.size} bytes, no multiple of the {dtype.itemsize} of --bin-dtype "
             f"{reading.bin_dtype}: give the dtype it was written in"
         )
-    tokens = np.asarray(np.memmap(file.path, dtype, "r")) if count else np.empty(0, dtype)
-    bounds = _bounds(bounds_file(file.path), count)
+    bounds, tokens = _bounds(bounds_file(file.path), count), _part(file.path, 0, dtype)
     for number in range(start.record, len(bounds) - 1):
         end = int(bounds[number + 1])
         where = f"'{file.path}', document {number}" if len(bounds) > 2 else f"'{file.path}'"
-        yield number + 1, end * dtype.itemsize, Document(where, tokens[bounds[number] : end], ready=True)
+        yield number + 1, end * dtype.itemsize, Document(where, Stored(tokens, int(bounds[number]), end), ready=True)
 
 
 def _bounds(path: Path, count: int) -> np.ndarray:

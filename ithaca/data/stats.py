@@ -12,7 +12,8 @@ from rich.table import Table
 
 from ithaca.base.errors import DataError
 from ithaca.base.sizes import format_bytes, format_tokens
-from ithaca.data.tokenfile import TokenFile
+from ithaca.data.reader import TokenFile
+from ithaca.data.tokenfile import DTYPES
 
 LONG = (4 << 10, 32 << 10, 128 << 10, 1 << 20)
 
@@ -33,7 +34,7 @@ class Lengths:
 
 
 def measure(data: TokenFile) -> Lengths:
-    lengths = np.diff(data.bounds)
+    lengths = np.diff(data.bounds())
     median, p90, p99 = (float(value) for value in np.percentile(lengths, (50, 90, 99)))
     return Lengths(
         documents=len(lengths),
@@ -54,7 +55,7 @@ def table(data: TokenFile) -> Table:
     rows = {
         "documents": f"{found.documents:,}",
         "tokens": f"{found.tokens:,}",
-        "held in": f"{data.tokens.dtype.name}, {format_bytes(data.tokens.nbytes)}",
+        "held in": f"{data.header.dtype}, {format_bytes(data.tokens * DTYPES[data.header.dtype].itemsize)}",
         "vocabulary": f"{data.vocab:,}",
         "tokenizer": data.tokenizer[: len("sha256:") + 12],
         "shortest": f"{found.least:,}",
@@ -76,7 +77,7 @@ def table(data: TokenFile) -> Table:
 
 def histogram(data: TokenFile) -> tuple[np.ndarray, np.ndarray]:
     """Return edges a factor of √2 apart, and the tokens in documents from each edge to below the next."""
-    lengths = np.diff(data.bounds)
+    lengths = np.diff(data.bounds())
     low, high = (int(np.floor(2 * np.log2(length))) for length in (lengths.min(), lengths.max()))
     edges = 2.0 ** (np.arange(low, high + 2) / 2)
     held, _ = np.histogram(lengths, edges, weights=lengths)
@@ -98,7 +99,7 @@ def draw(data: TokenFile, picture: Path) -> None:
     axes.set_xlabel("tokens in a document")
     axes.set_ylabel("tokens in all documents of that length")
     axes.set_title(
-        f"{data.path.name if data.path else 'in memory'}: {len(data.tokens):,} tokens, {data.documents:,} documents"
+        f"{data.path.name if data.path else 'in memory'}: {data.tokens:,} tokens, {data.documents:,} documents"
     )
     try:
         figure.savefig(picture, format="png", dpi=150)

@@ -6,6 +6,7 @@ times the text's bytes of memory; one token a byte takes none. Texts of one call
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -14,8 +15,13 @@ import numpy as np
 import tokenizers
 
 from ithaca.base.errors import DataError
+from ithaca.data.tokenfile import Stored
+from ithaca.model.folder import model_file, read_bytes
 
-Text = str | np.ndarray  # an array holds the raw bytes of a file, which only `Bytes` takes
+TOKENIZER_BYTES = 512 << 20  # ten times the largest vocabularies
+
+Numbers = np.ndarray | Stored
+Text = str | Numbers  # numbers are the raw bytes of a file, which only `Bytes` takes
 
 
 class Tokenizer(Protocol):
@@ -26,7 +32,7 @@ class Tokenizer(Protocol):
     end: int | None  # the id that ends a document
     raw: bool  # whether `encode` takes raw bytes
 
-    def encode(self, texts: Sequence[Text]) -> list[np.ndarray]: ...
+    def encode(self, texts: Sequence[Text]) -> Sequence[Numbers]: ...
 
 
 class Bytes:
@@ -37,7 +43,7 @@ class Bytes:
     end: int | None = None
     raw = True
 
-    def encode(self, texts: Sequence[Text]) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[Text]) -> list[Numbers]:
         return [np.frombuffer(text.encode(), np.uint8) if isinstance(text, str) else text for text in texts]
 
 
@@ -69,11 +75,11 @@ class Json:
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def _end(self, file: Path) -> int | None:
-        if not file.exists():
+        if model_file(file.parent, file.name) is None:
             return None
         try:
             token = json.loads(_read(file)).get("eos_token")
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             raise DataError(
                 f"'{file}' is not a JSON object: fix it, or remove it if no token should end documents"
             ) from None
@@ -88,11 +94,11 @@ class Json:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load a `tokenizer.json`, or that of a Hugging Face folder."""
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists raises an error for a name that the system refuses
         raise DataError(f"--tokenizer '{path}' does not exist: name a tokenizer.json or a folder that holds one")
     if not path.is_dir():
         return Json(path)
-    if not (path / "tokenizer.json").exists():
+    if model_file(path, "tokenizer.json") is None:
         raise DataError(
             f"--tokenizer '{path}' holds no tokenizer.json: transformers writes one with "
             "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
@@ -101,10 +107,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as problem:
-        raise DataError(f"'{file}' cannot be read ({problem.strerror})") from None
+    if not file.is_file():  # a file that --tokenizer names may be a link to anywhere, but no pipe or device
+        raise DataError(f"--tokenizer '{file}' is not a regular file: name a tokenizer.json or a folder that holds one")
+    return read_bytes(file, TOKENIZER_BYTES)
 
 
 def _line(problem: Exception) -> str:

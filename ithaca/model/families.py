@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ithaca.base.errors import ModelError
-from ithaca.model.config_json import entries, real, whole
+from ithaca.base.errors import ModelError, shown
+from ithaca.model.config_json import entries, flag, real, whole
 from ithaca.model.rope import read_rope
 from ithaca.model.spec import Spec
+
+LAYERS, PARAMETERS = 10_000, 10**15  # far beyond any model; more would overflow, or take all memory, later
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,10 @@ def read_spec(config: Mapping[str, Any]) -> Spec:
     """The Spec of a parsed `config.json`. Raises ModelError for anything that Ithaca would compute wrongly."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ModelError(f"model type {kind!r} is not supported: supported are {', '.join(FAMILIES)}")
+        raise ModelError(f"model type {shown(kind)} is not supported: supported are {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    hidden, heads, layers = (
-        whole(config, name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
+    hidden, heads = (whole(config, name) for name in ("hidden_size", "num_attention_heads"))
+    layers = whole(config, "num_hidden_layers", most=LAYERS)
     # null means one per query head; only without the key is it the family's number
     kv_heads = whole(
         config, "num_key_value_heads", heads if "num_key_value_heads" in config else family.kv_heads or heads
@@ -71,8 +72,8 @@ def read_spec(config: Mapping[str, Any]) -> Spec:
         raise ModelError(f"head size {head_size} is odd: it must be even, because rotary embedding rotates pairs")
     rope_layers = _rope_layers(config, family, layers)
     _refuse_unsupported(config, family, rope_layers)
-    bias = family.bias == "qkv" or (family.bias == "option" and bool(config.get("attention_bias")))
-    return Spec(
+    bias = family.bias == "qkv" or (family.bias == "option" and flag(config, "attention_bias"))
+    spec = Spec(
         family=kind,
         vocab=whole(config, "vocab_size"),
         hidden=hidden,
@@ -81,15 +82,20 @@ def read_spec(config: Mapping[str, Any]) -> Spec:
         kv_heads=kv_heads,
         head_size=head_size,
         mlp=whole(config, "intermediate_size"),
-        norm_eps=real(config, "rms_norm_eps", 1e-6),
-        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        norm_eps=real(config, "rms_norm_eps", 1e-6, most=1),
+        tied=flag(config, "tie_word_embeddings", family.tied),
         qk_norm=family.qk_norm,
         qkv_bias=bias,
         o_bias=bias and family.bias == "option",
-        mlp_bias=family.mlp_bias and bool(config.get("mlp_bias")),
+        mlp_bias=family.mlp_bias and flag(config, "mlp_bias"),
         rope=read_rope(config, family.theta, family.positions),
         rope_layers=rope_layers,
     )
+    if spec.parameters() > PARAMETERS:
+        raise ModelError(
+            f"config.json makes a model of {spec.parameters()} parameters: at most {PARAMETERS} are possible"
+        )
+    return spec
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family, rope_layers: tuple[bool, ...]) -> None:
@@ -97,12 +103,15 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, rope_layers: 
         raise ModelError("the weights are quantized (quantization_config), which cannot be trained: use the plain ones")
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise ModelError(f"hidden_act '{activation}' is not supported: only silu is")
+        raise ModelError(f"hidden_act {shown(activation)} is not supported: only silu is")
     if config.get("attention_dropout"):
-        raise ModelError(f"attention_dropout {config['attention_dropout']} is not supported: set it to 0")
+        raise ModelError(f"attention_dropout {shown(config['attention_dropout'])} is not supported: set it to 0")
     slides = _slides(config, family, rope_layers)
     if slides:
         raise ModelError(f"{slides} makes a sliding window, which is not supported: only full attention is")
+    others = [kind for kind in entries(config, "layer_types") or [] if kind != "full_attention"]
+    if others:
+        raise ModelError(f"{shown(others[0])} in layer_types is not supported: only 'full_attention' is")
 
 
 def _slides(config: Mapping[str, Any], family: Family, rope_layers: tuple[bool, ...]) -> str | None:
@@ -113,11 +122,11 @@ def _slides(config: Mapping[str, Any], family: Family, rope_layers: tuple[bool, 
     if window is None or family.slides == "never":
         return None
     if family.slides == "all":
-        return f"sliding_window {window} (null means none)"
+        return f"sliding_window {shown(window)} (null means none)"
     late = whole(config, "max_window_layers", 28) < len(rope_layers)
     some = late if family.slides == "late" else not all(rope_layers)
-    if types is None and config.get("use_sliding_window") and some:
-        return f"use_sliding_window with sliding_window {window}"
+    if types is None and flag(config, "use_sliding_window") and some:
+        return f"use_sliding_window with sliding_window {shown(window)}"
     return None
 
 
@@ -131,4 +140,7 @@ def _rope_layers(config: Mapping[str, Any], family: Family, layers: int) -> tupl
         flags = [(layer + 1) % interval != 0 for layer in range(layers)]
     if len(flags) < layers:
         raise ModelError(f"no_rope_layers has {len(flags)} entries for {layers} layers in config.json")
-    return tuple(bool(flag) for flag in flags[:layers])
+    odd = [item for item in flags[:layers] if type(item) not in (bool, int) or item not in (0, 1)]
+    if odd:
+        raise ModelError(f"config.json has {shown(odd[0])} in no_rope_layers: 1 or 0 is needed for each layer")
+    return tuple(bool(item) for item in flags[:layers])

@@ -15,23 +15,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ithaca.base.errors import ModelError
+from ithaca.base.disk import is_full, reason
+from ithaca.base.errors import ModelError, RunError
+from ithaca.model.folder import companions
 from ithaca.model.source import DTYPES_FILE, ModelSource
 
 FILE_BYTES = 2 * 10**9
-
-# Files beside the weights of a Hugging Face folder that are copied with them
-_COMPANIONS = (
-    "*token*.json",
-    "tokenizer.model*",
-    "tekken.json",
-    "vocab*",
-    "merges.txt",
-    "generation_config.json",
-    "*.jinja",
-    "chat_template*",
-    "additional_chat_templates/*",
-)
 
 
 def check_vacant(folder: Path) -> None:
@@ -58,7 +47,9 @@ def write_folder(
         _write_files(partial, _files(source, dtypes), dtypes, tensors)
         partial.rename(folder)
     except (OSError, SafetensorError) as problem:
-        raise ModelError(f"'{folder}' could not be written ({problem})") from None
+        needed = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in source.spec.shapes())
+        kind = RunError if is_full(problem) else ModelError
+        raise kind(f"'{folder}' could not be written ({reason(problem, partial, needed)})") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -70,12 +61,10 @@ def write_description(source: ModelSource, dtype: torch.dtype, folder: Path, ren
     for key in (keys or ["dtype"]) if rename_dtype or not keys else ():
         config[key] = str(dtype).removeprefix("torch.")
     _write_json(folder / "config.json", config)
-    for pattern in _COMPANIONS if source.folder else ():
-        for file in sorted(source.folder.glob(pattern)):  # pyrefly: ignore
-            if file.is_file():
-                copy = folder / file.relative_to(source.folder)  # pyrefly: ignore
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copy(file, copy)
+    for name in companions(source.folder) if source.folder else ():
+        copy = folder / name
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(source.folder / name, copy)  # pyrefly: ignore
 
 
 def write_dtypes(source: ModelSource, dtype: torch.dtype, folder: Path) -> None:

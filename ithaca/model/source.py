@@ -16,16 +16,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ithaca.base.errors import ModelError, suggestion
-from ithaca.model.config_json import find_config, read_json
+from ithaca.base.errors import ModelError, shown, suggestion
+from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
+from ithaca.model.folder import companions, model_file, read_json
 from ithaca.model.spec import Spec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 DTYPES_FILE = "dtypes.json"
+_INDEX = "model.safetensors.index.json"
 
 _STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in _STORED.values()}
 
 
 class Weights(Protocol):
@@ -71,6 +74,7 @@ def load_model(model: str | Path, dtype: str = "auto", seed: int = 0) -> ModelSo
     spec = read_spec(config)
     if folder is None:
         return ModelSource(spec, config, RandomWeights(spec, seed), dtype, None)
+    companions(folder)  # a link that may not be followed is found now, not when the trained model is saved
     weights = FolderWeights(folder, spec)
     if dtype != "float64" and any(weights.stored_dtype(name) == torch.float64 for name, _ in spec.shapes()):
         raise ModelError(f"'{folder}' holds float64 weights, which would lose bits: give dtype='float64'")
@@ -79,21 +83,38 @@ def load_model(model: str | Path, dtype: str = "auto", seed: int = 0) -> ModelSo
 
 def describe_model(folder: Path, dtype: str = "auto") -> ModelSource:
     """A model whose weights a checkpoint will fill; `folder` holds its description and the dtypes of its weights."""
-    config, dtypes = read_json(folder / "config.json"), read_json(folder / DTYPES_FILE)
-    return ModelSource(read_spec(config), config, UnreadWeights(dtypes), dtype, folder)
+    config = read_json(folder, "config.json")
+    spec = read_spec(config)
+    return ModelSource(spec, config, UnreadWeights(_read_dtypes(folder, spec)), dtype, folder)
+
+
+def _read_dtypes(folder: Path, spec: Spec) -> dict[str, torch.dtype]:
+    """The dtype that each weight of the model came in."""
+    given, file = read_json(folder, DTYPES_FILE), folder / DTYPES_FILE
+    names = [name for name, _ in spec.shapes()]
+    odd = sorted(given.keys() ^ set(names))
+    if odd:
+        whose = "is none of them" if odd[0] in given else "is missing"
+        raise ModelError(
+            f"'{file}' has {len(given)} weights for the {len(names)} of config.json: {shown(odd[0])} {whose}"
+        )
+    for name in names:
+        if not isinstance(given[name], str) or given[name] not in _NAMED:
+            raise ModelError(f"'{file}' gives {name} as {shown(given[name])}: one of {', '.join(_NAMED)} is needed")
+    return {name: _NAMED[given[name]] for name in names}
 
 
 class UnreadWeights:
     """Weights that are not read: a checkpoint will fill them."""
 
-    def __init__(self, dtypes: Mapping[str, str]):
+    def __init__(self, dtypes: Mapping[str, torch.dtype]):
         self._dtypes = dtypes
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        return getattr(torch, self._dtypes[name])
+        return self._dtypes[name]
 
     def identity(self) -> object:
-        return sorted(self._dtypes.items())
+        return sorted(map(str, self._dtypes.items()))
 
     def read(self, name: str, rows: range, into: Tensor) -> None: ...
 
@@ -132,11 +153,17 @@ class FolderWeights:
             with _opened(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a mapping)
                     header = opened.get_slice(name)
-                    if header.get_dtype() not in _STORED:
+                    kind = header.get_dtype()
+                    if kind not in _STORED:
                         raise ModelError(
-                            f"{file.name} holds {name} as {header.get_dtype()}: supported are {', '.join(_STORED)}"
+                            f"{file.name} holds {shown(name)} as {kind}: supported are {', '.join(_STORED)}"
                         )
-                    self._files[name], self._dtypes[name] = file, _STORED[header.get_dtype()]
+                    if name in self._files:
+                        raise ModelError(
+                            f"{self._files[name].name} and {file.name} in '{folder}' both hold {shown(name)}: "
+                            "remove it from one of them"
+                        )
+                    self._files[name], self._dtypes[name] = file, _STORED[kind]
                     self._shapes[name] = tuple(header.get_shape())
         _check_shapes(folder, spec, self._shapes)
         if spec.tied and "lm_head.weight" in self._shapes and not self._tied_twice():
@@ -178,18 +205,22 @@ class FolderWeights:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
+    single = model_file(folder, "model.safetensors")
+    if single:
         return [single]
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
-        if not names or any(Path(name).name != name for name in names):
-            raise ModelError(f"'{index}' has no weight_map that names files of its folder")
-        missing = [name for name in names if not (folder / name).exists()]
-        if missing:
-            raise ModelError(f"'{folder}' lacks {missing[0]}, one of the {len(names)} files that its index names")
-        return [folder / name for name in names]
+    if model_file(folder, _INDEX):
+        weight_map = read_json(folder, _INDEX).get("weight_map")
+        named = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        odd = [name for name in named if not isinstance(name, str) or name in ("", "..") or Path(name).name != name]
+        if odd or not named:
+            found = f"weight_map names {shown(odd[0])}" if odd else "it has no weight_map"
+            raise ModelError(f"'{folder / _INDEX}' names no files of its folder ({found})")
+        names = sorted(set(named))
+        files = [model_file(folder, name) for name in names]
+        if None in files:
+            missing = shown(names[files.index(None)])
+            raise ModelError(f"'{folder}' lacks {missing}, one of the {len(names)} files that its index names")
+        return [file for file in files if file]
     if list(folder.glob("*.bin")):
         raise ModelError(
             f"'{folder}' holds pickled weights (.bin), which are never loaded: save it as safetensors with "
@@ -212,7 +243,9 @@ def _check_shapes(folder: Path, spec: Spec, found: dict[str, tuple[int, ...]]) -
     more = [name for name in found if name not in needed and not name.endswith("rotary_emb.inv_freq")]
     more = [name for name in more if not (spec.tied and name == "lm_head.weight")]
     if more:
-        raise ModelError(f"'{folder}' holds {len(more)} weights that config.json does not know, {more[0]} among them")
+        raise ModelError(
+            f"'{folder}' holds {len(more)} weights that config.json does not know, {shown(more[0])} among them"
+        )
 
 
 def _opened(file: Path) -> Any:

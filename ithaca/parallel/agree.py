@@ -55,16 +55,19 @@ def same_everywhere(group: dist.ProcessGroup, what: str, value: object) -> None:
         raise PlanError(f"rank {odd[0]} has another {what} than rank 0: every rank must be given the same")
 
 
-def same_batch(group: dist.ProcessGroup, fingerprint: int, *signs: bool) -> list[bool]:
-    """Raise InputError unless all ranks have the same fingerprint; return, for each sign, whether any rank gives it.
+def same_batch(group: dist.ProcessGroup, batch: tuple[int, int], *signs: bool) -> list[bool]:
+    """Raise InputError unless all ranks have the same batch; return, for each sign, whether any rank gives it.
 
-    One small collective on the host, which waits for no device, so that it can run before every pass.
+    `batch` is its fingerprint and the number of valid tokens that its loss is divided by. One small collective on the
+    host, which waits for no device, so that it can run before every pass.
     """
-    numbers = torch.tensor([fingerprint, -fingerprint, *map(int, signs)])
+    numbers = torch.tensor([*batch, *(-number for number in batch), *map(int, signs)])
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-    if numbers[0] != -numbers[1]:
+    if numbers[0] != -numbers[2]:
         raise InputError("the ranks were given different batches: model.shard needs the same whole batch on every rank")
-    return [bool(number) for number in numbers[2:]]
+    if numbers[1] != -numbers[3]:
+        raise InputError("the ranks were given different valid_tokens: every rank must be given the same number")
+    return [bool(number) for number in numbers[4:]]
 
 
 def without(group: dist.ProcessGroup, has: bool) -> list[int]:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -78,13 +78,18 @@ def lost_touch(error: BaseException) -> bool:
     )
 
 
+def answering(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    """Answer roll calls among the ranks of a group while the body runs, as `roll_call` does."""
+    return roll_call(dist.get_process_group_ranks(group), dist.get_rank(), job_store())
+
+
 @contextmanager
-def answering(group: dist.ProcessGroup) -> Iterator[None]:
-    """Answer roll calls for this rank while the body runs.
+def roll_call(ranks: list[int], rank: int, store: dist.Store) -> Iterator[None]:
+    """Answer roll calls for this rank, through the job's store, while the body runs.
 
     If the body raises an error that another rank caused, find out which one, and raise a LostRankError that names it.
     """
-    roll = _Roll(group)
+    roll = _Roll(ranks, rank, store)
     try:
         yield
     except RuntimeError as error:
@@ -96,9 +101,8 @@ def answering(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 class _Roll:
-    def __init__(self, group: dist.ProcessGroup):
-        self._ranks = dist.get_process_group_ranks(group)
-        self._rank, self._store = dist.get_rank(), job_store()
+    def __init__(self, ranks: list[int], rank: int, store: dist.Store):
+        self._ranks, self._rank, self._store = ranks, rank, store
         self._worker = threading.get_ident()  # the thread that computes
         self._failed, self._ended = threading.Event(), False
         self._too_long = False
@@ -132,6 +136,8 @@ class _Roll:
     def _listen(self) -> None:
         """Wait until this rank or another calls the roll, then take part. Ends if the store is gone."""
         try:
+            # A connection of its own: the main thread may hold the other one while it waits for a key
+            self._store = self._store.clone()  # pyrefly: ignore
             while True:
                 here = self._failed.wait(POLL_SECONDS)
                 if self._ended:
@@ -139,6 +145,8 @@ class _Roll:
                 if here or self._store.check([_CALLED]):
                     self._verdict = self._call()
                     self._called = True
+                    if self._rank == 0:  # the store may live here, and ranks that came later to the roll still ask it
+                        time.sleep(POLL_SECONDS + ASK_SECONDS)
                     return
         except RuntimeError:
             return
@@ -153,9 +161,9 @@ class _Roll:
         until = time.monotonic() + ANSWER_SECONDS
         while not self._all_answered() and time.monotonic() < until:
             time.sleep(ASK_SECONDS)
-        if silent := self._without(_HERE, self._ranks):
+        if silent := without_key(self._store, _HERE, self._ranks):
             return _silent(silent, len(self._ranks))
-        if self._store.check([_TOO_LONG]) and (absent := self._without(_WAITING, self._ranks)):
+        if self._store.check([_TOO_LONG]) and (absent := without_key(self._store, _WAITING, self._ranks)):
             place = self._store.get(f"{_HERE}{absent[0]}").decode()
             return _absent(absent, len(self._ranks), place)
         return None
@@ -168,14 +176,15 @@ class _Roll:
         needed = _WAITING if self._store.check([_TOO_LONG]) else _HERE
         return self._store.check([f"{needed}{rank}" for rank in self._ranks])
 
-    def _without(self, kind: str, ranks: list[int]) -> list[int]:
-        """The ranks that have not set such a key, found by halving: a request for each of a thousand takes too long."""
-        if self._store.check([f"{kind}{rank}" for rank in ranks]):
-            return []
-        if len(ranks) == 1:
-            return ranks
-        middle = len(ranks) // 2
-        return self._without(kind, ranks[:middle]) + self._without(kind, ranks[middle:])
+
+def without_key(store: dist.Store, kind: str, ranks: list[int]) -> list[int]:
+    """The ranks that have not set such a key, found by halving: a request for each of a thousand takes too long."""
+    if store.check([f"{kind}{rank}" for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return ranks
+    middle = len(ranks) // 2
+    return without_key(store, kind, ranks[:middle]) + without_key(store, kind, ranks[middle:])
 
 
 def _whereabouts(thread: int) -> str | None:
@@ -192,19 +201,22 @@ def _whereabouts(thread: int) -> str | None:
 
 
 def _silent(ranks: list[int], world: int) -> LostRankError:
-    if len(ranks) == 1:
-        text = f"{_named(ranks)} of {world} does not answer any more (it has ended or hangs): its own output says why"
-    else:
-        text = f"{_named(ranks)} of {world} do not answer any more (they have ended or hang): their own output says why"
+    one = "does not answer any more (it has ended or hangs)"
+    several = "do not answer any more (they have ended or hang)"
+    text = f"{named(ranks)} of {world} {one if len(ranks) == 1 else several}: {own_output(ranks)} says why"
     return LostRankError(text, ranks)
 
 
 def _absent(ranks: list[int], world: int, place: str) -> LostRankError:
     come = "answers, but has not come" if len(ranks) == 1 else "answer, but have not come"
-    text = f"{_named(ranks)} of {world} {come} to where the others wait: rank {ranks[0]} is at {place}"
+    text = f"{named(ranks)} of {world} {come} to where the others wait: rank {ranks[0]} is at {place}"
     return LostRankError(text, ranks)
 
 
-def _named(ranks: list[int]) -> str:
+def named(ranks: list[int]) -> str:
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def own_output(ranks: list[int]) -> str:
+    return "its own output" if len(ranks) == 1 else "their own output"

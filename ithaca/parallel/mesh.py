@@ -11,14 +11,17 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ithaca.base.errors import PlanError
 from ithaca.parallel.agree import same_everywhere
 from ithaca.parallel.axes import Axes
+from ithaca.parallel.hangs import answering, set_timeout
+from ithaca.parallel.joining import TORCH_SECONDS, checked_seconds, join_job
 
 
 @dataclass(frozen=True)
@@ -107,14 +110,25 @@ def mesh(
     shard: int | None = None,
     replicate: int = 1,
     device: str | None = None,
+    timeout: float | None = None,
 ) -> Mesh:
     """Lay a grid over this job's ranks. Without `shard`, that axis takes the ranks that the others leave.
 
     Joins the job (torchrun's environment) if this process has not joined one. `device` is 'cuda' or 'cpu'; without it,
-    'cuda' is used where there is a GPU.
+    'cuda' is used where there is a GPU. `timeout` is how many seconds to wait for the other ranks; without it, five
+    minutes. A rank that does not come, or ends meanwhile, raises a LostRankError on the others.
     """
-    place = _device(device)
-    _join(place)
+    seconds, place = checked_seconds(timeout), _device(device)
+    joined = _join(place, seconds)
+    assert dist.group.WORLD is not None
+    with answering(dist.group.WORLD):
+        made = _lay(replicate, shard, ring, ulysses, place, seconds)
+    if joined:
+        set_timeout([dist.group.WORLD], TORCH_SECONDS)
+    return made
+
+
+def _lay(replicate: int, shard: int | None, ring: int, ulysses: int, place: torch.device, seconds: float) -> Mesh:
     axes = _fitted(replicate, shard, ring, ulysses, dist.get_world_size())
     assert dist.group.WORLD is not None
     if "cpu" not in dist.get_backend_config():
@@ -128,9 +142,9 @@ def mesh(
         axes,
         dist.get_rank(),
         place,
-        _device_mesh(place.type, **copies, parameters=axes.parameter),
+        _device_mesh(place.type, seconds, **copies, parameters=axes.parameter),
         dist.group.WORLD,
-        **_context_groups(place.type, axes),
+        **_context_groups(place.type, seconds, axes),
         node_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", axes.size)),
     )
 
@@ -206,27 +220,44 @@ def _made_once(key: object, make: Callable[[], list[dist.ProcessGroup]]) -> list
     return groups
 
 
-def _device_mesh(device: str, **sizes: int) -> DeviceMesh:
-    """A torch DeviceMesh over all ranks of the job."""
+def _device_mesh(device: str, seconds: float, **sizes: int) -> DeviceMesh:
+    """A torch DeviceMesh over all ranks of the job. `seconds` is how long ranks wait for each other to make it."""
     shape, names = tuple(sizes.values()), tuple(sizes)
-    groups = _made_once(
-        (device, *sizes.items()), lambda: init_device_mesh(device, shape, mesh_dim_names=names).get_all_groups()
-    )
     ranks = torch.arange(math.prod(shape)).view(shape)
+    groups = _made_once(
+        (device, *sizes.items()), lambda: [_group_along(ranks, axis, name, seconds) for axis, name in enumerate(names)]
+    )
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
 
 
-def _context_groups(device: str, axes: Axes) -> dict[str, dist.ProcessGroup]:
+def _group_along(ranks: torch.Tensor, axis: int, name: str, seconds: float) -> dist.ProcessGroup:
+    """This rank's group along an axis of a grid of all ranks, as init_device_mesh makes it, which has no timeout."""
+    assert dist.group.WORLD is not None
+    own = dist.group.WORLD
+    if ranks.shape[axis] == dist.get_world_size():
+        return own
+    for row in ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist():
+        # Every rank takes part in making every group
+        group = dist.new_group(row, timeout=timedelta(seconds=seconds), group_desc=f"mesh_{name}")
+        if dist.get_rank() in row:
+            assert isinstance(group, dist.ProcessGroup)
+            own = group
+    set_timeout([own], TORCH_SECONDS)
+    return own
+
+
+def _context_groups(device: str, seconds: float, axes: Axes) -> dict[str, dist.ProcessGroup]:
     """A group for each axis along which a sequence is shared, and one for all ranks that share it."""
     shared = {name: size for name, size in (("ring", axes.ring), ("ulysses", axes.ulysses)) if size > 1}
     if not shared:
         return {}
-    grid = _device_mesh(device, data=axes.data, **shared)
+    grid = _device_mesh(device, seconds, data=axes.data, **shared)
     groups = {f"{name}_group": grid.get_group(name) for name in shared}
     if len(shared) == 1:
         (groups["context_group"],) = groups.values()
     else:
-        groups["context_group"] = _device_mesh(device, data=axes.data, context=axes.context).get_group("context")
+        whole = _device_mesh(device, seconds, data=axes.data, context=axes.context)
+        groups["context_group"] = whole.get_group("context")
     return groups
 
 
@@ -248,13 +279,16 @@ def _backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def _join(device: torch.device) -> None:
-    if not dist.is_initialized():
-        if "RANK" in os.environ:
-            dist.init_process_group(_backend(device))
-            atexit.register(_leave)
-        else:
-            _start_alone(device)
+def _join(device: torch.device, seconds: float) -> bool:
+    """Join the job, unless this process has done so. Return whether it did it here."""
+    if dist.is_initialized():
+        return False
+    if "RANK" in os.environ:
+        join_job(_backend(device), seconds)
+        atexit.register(_leave)
+    else:
+        _start_alone(device)
+    return True
 
 
 def _start_alone(device: torch.device) -> None:

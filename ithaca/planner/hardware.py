@@ -149,7 +149,7 @@ def _own_table() -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(read_small(path))
+        tables = tomllib.loads(read_small(path).decode())
     except OSError as problem:
         raise PlanError(f"'{path}' cannot be read ({problem.strerror}): name a file as `--measure` writes it") from None
     except (ValueError, RecursionError) as problem:

@@ -19,12 +19,24 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ithaca.assemble import Model
+from ithaca.base.disk import reason
 from ithaca.base.errors import RunError
 from ithaca.base.sizes import format_bytes
 from ithaca.parallel.agree import from_first, on_this_node, together
 from ithaca.parallel.hangs import lost_touch
 from ithaca.tape.budget import host_budget
-from ithaca.train.checkpoint_files import PARTIAL, CheckpointFolder, describe, rank_digests
+from ithaca.train.checkpoint_files import (
+    PARTIAL,
+    CheckpointFolder,
+    FolderLostError,
+    PartialFiles,
+    WriteError,
+    cause,
+    describe,
+    measured,
+    rank_digests,
+)
+from ithaca.train.checkpoint_reader import PlainReader, fill
 from ithaca.train.snapshot import Snapshot, local_bytes, training_state
 
 COPY_SHARE = 0.9  # of the free host memory: a run can do without the copy, but not without what comes after it
@@ -33,7 +45,8 @@ COPY_SHARE = 0.9  # of the free host memory: a run can do without the copy, but 
 class Checkpoints:
     """The checkpoints of one run, seen from one rank. Every rank calls every method.
 
-    `reserved_bytes` is memory of this node that something else will take later.
+    `reserved_bytes` is memory of this node that something else will take later. `lost` says, before a checkpoint is
+    written, if the run folder is not the run's any more.
     """
 
     def __init__(
@@ -44,8 +57,9 @@ class Checkpoints:
         keep: int,
         warn: Callable[[str], None] = print,
         reserved_bytes: int = 0,
+        lost: Callable[[], str | None] = lambda: None,
     ):
-        self._files, self._keep, self._warn = CheckpointFolder(folder), keep, warn
+        self._files, self._keep, self._warn, self._lost_folder = CheckpointFolder(folder), keep, warn, lost
         self._optimizer = optimizer
         self._state = training_state(model, optimizer)
         self._rank, self._ranks = model.mesh.rank, model.mesh.size
@@ -53,26 +67,31 @@ class Checkpoints:
         self._group: Any = dist.new_group(list(range(self._ranks)), backend="gloo")
         self._snapshot = self._make_snapshot(reserved_bytes)
         self._writer: threading.Thread | None = None
-        self._problem: tuple[int, str] | None = None
+        self._problem: tuple[int, str, bool] | None = None
         self._lost: BaseException | None = None
         self._abandoned = False
 
     def clean(self) -> None:
-        """Make the folder, and delete partial checkpoints of a run that was killed."""
-        folder = self._files.folder
+        """Make the folder, and delete what a run that was killed left half-done."""
+        self._alone(self._files.clean)
 
-        def remove() -> None:
+    def _alone(self, work: Callable[[], Any]) -> None:
+        """Do something with the folder on rank 0. If it fails, raise an error on all ranks."""
+
+        def try_it() -> None:
             try:
-                folder.mkdir(exist_ok=True)
-                for leftover in folder.glob(f"*{PARTIAL}"):
-                    shutil.rmtree(leftover)
+                work()
             except OSError as problem:
-                raise RunError(f"'{folder}' is not a folder of checkpoints ({problem})") from None
+                why = reason(problem, self._files.folder)
+                raise RunError(f"'{self._files.folder}' cannot be used as the folder of checkpoints ({why})") from None
 
-        together(self._group, lambda: remove() if self._rank == 0 else None)
+        together(self._group, lambda: try_it() if self._rank == 0 else None)
 
     def save(self, step: int, note: dict[str, Any]) -> None:
-        """Begin to write the state after `step` steps. Wait first for a write that is under way."""
+        """Begin to write the state after `step` steps. Wait first for a write that is under way.
+
+        The manifest gets what `note` has. Its `updates` is the number of updates of the optimizer, if not `step`.
+        """
         self.wait()
         work = (step, note, _random_state())
         if self._snapshot is None or not self._take():
@@ -121,8 +140,12 @@ class Checkpoints:
         """Let `close` skip a write that is under way: it may wait for a rank that is lost."""
         self._abandoned = True
 
-    def problem(self) -> tuple[int, str] | None:
-        """Return (step, reason) of a write that failed since the last call. Raise the error of a lost rank."""
+    def problem(self) -> tuple[int, str, bool] | None:
+        """Return the step and the reason of a write that failed since the last call, and whether the folder is lost.
+
+        They are the same on all ranks. Of a full disk, the reason has the bytes that were free when the write failed.
+        Raise the error of a lost rank.
+        """
         if self._lost is not None:
             raise self._lost
         problem, self._problem = self._problem, None
@@ -141,20 +164,26 @@ class Checkpoints:
 
         If a checkpoint is damaged, the previous one is used, a warning is printed, and the damaged one is renamed.
         """
-        known, damaged = from_first(self._group, self.steps), []
+        known, damaged = from_first(self._group, self.steps), dict[int, str]()
         wanted = describe(self._state)
         for step in reversed(known):
             damage = [text for text in self._gather(self._files.damage(step, wanted, self._rank, self._ranks)) if text]
             if not damage:
                 # Only now: if no checkpoint is sound, they must keep their names, or the next start would begin anew
-                for newer in damaged if self._rank == 0 else ():
-                    self._files.set_aside(newer)
-                return self._read(step)
+                self._alone(lambda: [self._files.set_aside(newer) for newer in damaged])
+                manifest = self._read(step)
+                self._prune()
+                return manifest
             self._warn(f"the checkpoint of step {step} is damaged ({damage[0]}): trying the previous one")
-            damaged.append(step)
+            damaged[step] = damage[0]
         if known:
-            raise none_is_sound(self._files.folder, len(known))
+            raise none_is_sound(self._files.folder, damaged)
         return None
+
+    def _prune(self) -> None:
+        """Delete old checkpoints. One that is newer was read or written just now, so what is kept is sound."""
+        for problem in self._files.prune(self._keep) if self._rank == 0 else ():
+            self._warn(problem)
 
     def _make_snapshot(self, reserved_bytes: int) -> Snapshot | None:
         """Return the copy's memory; None if a node lacks it, and training then waits while checkpoints are written."""
@@ -170,11 +199,13 @@ class Checkpoints:
         return Snapshot(self._state)
 
     def _read(self, step: int) -> dict[str, Any]:
-        dcp.load(dict(self._state), checkpoint_id=self._files.path(step), process_group=self._group)
-        for state in self._optimizer.state.values():
-            state["step"].fill_(step)
+        reader = together(self._group, lambda: PlainReader(self._files.path(step)))
+        fill(dict(self._state), reader, self._group)
         manifest = self._files.manifest(step)
         assert manifest is not None
+        manifest.setdefault("updates", step)  # before they were counted, every step was one
+        for state in self._optimizer.state.values():
+            state["step"].fill_(manifest["updates"])
         if len(manifest["random"]) == self._ranks:  # another number of ranks draws other numbers
             _restore_random_state(manifest["random"][self._rank])
         return manifest
@@ -184,8 +215,9 @@ class Checkpoints:
         path = self._files.path(step)
         partial = path.with_name(path.name + PARTIAL)
         try:
-            self._stage(lambda: partial.mkdir(parents=True) if self._rank == 0 else None)
+            self._stage(lambda: self._begin(partial) if self._rank == 0 else None)
             writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+            writer.fs = PartialFiles(self.size())
             with self._snapshot.finished() if self._snapshot else nullcontext(self._state) as state:
                 dcp.save(dict(state), storage_writer=writer, process_group=self._group)
             parts = self._stage(lambda: rank_digests(partial, self._rank))
@@ -198,22 +230,40 @@ class Checkpoints:
                 **note,
             }
             manifest = json.loads(json.dumps(manifest))  # as it will be read
-            self._stage(lambda: self._files.complete(partial, step, manifest, self._keep) if self._rank == 0 else None)
+            self._stage(lambda: self._complete(partial, step, manifest) if self._rank == 0 else None)
+            self._prune()
         except (Exception, dcp.api.CheckpointException) as problem:  # any error means that nothing was written
-            self._problem = step, _reason(problem)
+            found = cause(problem)
+            self._problem = step, str(found).split("\n")[0], isinstance(found, FolderLostError)
             self._lost = problem if lost_touch(problem) else None
-            if self._rank == 0:
+            if self._rank == 0 and not self._lost_folder():
                 shutil.rmtree(partial, ignore_errors=True)
 
+    def _begin(self, partial: Path) -> None:
+        self._check_folder()
+        if not self._files.folder.exists():
+            self._files.folder.mkdir()
+        partial.mkdir()
+
+    def _complete(self, partial: Path, step: int, manifest: dict[str, Any]) -> None:
+        self._check_folder()
+        if warning := self._files.complete(partial, step, manifest):
+            self._warn(warning)
+
+    def _check_folder(self) -> None:
+        if lost := self._lost_folder():
+            raise FolderLostError(lost)
+
     def _stage(self, work: Callable[[], Any]) -> list[Any]:
-        """Do a part of a write. Return the results of all ranks, or raise the OSError of one of them."""
+        """Do a part of a write. Return the results of all ranks, or raise the error of one of them."""
         try:
-            found: Any = work()
-        except OSError as problem:
+            with measured(self._files.folder, self.size()):
+                found: Any = work()
+        except WriteError as problem:
             found = problem
         results = self._gather(found)
         for result in results:
-            if isinstance(result, OSError):
+            if isinstance(result, WriteError):
                 raise result
         return results
 
@@ -223,8 +273,16 @@ class Checkpoints:
         return items
 
 
-def none_is_sound(folder: Path, count: int) -> RunError:
-    return RunError(f"none of the {count} checkpoints in '{folder}' is sound: --fresh starts the run again")
+def none_is_sound(folder: Path, damaged: dict[int, str]) -> RunError:
+    """Return the error of a run whose checkpoints are all damaged; `damaged` says how, step by step."""
+    steps: dict[str, list[str]] = {}
+    for step, damage in sorted(damaged.items()):
+        steps.setdefault(damage, []).append(str(step))
+    each = "; ".join(f"step {', '.join(numbers)}: {damage}" for damage, numbers in steps.items())
+    return RunError(
+        f"no checkpoint in '{folder}' is sound ({each}): nothing was changed; copy one again from a backup or from "
+        "where it came, or name another --run"
+    )
 
 
 def _random_state() -> list[str]:
@@ -238,11 +296,3 @@ def _restore_random_state(states: list[str]) -> None:
     torch.set_rng_state(cpu)
     if cuda and torch.cuda.is_available():
         torch.cuda.set_rng_state(cuda[0])
-
-
-def _reason(problem: BaseException) -> str:
-    """Return the file system's message, without DCP's wrapping."""
-    if isinstance(problem, dcp.api.CheckpointException):
-        inner = next(iter(problem.failures.values()))[0]
-        return str(inner)
-    return str(problem)

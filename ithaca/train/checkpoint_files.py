@@ -2,23 +2,32 @@
 
 A checkpoint is a folder `step-00000120` with the files of PyTorch's distributed checkpoint (DCP), one per rank, and a
 `manifest.json`: the step, the shape and dtype of every tensor, the size and SHA-256 of every file. Nothing here needs
-a model or a process group.
+a model or a process group. Other names end in what happened to them: `.partial` is being written or was never finished,
+`.damaged` and `.replaced1` were renamed and stay, `.deleted` is being deleted.
 """
 
 import hashlib
+import io
 import json
 import os
+import re
 import shutil
-import warnings
+import stat
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
 
-PARTIAL, DAMAGED = ".partial", ".damaged"
+from ithaca.base.disk import reason, system_error
+from ithaca.train.checkpoint_reader import PlainReader, fill
+from ithaca.train.lease import DELETED, MANIFEST, Lease, delete
+
+PARTIAL, DAMAGED, REPLACED = ".partial", ".damaged", ".replaced"
 HASHED_BYTES = 64 << 20
 
 Described = dict[str, list[Any]]  # name -> [shape, dtype]
@@ -36,9 +45,17 @@ class CheckpointFolder:
         self.folder = folder
 
     def steps(self) -> list[int]:
-        """Return the steps of the checkpoints, oldest first."""
-        names = [path.name for path in self.folder.glob("step-*") if path.is_dir()]
-        return sorted(int(name.removeprefix("step-")) for name in names if name[5:].isdigit())
+        """Return the steps of the checkpoints, oldest first.
+
+        The names are read at once: a run adds the new checkpoint before it deletes an old one, so one is always seen.
+        """
+        try:
+            with os.scandir(self.folder) as entries:
+                names = [entry.name for entry in entries if entry.is_dir()]
+        except OSError:
+            return []
+        numbers = [int(name[5:]) for name in names if re.fullmatch("step-[0-9]{8,}", name)]
+        return sorted(number for number in numbers if self.path(number).name in names)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -46,9 +63,8 @@ class CheckpointFolder:
     def manifest(self, step: int) -> dict[str, Any] | None:
         """Return the manifest of a checkpoint; None if it is missing or damaged."""
         try:
-            manifest = json.loads((self.path(step) / "manifest.json").read_text(encoding="utf-8"))
-            return manifest if manifest.pop("sha256") == text_sha256(manifest) else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return self._read_manifest(step)
+        except (OSError, ValueError):
             return None
 
     def damage(self, step: int, wanted: Described, part: int = 0, parts: int = 1) -> str | None:
@@ -56,20 +72,43 @@ class CheckpointFolder:
 
         Ranks share the checking of the files: this reads the part-th of `parts` of them.
         """
-        manifest = self.manifest(step)
-        if manifest is None or manifest["step"] != step:
-            return "manifest.json is not what was written"
+        try:
+            manifest = self._read_manifest(step)
+        except OSError as problem:
+            return f"{MANIFEST}: {problem.strerror}"
+        except ValueError as problem:
+            return f"{MANIFEST} {problem}"
+        if manifest["step"] != step:
+            return f"{MANIFEST} is of step {manifest['step']}"
         for name, tensor in wanted.items():
             if manifest["tensors"].get(name) != tensor:
                 return f"it is of another model: {name} is {manifest['tensors'].get(name)}, not {tensor}"
         for name, (size, digest) in sorted(manifest["files"].items())[part::parts]:
             file = self.path(step) / name
             try:
-                if file.stat().st_size != size or file_sha256(file) != digest:
+                if not stat.S_ISREG(file.stat().st_mode):
+                    return f"{name} is not a file"
+                if (found := file.stat().st_size) != size:
+                    return f"{name} has {found:,} bytes, not {size:,}"
+                if file_sha256(file) != digest:
                     return f"{name} is not what was written"
             except OSError as problem:
                 return f"{name}: {problem.strerror}"
         return None
+
+    def _read_manifest(self, step: int) -> dict[str, Any]:
+        """Return a manifest. Raise OSError or, if it is not what was written, ValueError."""
+        try:
+            manifest = json.loads((self.path(step) / MANIFEST).read_text(encoding="utf-8"))
+            if manifest.pop("sha256") == text_sha256(manifest) and _is_manifest(manifest):
+                return manifest
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass  # it is told below
+        raise ValueError("is not what was written")
+
+    def lease(self, step: int) -> Lease:
+        """Return a context in which the run does not delete this checkpoint. Entering raises GoneError if it has."""
+        return Lease(self.path(step))
 
     def set_aside(self, step: int) -> None:
         """Rename a damaged checkpoint, so that no later start reads it."""
@@ -78,30 +117,88 @@ class CheckpointFolder:
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
 
-    def complete(self, partial: Path, step: int, manifest: dict[str, Any], keep: int) -> None:
-        """Add the manifest to a written checkpoint, give it its name, and delete all but the newest `keep`."""
-        with (partial / "manifest.json").open("w", encoding="utf-8") as file:
+    def clean(self) -> None:
+        """Make the folder, and delete what a killed run was writing or deleting."""
+        self.folder.mkdir(exist_ok=True)
+        for leftover in (*self.folder.glob(f"*{PARTIAL}"), *self.folder.glob(f"*{DELETED}")):
+            shutil.rmtree(leftover)
+
+    def complete(self, partial: Path, step: int, manifest: dict[str, Any]) -> str | None:
+        """Add the manifest to a written checkpoint, and give it its name. Return a warning, if there is one."""
+        with (partial / MANIFEST).open("w", encoding="utf-8") as file:
             json.dump({**manifest, "sha256": text_sha256(manifest)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        path = self.path(step)
-        if path.exists():  # the run was at this step before, and went back past a damaged checkpoint
-            shutil.rmtree(path)
+        path, warning = self.path(step), None
+        if path.exists():  # someone has put it there, and someone may be reading it
+            number = 1
+            while (aside := path.with_name(f"{path.name}{REPLACED}{number}")).exists():
+                number += 1
+            path.rename(aside)
+            warning = f"another checkpoint of step {step} was there: it is now '{aside}'"
         partial.rename(path)
         _sync_folder(self.folder)
+        return warning
+
+    def prune(self, keep: int) -> list[str]:
+        """Delete all but the newest `keep` checkpoints and those that someone reads. Return what went wrong."""
+        problems = []
         for old in self.steps()[:-keep]:
-            shutil.rmtree(self.path(old), ignore_errors=True)
+            try:
+                delete(self.path(old))
+            except OSError as problem:
+                problems.append(f"the old checkpoint of step {old} could not be deleted ({problem.strerror})")
+        return problems
 
     def read(self, step: int, wanted: Described) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors in `wanted`, whole and on the CPU, one after the other."""
-        reader = dcp.FileSystemReader(self.path(step))
+        reader = PlainReader(self.path(step))
         for name, (shape, dtype) in wanted.items():
             tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as no_dist=True asks for
-                dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
+            fill({name: tensor}, reader)
             yield name, tensor
             del tensor  # the caller's is the only one now
+
+
+class WriteError(Exception):
+    """A part of a checkpoint could not be written; the text is the reason. It can be sent to other ranks."""
+
+
+class FolderLostError(WriteError):
+    """The run folder is not the run's any more."""
+
+
+@contextmanager
+def measured(place: Path, needed: int) -> Iterator[None]:
+    """Turn an error of the system into a WriteError; of a full disk with `needed` and the bytes that are free now."""
+    try:
+        yield
+    except Exception as problem:
+        if isinstance(problem, WriteError) or system_error(problem) is None:
+            raise
+        raise WriteError(reason(problem, place, needed)) from None
+
+
+class PartialFiles(FileSystem):
+    """DCP's file system for a partial checkpoint. It makes no folders: one that is missing was deleted."""
+
+    def __init__(self, needed: int):
+        self._needed = needed
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:  # pyrefly: ignore
+        with measured(Path(path).parent, self._needed), super().create_stream(path, mode) as stream:
+            yield stream
+
+    def mkdir(self, path: str | os.PathLike) -> None:
+        """Leave the folder as it is."""
+
+
+def cause(problem: BaseException) -> BaseException:
+    """Return the error that DCP has wrapped, or the error itself."""
+    if isinstance(problem, dcp.api.CheckpointException):
+        return next(iter(problem.failures.values()))[0]
+    return problem
 
 
 def rank_digests(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
@@ -118,6 +215,20 @@ def file_sha256(file: Path) -> str:
         while count := opened.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def _is_manifest(found: dict[str, Any]) -> bool:
+    """Return whether a manifest has the entries that are read here, of the right types."""
+    files, random = found.get("files"), found.get("random")
+    return (
+        isinstance(found.get("step"), int)
+        and isinstance(found.get("tensors"), dict)
+        and isinstance(files, dict)
+        and all(Path(name).name == name for name in files)  # within the checkpoint's folder
+        and all(isinstance(entry, list) and [*map(type, entry)] == [int, str] for entry in files.values())
+        and isinstance(random, list)
+        and all(isinstance(states, list) and all(isinstance(state, str) for state in states) for states in random)
+    )
 
 
 def text_sha256(manifest: dict[str, Any]) -> str:

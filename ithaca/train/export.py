@@ -1,19 +1,23 @@
 """The model of a run as a Hugging Face folder: `ithaca export RUN DIR`. One process, on the CPU.
 
 Weights are read from the checkpoint one by one and written file by file, so memory holds one output file (2 GB) and
-one weight, however large the model is.
+one weight, however large the model is. The run may be training meanwhile: a lease keeps the checkpoint that is read.
 """
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from ithaca.base.errors import ConfigError, ModelError, suggestion
+from ithaca.base.disk import reason
+from ithaca.base.errors import ConfigError, ModelError, RunError, suggestion
 from ithaca.model.save import check_vacant, write_folder
 from ithaca.model.source import DTYPES, describe_model
 from ithaca.train.checkpoint import none_is_sound
-from ithaca.train.checkpoint_files import CheckpointFolder, Described
+from ithaca.train.checkpoint_files import CheckpointFolder, Described, cause
+from ithaca.train.lease import GoneError, Lease
 from ithaca.train.run_folder import RunFolder
 
 WEIGHT = "weight/"  # the prefix of weights in a checkpoint (snapshot.training_state)
@@ -33,27 +37,49 @@ def export(path: Path, folder: Path, dtype: str | None) -> int:
     source = describe_model(run.model)
     held = "torch.float64" if run.saved_config().model.dtype == "float64" else "torch.float32"
     wanted: Described = {f"{WEIGHT}{name}": [list(shape), held] for name, shape in source.spec.shapes()}
-    files = CheckpointFolder(run.checkpoints)
-    step = _newest_sound(files, wanted)
     dtypes = {
         name: DTYPES[dtype] if dtype else source.weights.stored_dtype(name) or DTYPES["float32"]
         for name, _ in source.spec.shapes()
     }
-    write_folder(source, dtypes, _weights(files, step, wanted), folder, rename_dtype=dtype is not None)
-    return step
-
-
-def _newest_sound(files: CheckpointFolder, wanted: Described) -> int:
-    """Return the step of the newest sound checkpoint. Nothing is renamed: the run may be training."""
-    steps = files.steps()
-    for step in reversed(steps):
-        damage = files.damage(step, wanted)
-        if damage is None:
+    files, damaged = CheckpointFolder(run.checkpoints), dict[int, str]()
+    while True:
+        with contextlib.suppress(GoneError), _newest_sound(files, wanted, damaged) as (step, lease):
+            write_folder(source, dtypes, _weights(files, step, lease, wanted), folder, rename_dtype=dtype is not None)
             return step
+
+
+@contextlib.contextmanager
+def _newest_sound(files: CheckpointFolder, wanted: Described, damaged: dict[int, str]) -> Iterator[tuple[int, Lease]]:
+    """Yield the step of the newest sound checkpoint, and a lease on it. Add the damage of others to `damaged`.
+
+    Nothing is renamed: the run may be training. It may delete a checkpoint before it is leased, which raises GoneError.
+    """
+    while left := [step for step in files.steps() if step not in damaged]:
+        step = left[-1]
+        with files.lease(step) as lease:
+            if lease.note:
+                print(f"The disk of '{files.folder}' has no locks ({lease.note}): do not train in this run meanwhile")
+            damage = files.damage(step, wanted)
+            lease.check()
+            if damage is None:
+                yield step, lease
+                return
+        damaged[step] = damage
         print(f"The checkpoint of step {step} is damaged ({damage}): trying the previous one")
-    raise none_is_sound(files.folder, len(steps))
+    raise none_is_sound(files.folder, damaged) if damaged else RunError(f"'{files.folder}' has no checkpoint any more")
 
 
-def _weights(files: CheckpointFolder, step: int, wanted: Described) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in files.read(step, wanted):
-        yield name.removeprefix(WEIGHT), tensor
+def _weights(files: CheckpointFolder, step: int, lease: Lease, wanted: Described) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a leased checkpoint. Raise GoneError if one may be of another checkpoint."""
+    try:
+        for name, tensor in files.read(step, wanted):
+            lease.check()
+            yield name.removeprefix(WEIGHT), tensor
+            del tensor  # the caller's is the only one now
+    except RunError:
+        lease.check()
+        raise
+    except (OSError, RuntimeError, CheckpointException) as problem:
+        lease.check()
+        why = reason(cause(problem), files.folder)
+        raise RunError(f"the checkpoint of step {step} in '{files.folder}' could not be read ({why})") from None

@@ -12,8 +12,8 @@ import torch
 
 from ithaca.assemble import Model
 from ithaca.config import TrainSection
+from ithaca.data.reader import TokenFile
 from ithaca.data.sample import sequences
-from ithaca.data.tokenfile import TokenFile
 from ithaca.parallel.batch import Batch, RankBatch, batch_rows, join_batches
 from ithaca.train.stop import SIGNALS
 

@@ -1,8 +1,6 @@
 """A training run from its configuration to its last checkpoint. Every rank calls `train`."""
 
-import contextlib
 import math
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +12,16 @@ import torch
 from ithaca.assemble import Model, apply
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, RunError
-from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens
-from ithaca.config import Config
-from ithaca.data.tokenfile import TokenFile
+from ithaca.base.sizes import format_count, format_seconds, format_tokens
+from ithaca.config import Config, parse_config
+from ithaca.data.reader import TokenFile
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.balance import RingWork, describe_work, ring_work
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.hangs import answering, lost_touch, set_timeout, step_seconds, timeout
+from ithaca.parallel.joining import JOIN_SECONDS
 from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
@@ -30,10 +29,11 @@ from ithaca.schedule.job import Job
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.learning_rate import learning_rate
 from ithaca.train.loader import Loader
-from ithaca.train.report import Progress, Sink, draw_loss, open_sinks
+from ithaca.train.report import Progress, Sinks, open_sinks, tell_conclusion
 from ithaca.train.run_folder import RunFolder, check_shared
-from ithaca.train.start import check_same_data, free_memory, identity, open_data, open_source, settle
+from ithaca.train.start import check_data, data_change, free_memory, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
+from ithaca.train.unlearned import Unlearned, with_labels
 
 
 def train(config: Config, path: Path, launched: bool = False) -> None:
@@ -42,7 +42,8 @@ def train(config: Config, path: Path, launched: bool = False) -> None:
     `launched`: a launcher of ours started this rank, and ends it at a second Ctrl-C (stop.py).
     """
     use_expandable_segments()
-    grid = mesh(**vars(config.mesh), device=None if config.train.device == "auto" else config.train.device)
+    device, longer = None if config.train.device == "auto" else config.train.device, config.run.timeout or 0
+    grid = mesh(**vars(config.mesh), device=device, timeout=max(longer, JOIN_SECONDS))
     with answering(grid.group):
         _train(config, RunFolder(path), grid, launched)
 
@@ -56,13 +57,13 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool) -> None:
         if axes != config.mesh:
             grid = mesh(**vars(axes), device=grid.device.type)
         resumed = from_first(grid.group, run.has_checkpoints)
-        data = together(grid.group, lambda: open_data(config))
-        check_same_data(data, grid)
+        data = open_data(config, run, grid)
+        check_data(data, grid)
         source = together(grid.group, lambda: open_source(config, run, resumed, data))
         TrainingRun(config, run, apply(source, plan, grid), data, why).go(launched)
     finally:
         if lock:
-            lock.close()
+            run.release()
 
 
 class TrainingRun:
@@ -87,17 +88,21 @@ class TrainingRun:
         self.why, self.early_warnings = why, list[str]()  # printed when there is a log to print them to
         self.announced = False
         keep = config.run.keep
-        self.checkpoints = Checkpoints(folder.checkpoints, model, self.optimizer, keep, self._warn, tape_bytes)
+        self.checkpoints = Checkpoints(
+            folder.checkpoints, model, self.optimizer, keep, self._warn, tape_bytes, folder.lost
+        )
         self.checkpoints.clean()
         manifest = self.checkpoints.load()
         self.begun = self.done = self.saved = manifest["step"] if manifest else 0  # counts of steps
+        self.unlearned = Unlearned(manifest or {})
         if manifest:
             self._check_resumed(manifest)
         together(self.mesh.group, lambda: folder.begin(config, model.source, model.dtype) if self.first else None)
         self.peak_flops = gpu_peak_flops(self.mesh.device)
         self.loader = Loader(data, options, model)
-        self.progress = Progress(folder.log if self.first else None, self.done, options.steps)
-        self.sinks: list[Sink] = []
+        log = folder.log if self.first else None
+        self.progress = together(self.mesh.group, lambda: Progress(log, self.done, options.steps, folder.lost))
+        self.sinks = Sinks([], folder, self.progress.warn)
 
     def _pass_size(self) -> tuple[int, int]:
         """Return the number of sequences in a pass, over all ranks, and the tokens of each."""
@@ -105,11 +110,18 @@ class TrainingRun:
         return options.micro_batch or options.batch, options.tokens  # pyrefly: ignore
 
     def _check_resumed(self, manifest: dict[str, Any]) -> None:
-        if manifest["data"] != identity(self.data):
+        """Raise an error unless this run continues what the checkpoint was; say what has changed."""
+        if difference := data_change(manifest["data"], self.data):
             raise ConfigError(
-                f"the data have changed since the checkpoint of step {self.done}: it saw {manifest['data']}, "
-                f"now there are {identity(self.data)}; name a new --run"
+                f"the data have changed since the checkpoint of step {self.done}: {difference}; name a new --run"
             )
+        if isinstance(manifest["data"], list):
+            self._warn(
+                f"the checkpoint of step {self.done} is of an older Ithaca, which recorded only counts and both ends "
+                "of the data: nothing tells whether the rest is the same; the next checkpoint records all of it"
+            )
+        if changes := self.config.changes(parse_config(manifest["config"])):
+            self._warn(f"changed since the checkpoint of step {self.done}: {', '.join(changes)}")
         if self.done > self.config.train.steps:
             raise ConfigError(
                 f"the run has done {self.done} steps already, and train.steps is {self.config.train.steps}: "
@@ -118,9 +130,10 @@ class TrainingRun:
 
     def go(self, launched: bool) -> None:
         """Do all steps that are left, save, and release everything, also after an error."""
-        if self.first:
-            self.folder.cut_metrics(self.done)
-        self.sinks = together(self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first))
+        together(self.mesh.group, lambda: self.folder.cut_metrics(self.done) if self.first else None)
+        self.sinks = together(
+            self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
+        )
         self.stop = StopRequest(self.mesh, launched)
         self.timeout = self.config.run.timeout or timeout(self._step_seconds())
         set_timeout(self.mesh.groups, self.timeout)
@@ -141,9 +154,7 @@ class TrainingRun:
         finally:
             self.loader.close()
             self.checkpoints.close()
-            for sink in self.sinks:
-                with contextlib.suppress(OSError):
-                    sink.close()
+            self.sinks.close()
             self.progress.close()
             self.stop.close()
 
@@ -185,14 +196,14 @@ class TrainingRun:
         return False
 
     def _publish(self, metrics: dict[str, Any]) -> None:
+        """Show and write the metrics of a step. If the run folder is lost, ask all ranks to stop."""
         self.progress.step(metrics)
-        for sink in self.sinks:
-            try:
-                sink.write(metrics)
-            except OSError as problem:
-                self.progress.warn(
-                    f"the metrics of step {self.done} could not be written ({problem}); training continues"
-                )
+        if mended := self.folder.mend(self.config):
+            self.progress.warn(mended)
+        if self.folder.lost():
+            self.stop.ask()  # the checkpoint that follows tells all ranks why (Checkpoints.save)
+            return
+        self.sinks.write(metrics)
 
     def _step(self) -> dict[str, Any]:
         options, began = self.config.train, time.perf_counter()
@@ -200,41 +211,59 @@ class TrainingRun:
         work = self._ring_work(batches)
         if work and self.done == self.begun:
             self.progress.say(f"In this step {describe_work(work)}")
-        loss = self._backward(batches)
-        norm = clip(self.model, options.clip)
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            self._fail(loss, norm)
         rate = learning_rate(options, self.done)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.checkpoints.before_update()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        loss, norm = self._update(batches, rate) if with_labels(batches) else (None, None)
         self.done += 1
+        for text in self.unlearned.add(self.done, batches):
+            self.progress.warn(text)
         seconds = time.perf_counter() - began
         return self._metrics(batches, loss, norm, rate, seconds) | {
             "ring_waiting": round(work.waiting, 4) if work else None
         }
 
+    def _update(self, batches: list[Batch], rate: float) -> tuple[float, float]:
+        """Update the weights. Return the step's loss and the norm of its gradients."""
+        loss = self._backward(batches)
+        norm = clip(self.model, self.config.train.clip)
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            self._fail(loss, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.checkpoints.before_update()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, norm
+
     def _backward(self, batches: list[Batch]) -> float:
-        """Return the step's loss and leave its gradients on the parameters, both as of one large batch."""
+        """Return the step's loss and leave its gradients on the parameters, both as of one large batch.
+
+        Passes without a label are left out: their loss and gradients are zero.
+        """
+        passes, batches = batches, with_labels(batches)
         valid = sum(batch.valid_tokens for batch in batches)
         losses = []
         for number, batch in enumerate(batches, start=1):
             loss = self.model(batch, valid_tokens=valid, last=number == len(batches))
             loss.backward()
             losses.append(loss.detach())
-        return torch.stack(losses).sum().item()
+        # Zeros in the places of the passes left out, so that the sum rounds as if they had run
+        zero, found = torch.zeros_like(losses[0]), iter(losses)
+        return torch.stack([next(found) if batch.valid_tokens else zero for batch in passes]).sum().item()
 
     def _ring_work(self, batches: list[Batch]) -> RingWork | None:
-        """Return how the attention work of this rank's sequences spreads over its ring; None without a ring."""
-        if self.mesh.ring == 1:
+        """Return how the attention work of this rank's sequences spreads over its ring; None without a ring or work."""
+        batches = with_labels(batches)
+        if self.mesh.ring == 1 or not batches:
             return None
         return sum((ring_work(batch.layout, batch.bounds, self.model.plan.sweeps) for batch in batches), RingWork([]))
 
-    def _metrics(self, batches: list[Batch], loss: float, norm: float, rate: float, seconds: float) -> dict[str, Any]:
+    def _metrics(
+        self, batches: list[Batch], loss: float | None, norm: float | None, rate: float, seconds: float
+    ) -> dict[str, Any]:
+        """Return the metrics of a step; `loss` and `norm` are None if it had no label."""
         ranks, tokens = self.mesh.size, sum(batch.total_tokens for batch in batches)
-        flops = sum(self.model.spec.flops_per_token(batch.attended) * batch.total_tokens for batch in batches)
+        learned = with_labels(batches)
+        flops = sum(self.model.spec.flops_per_token(batch.attended) * batch.total_tokens for batch in learned)
         gpu = self.mesh.device.type == "cuda"
         return {
             "step": self.done,
@@ -242,8 +271,9 @@ class TrainingRun:
             "gradient_norm": norm,
             "learning_rate": rate,
             "tokens": self.done * tokens,
+            "labels": sum(batch.valid_tokens for batch in batches),
             "seconds": round(seconds, 4),
-            "tokens_per_second_per_rank": round(tokens / seconds / ranks, 1),
+            "tokens_per_second_per_rank": round(sum(batch.total_tokens for batch in learned) / seconds / ranks, 1),
             "mfu_causal": round(flops / seconds / ranks / self.peak_flops, 4) if self.peak_flops else None,
             "gpu_bytes": torch.cuda.max_memory_reserved() if gpu else None,
             "host_bytes": psutil.Process().memory_info().rss,
@@ -252,7 +282,8 @@ class TrainingRun:
     def _save(self) -> None:
         """Begin a checkpoint of this step, unless there is one."""
         if self.saved != self.done:
-            self.checkpoints.save(self.done, {"data": identity(self.data), "config": self.config.toml()})
+            record = {"data": self.data.identity(), "config": self.config.toml()}
+            self.checkpoints.save(self.done, record | self.unlearned.note(self.done))
             self.saved = self.done
 
     def _report_problem(self, final: bool) -> None:
@@ -260,12 +291,15 @@ class TrainingRun:
         problem = self.checkpoints.problem()
         if problem is None:
             return
-        step, reason = problem
+        step, reason, lost = problem
+        if lost and final:
+            raise RunError(
+                f"{reason}: the run stopped at step {self.done} and could not save it; if the folder has another name "
+                "now, ithaca train --run continues there from its last checkpoint"
+            )
         good = self.checkpoints.steps()
         last = f"the last good one is of step {good[-1]}" if good else "there is none yet"
-        free, needed = shutil.disk_usage(self.folder.path).free, self.checkpoints.size()
-        space = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free on its disk"
-        text = f"the checkpoint of step {step} could not be written ({reason}; {space}); {last}"
+        text = f"the checkpoint of step {step} could not be written ({reason}); {last}"
         if final:
             raise RunError(f"{text}: fix the cause and continue with ithaca train --run {self.folder.path}")
         self.progress.warn(f"{text}; training continues")
@@ -310,23 +344,14 @@ class TrainingRun:
         self.announced = True
 
     def _conclude(self, stopped: bool) -> None:
-        if not self.first:
-            return
-        self.progress.end_live()
-        metrics = self.folder.read_metrics()
-        if not metrics:  # someone has removed them
-            return
-        draw_loss(metrics, self.folder.picture)
-        path = self.folder.path
-        if stopped:
-            self.progress.say(f"Stopped after step {self.done}. Continue with: ithaca train --run {path}")
-            return
-        self.progress.say(
-            f"Done: loss {metrics[0]['loss']:.3f} -> {metrics[-1]['loss']:.3f} over {format_count(self.done, 'step')}\n"
-            f"  run folder   {path}\n"
-            f"  loss curve   {self.folder.picture}\n"
-            f"  next         ithaca export {path} {path}-model"
-        )
+        """Say how the run ended. Raise an error on all ranks if the files of the run cannot be used."""
+
+        def tell_end() -> None:
+            for text in self.unlearned.totals(self.done):
+                self.progress.warn(text)
+            tell_conclusion(self.folder, self.progress, self.done, self.saved, stopped)
+
+        together(self.mesh.group, lambda: tell_end() if self.first else None)
 
 
 def gpu_peak_flops(device: torch.device) -> float | None:

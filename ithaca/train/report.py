@@ -6,11 +6,12 @@ run continues and the log gets the rest.
 """
 
 import contextlib
+import errno
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -19,9 +20,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ithaca.base.errors import ConfigError
-from ithaca.base.sizes import format_bytes
-from ithaca.train.run_folder import RunFolder
+from ithaca.base.disk import not_a_file, reason, same_file
+from ithaca.base.errors import ConfigError, RunError
+from ithaca.base.sizes import format_bytes, format_count
+from ithaca.train.run_folder import RunFolder, partial_name, writing
 
 
 def tell(text: str, stream: IO[str]) -> None:
@@ -42,11 +44,44 @@ def may_be_gone(stream: IO[str] | None) -> Iterator[None]:
             os.close(nowhere)
 
 
+class Appended:
+    """A text file that lines are appended to. If someone deletes or replaces it, a new one begins.
+
+    `lost`, as of the run folder, says if the folder is not the run's any more: then nothing is made in it.
+    """
+
+    def __init__(self, path: Path, lost: Callable[[], str | None] = lambda: None):
+        self.path, self._lost, self._file = path, lost, _open_file(path)
+
+    def add(self, line: str) -> bool:
+        """Append a line, or raise OSError. Return whether a new file began."""
+        gone = not same_file(self.path, self._file.fileno()) and not self._lost()
+        if gone:
+            begun, self._file = self._file, _open_file(self.path)
+            with contextlib.suppress(OSError):
+                begun.close()
+        self._file.write(f"{line}\n")
+        self._file.flush()
+        return gone
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _open_file(path: Path) -> IO[str]:
+    """Open a file to append to. Raise OSError if something else is there."""
+    if kind := not_a_file(path):
+        raise OSError(errno.EINVAL, f"it is {kind}")
+    return path.open("a", encoding="utf-8")
+
+
 class Progress:
     """Prints the lines of a run and writes them to its log. `log` is None on ranks that print nothing."""
 
-    def __init__(self, log: Path | None, first_step: int, steps: int):
-        self._log = log.open("a", encoding="utf-8") if log else None
+    def __init__(self, log: Path | None, first_step: int, steps: int, lost: Callable[[], str | None] = lambda: None):
+        with writing(log or Path()):
+            self._log = Appended(log, lost) if log else None
+        self._log_works = True
         self._console = Console(quiet=log is None, soft_wrap=True)
         terminal = self._console.is_terminal and log is not None
         self._live = Live(console=self._console, auto_refresh=False) if terminal else None
@@ -62,8 +97,22 @@ class Progress:
         if self._log:
             with may_be_gone(sys.stdout):
                 self._console.print(Text(text))
-            with contextlib.suppress(OSError):  # a full disk must not stop the run
-                print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=self._log, flush=True)
+            self._write_log(text)
+
+    def _write_log(self, text: str) -> None:
+        """Log a line. A log that cannot be written does not stop the run, and is told once."""
+        assert self._log
+        try:
+            began = self._log.add(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+            self._log_works = True
+        except OSError as problem:
+            if self._log_works:
+                why = reason(problem, self._log.path)
+                tell(f"warning: '{self._log.path}' could not be written ({why}); training continues", sys.stdout)
+            self._log_works = False
+            return
+        if began:
+            self.warn(f"'{self._log.path}' was deleted or replaced: a new one begins here")
 
     def live(self, text: str) -> None:
         """Show a line that the next one replaces. Without a terminal, show nothing."""
@@ -89,7 +138,7 @@ class Progress:
         done = metrics["step"]
         parts = [
             f"Step {done}/{self._steps}",
-            f"loss {metrics['loss']:.3f}",
+            "no labels" if metrics["loss"] is None else f"loss {metrics['loss']:.3f}",
             f"{metrics['tokens_per_second_per_rank']:.0f} tokens/s/rank",
         ]
         if metrics["mfu_causal"] is not None:
@@ -116,9 +165,9 @@ class Progress:
 
 
 class Sink(Protocol):
-    """A place that the metrics of each step go to."""
+    """A place that the metrics of each step go to. `write` may raise OSError, or return a warning."""
 
-    def write(self, metrics: dict[str, Any]) -> None: ...
+    def write(self, metrics: dict[str, Any]) -> str | None: ...
 
     def close(self) -> None: ...
 
@@ -127,11 +176,13 @@ class JsonLines:
     """metrics.jsonl, flushed after every step."""
 
     def __init__(self, folder: RunFolder):
-        self._file = folder.metrics.open("a", encoding="utf-8")
+        with writing(folder.metrics):
+            self._file = Appended(folder.metrics, folder.lost)
 
-    def write(self, metrics: dict[str, Any]) -> None:
-        self._file.write(json.dumps(metrics) + "\n")
-        self._file.flush()
+    def write(self, metrics: dict[str, Any]) -> str | None:
+        if self._file.add(json.dumps(metrics)):
+            return f"'{self._file.path}' was deleted or replaced: a new one begins with step {metrics['step']}"
+        return None
 
     def close(self) -> None:
         self._file.close()
@@ -145,7 +196,9 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ConfigError("run.report=tensorboard needs a package: pip install 'ithaca[tensorboard]'") from None
-        self._writer = SummaryWriter(str(folder.path / "tensorboard"))
+        place = folder.path / "tensorboard"
+        with writing(place):
+            self._writer = SummaryWriter(str(place))
 
     def write(self, metrics: dict[str, Any]) -> None:
         for name, value in metrics.items():
@@ -169,7 +222,7 @@ class WeightsAndBiases:
         )
 
     def write(self, metrics: dict[str, Any]) -> None:
-        self._run.log(metrics, step=metrics["step"])
+        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=metrics["step"])
 
     def close(self) -> None:
         self._run.finish()
@@ -178,21 +231,98 @@ class WeightsAndBiases:
 REPORTS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
-def open_sinks(folder: RunFolder, report: str, first: bool) -> list[Sink]:
+class Sinks:
+    """All places that metrics go to. One that fails is told once, and once more when it works again."""
+
+    def __init__(self, sinks: list[Sink], folder: RunFolder, warn: Callable[[str], None]):
+        self._sinks, self._failing, self._folder, self._warn = sinks, list[Sink](), folder, warn
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Write the metrics of a step. A place that fails does not stop the run."""
+        for sink in self._sinks:
+            try:
+                warning = sink.write(metrics)
+            except OSError as problem:
+                self._fails(sink, metrics["step"], problem)
+                continue
+            if sink in self._failing:
+                self._failing.remove(sink)
+                self._warn(f"metrics are written again from step {metrics['step']} on")
+            if warning:
+                self._warn(warning)
+
+    def _fails(self, sink: Sink, step: int, problem: OSError) -> None:
+        if sink not in self._failing:
+            self._failing.append(sink)
+            why = reason(problem, self._folder.path)
+            self._warn(f"the metrics of step {step} could not be written ({why}); training continues")
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            with contextlib.suppress(OSError):
+                sink.close()
+
+
+def open_sinks(folder: RunFolder, report: str, first: bool, warn: Callable[[str], None]) -> Sinks:
     """Open the places that metrics go to; none on ranks other than the first."""
     if not first:
-        return []
-    return [JsonLines(folder), *([REPORTS[report](folder)] if report else [])]
+        return Sinks([], folder, warn)
+    return Sinks([JsonLines(folder), *([REPORTS[report](folder)] if report else [])], folder, warn)
+
+
+def tell_conclusion(folder: RunFolder, progress: Progress, done: int, saved: int, stopped: bool) -> None:
+    """Draw the loss and say how the run ended. Raise an error if its files were taken away or cannot be written."""
+    progress.end_live()
+    complete = f"the checkpoint of step {saved} is complete"
+    if lost := folder.lost():
+        raise RunError(f"{lost}, but {complete}")
+    metrics, problem = list[dict[str, Any]](), None
+    try:
+        metrics = folder.read_metrics()
+    except OSError as error:
+        problem = f"'{folder.metrics}' cannot be read ({error.strerror})"
+    else:
+        if len(metrics) < done:
+            progress.warn(f"'{folder.metrics}' has the metrics of {len(metrics)} of {format_count(done, 'step')}")
+    try:
+        if metrics:
+            draw_loss(metrics, folder.picture)
+    except OSError as error:
+        problem = f"'{folder.picture}' could not be written ({reason(error, folder.path)})"
+    if stopped:
+        progress.say(f"Stopped after step {done}. Continue with: ithaca train --run {folder.path}")
+    else:
+        progress.say("\n".join(_summary(folder, metrics, done)))
+    if problem:
+        raise RunError(f"{problem}, but {complete}")
+
+
+def _summary(folder: RunFolder, metrics: list[dict[str, Any]], done: int) -> Iterator[str]:
+    losses = [loss for _, loss in _losses(metrics)]
+    learned = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no loss"
+    yield f"Done: {learned} over {format_count(done, 'step')}"
+    yield f"  run folder   {folder.path}"
+    if os.path.isfile(folder.picture):
+        yield f"  loss curve   {folder.picture}"
+    yield f"  next         ithaca export {folder.path} {folder.path}-model"
+
+
+def _losses(metrics: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Return the steps that have a loss, and their losses."""
+    return [(line["step"], line["loss"]) for line in metrics if isinstance(line.get("loss"), int | float)]
 
 
 def draw_loss(metrics: list[dict[str, Any]], file: Path) -> None:
-    """Draw the loss of each step as a thin line and a running mean over a twentieth of the steps as a thick one."""
+    """Draw the loss of each step as a thin line and a running mean over a twentieth of the steps as a thick one.
+
+    Steps without a label have no loss and are left out.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps, losses = [line["step"] for line in metrics], [line["loss"] for line in metrics]
+    steps, losses = [step for step, _ in _losses(metrics)], [loss for _, loss in _losses(metrics)]
     width = max(len(losses) // 20, 1)
     means = [sum(losses[max(i - width + 1, 0) : i + 1]) / min(i + 1, width) for i in range(len(losses))]
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
@@ -202,7 +332,10 @@ def draw_loss(metrics: list[dict[str, Any]], file: Path) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    partial = file.with_name(f".{file.name}.partial")
-    figure.savefig(partial, format="png")
-    pyplot.close(figure)
-    partial.rename(file)
+    partial = partial_name(file)
+    try:
+        figure.savefig(partial, format="png")
+        partial.rename(file)
+    finally:
+        pyplot.close(figure)
+        partial.unlink(missing_ok=True)

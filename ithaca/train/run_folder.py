@@ -7,26 +7,31 @@
 
 Rank 0 writes. The lock keeps a second job out of the folder. When a run continues from a checkpoint, metrics of later
 steps are cut off first: those steps are done again. On several nodes, all must see the same folder (`check_shared`).
+A run that finds its folder gone or in other hands stops (`lost`); it never makes the folder a second time.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from ithaca.base.disk import is_full, not_a_file, reason, same_file
 from ithaca.base.errors import ConfigError, RunError
-from ithaca.config import Config, read_config
+from ithaca.config import Config, parse_config, read_config
 from ithaca.model.save import write_description, write_dtypes
 from ithaca.model.source import ModelSource
 from ithaca.parallel.agree import from_first, without
 from ithaca.parallel.mesh import Mesh
+from ithaca.train.checkpoint_files import CheckpointFolder
 
 LOCK_SECONDS = 20  # to wait for the lock: an interrupted job may hold it a little longer
 SEE_SECONDS = 30.0  # to wait for a file: network file systems may cache its absence for so long
@@ -41,57 +46,131 @@ class RunFolder:
         self.config, self.metrics = path / "config.toml", path / "metrics.jsonl"
         self.model, self.checkpoints = path / "model", path / "checkpoints"
         self.picture, self.log, self.lock = path / "loss.png", path / "log.txt", path / "lock"
+        self._held: IO[str] | None = None  # the lock's file, while this process holds it
+        self._made: list[Path] = []  # the folders that `hold` has made, the innermost first
 
     def begun(self) -> bool:
         """Return whether a run has written its configuration here."""
-        return self.config.exists()
+        return os.path.exists(self.config)
 
     def has_checkpoints(self) -> bool:
         return self.last_checkpoint() > 0
 
     def last_checkpoint(self) -> int:
         """Return the step of the newest checkpoint; 0 if there is none."""
-        names = [path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*")]
-        return max((int(name) for name in names if name.isdigit()), default=0)
+        return max(CheckpointFolder(self.checkpoints).steps(), default=0)
 
     def saved_config(self) -> Config:
         return read_config(self.config, [], saved=True)
 
+    def record(self) -> Config | None:
+        """Return the configuration of the newest checkpoint; without checkpoints, that of the last start, if any.
+
+        A checkpoint's record counts, not config.toml: anyone may have edited that.
+        """
+        files = CheckpointFolder(self.checkpoints)
+        for step in reversed(files.steps()):
+            if manifest := files.manifest(step):
+                return parse_config(manifest["config"])
+        return self.saved_config() if self.begun() else None
+
     def check(self, config: Config) -> None:
-        """Raise an error if the run has checkpoints and this configuration would change its losses."""
-        difference = config.differs(self.saved_config()) if self.begun() and self.has_checkpoints() else None
-        if difference:
-            raise ConfigError(
-                f"'{self.path}' is a run with another configuration: {difference}; name another --run, or --fresh"
-            )
+        """Raise an error if the run has checkpoints and this configuration would make it another run."""
+        record = self.record() if self.has_checkpoints() else None
+        if record and (difference := config.conflict(record)):
+            raise ConfigError(f"'{self.path}' is another run: {difference}, another --run starts a new one")
 
     def hold(self) -> IO[str]:
         """Make the folder if it is new, and lock it for as long as the returned file stays open."""
-        if self.path.exists() and not self.begun() and not self._vacant():
+        if os.path.exists(self.path) and not self.begun() and not self._vacant():
+            if self.has_checkpoints():
+                raise ConfigError(
+                    f"'{self.path}' has checkpoints but no config.toml: put it back to continue (the manifest.json of "
+                    "each checkpoint has its text), or name another --run"
+                )
             raise ConfigError(f"'{self.path}' exists and is not a run folder: name another --run")
+        for file in (self.lock, self.config, self.metrics, self.log, self.picture):
+            self._check_file(file)
+            self._check_file(partial_name(file))
+        self._made = [folder for folder in (self.path, *self.path.absolute().parents) if not os.path.exists(folder)]
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            return self._lock()
+            self._held = self._lock()
+            return self._held
         except OSError as problem:
-            raise ConfigError(f"'{self.path}' cannot be made a run folder ({problem.strerror})") from None
+            kind = RunError if is_full(problem) else ConfigError
+            raise kind(f"'{self.path}' cannot be made a run folder ({reason(problem, self.path)})") from None
+
+    def release(self) -> None:
+        """Unlock the folder. If the run has not begun in it, delete what its start has made."""
+        assert self._held is not None
+        if not self.lost() and not self.begun() and self._vacant():
+            with contextlib.suppress(OSError):  # what cannot be deleted stays; the next start takes it for its own
+                for leftover in self.path.iterdir():
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                for folder in self._made:
+                    folder.rmdir()
+        self._held.close()
+
+    def _check_file(self, file: Path) -> None:
+        """Raise an error if something else lies where the run writes a file. A link could lead out of the folder."""
+        if kind := not_a_file(file):
+            raise RunError(f"'{file}' is {kind}, and the run writes a file there: move it away, then start again")
 
     def _vacant(self) -> bool:
         """Return whether the folder holds nothing but the files of a start that failed early."""
         leftovers = {"lock", "model", "model.partial", "config.toml.partial"}
-        return self.path.is_dir() and {path.name for path in self.path.iterdir()} <= leftovers
+        if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
+            leftovers.add(self.checkpoints.name)
+        # An index is the checksums of an old token file (data/version1.py)
+        names = {path.name for path in self.path.iterdir() if path.suffix != ".index"} if self.path.is_dir() else {""}
+        return names <= leftovers
 
     def _lock(self) -> IO[str]:
-        """Lock the folder. The system releases the lock when this process ends."""
-        file = self.lock.open("a")  # without truncating: the holder's word must stay (check_shared)
+        """Make the folder and lock it. The system releases the lock when this process ends."""
         until = time.monotonic() + LOCK_SECONDS
         while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = self._try_lock()
+            if file:
                 return file
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise RunError(f"'{self.path}' is in use by another job: stop it, or name another --run") from None
-                time.sleep(0.2)
+            if time.monotonic() > until:
+                raise RunError(f"'{self.path}' is in use by another job: stop it, or name another --run")
+            time.sleep(ASK_SECONDS)
+
+    def _try_lock(self) -> IO[str] | None:
+        """Lock the folder; return None if another job has it, or took away the lock's file before it was locked."""
+        file = self.lock.open("a")  # without truncating: the holder's word must stay (check_shared)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if same_file(self.lock, file.fileno()):
+                return file
+        file.close()
+        return None
+
+    def lost(self) -> str | None:
+        """Return what happened to the folder if it is not this job's any more; None on ranks that do not hold it."""
+        if self._held is None or self._held.closed or same_file(self.lock, self._held.fileno()):
+            return None
+        if not os.path.exists(self.path):
+            return f"the run folder '{self.path}' was deleted or renamed while the run trained"
+        return f"'{self.lock}' was deleted or replaced while the run trained, so the folder may be another job's"
+
+    def mend(self, config: Config) -> str | None:
+        """Put back the lock or config.toml if someone has deleted it, and return a sentence about it.
+
+        If both are gone, the folder is lost: someone is deleting it, and a run must not bring it back.
+        """
+        if self._held is None or self._held.closed:
+            return None
+        locked, begun = same_file(self.lock, self._held.fileno()), self.begun()
+        if locked and not begun:
+            replace_text(self.config, config.toml())
+            return f"'{self.config}' was deleted while the run trained: it is written again"
+        if begun and not os.path.lexists(self.lock) and (file := self._try_lock()):
+            os.dup2(file.fileno(), self._held.fileno())  # whoever closes the old file releases the new lock
+            file.close()
+            return f"'{self.lock}' was deleted while the run trained: the folder is locked again"
+        return None
 
     def begin(self, config: Config, source: ModelSource, dtype: torch.dtype) -> None:
         """Write the configuration and, before the first checkpoint, the description of the model."""
@@ -99,14 +178,16 @@ class RunFolder:
             shutil.rmtree(self.model, ignore_errors=True)
             partial = self.path / "model.partial"
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            write_description(source, dtype, partial)
-            write_dtypes(source, dtype, partial)
-            partial.rename(self.model)
-        partial = self.path / "config.toml.partial"
-        partial.write_text(config.toml(), encoding="utf-8")
-        assert read_config(partial, []) == config
-        partial.rename(self.config)
+            with writing(self.model):
+                try:
+                    partial.mkdir()
+                    write_description(source, dtype, partial)
+                    write_dtypes(source, dtype, partial)
+                    partial.rename(self.model)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
+        replace_text(self.config, config.toml())
+        assert read_config(self.config, []) == config
 
     def set_aside(self) -> Path | None:
         """Rename an old run, so that a fresh one can take its place. Nothing is deleted. Return the new name."""
@@ -116,28 +197,60 @@ class RunFolder:
         while (aside := self.path.with_name(f"{self.path.name}.old{number}")).exists():
             number += 1
         with self.hold():
-            self.path.rename(aside)
+            try:
+                self.path.rename(aside)
+            except OSError as problem:
+                why = problem.strerror
+                raise ConfigError(f"'{self.path}' cannot be renamed to '{aside}' ({why}): name another --run") from None
         return aside
 
     def cut_metrics(self, step: int) -> None:
         """Keep the metrics of the first `step` steps. A line that a kill left half-written is dropped, too."""
-        kept = [line for line in self.read_metrics() if line["step"] <= step]
-        partial = self.metrics.with_name("metrics.jsonl.partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        partial.rename(self.metrics)
+        try:
+            kept = [line for line in self.read_metrics() if line["step"] <= step]
+        except OSError as problem:
+            raise RunError(f"'{self.metrics}' cannot be read ({problem.strerror}): move it away") from None
+        replace_text(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return one object per step. Lines that are not JSON objects with a step are skipped."""
+        if kind := not_a_file(self.metrics):
+            raise OSError(errno.EINVAL, f"it is {kind}")
         lines = []
         text = self.metrics.read_text(encoding="utf-8", errors="replace") if self.metrics.exists() else ""
         for line in text.splitlines():
             try:
                 found = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(found, dict) and isinstance(found.get("step"), int):
                 lines.append(found)
         return lines
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an error of the system in the body into one sentence about `path`."""
+    try:
+        yield
+    except OSError as problem:
+        raise RunError(f"'{path}' could not be written ({reason(problem, path.parent)})") from None
+
+
+def partial_name(file: Path) -> Path:
+    """Return the name that a file has until it is complete."""
+    return file.with_name(f"{file.name}.partial")
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file as a whole: a kill or a full disk leaves the old one."""
+    partial = partial_name(file)
+    with writing(file):
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.rename(file)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def check_shared(run: RunFolder, lock: IO[str] | None, grid: Mesh) -> None:
@@ -158,10 +271,11 @@ def check_shared(run: RunFolder, lock: IO[str] | None, grid: Mesh) -> None:
 def leave_word(lock: IO[str]) -> str:
     """Write a random word into the lock's file, and return it."""
     word = secrets.token_hex(8)
-    lock.truncate(0)
-    lock.write(word)
-    lock.flush()
-    os.fsync(lock.fileno())
+    with writing(Path(lock.name)):
+        lock.truncate(0)
+        lock.write(word)
+        lock.flush()
+        os.fsync(lock.fileno())
     return word
 
 

@@ -14,10 +14,11 @@ from ithaca.base.errors import DataError, PlanError
 from ithaca.base.sizes import format_tokens
 from ithaca.config import Config, MeshSection
 from ithaca.data.inputs import standard_library
-from ithaca.data.tokenfile import TokenFile, open_tokens
+from ithaca.data.reader import TokenFile, open_tokens
+from ithaca.model.folder import model_file
 from ithaca.model.source import ModelSource, describe_model, load_model
 from ithaca.model.spec import Spec
-from ithaca.parallel.agree import least, together_with
+from ithaca.parallel.agree import least, together, together_with
 from ithaca.parallel.mesh import Mesh
 from ithaca.planner.hardware import RUNTIME, Cluster, nearest, read_gpus
 from ithaca.planner.report import Question, explain, refusal
@@ -28,7 +29,7 @@ from ithaca.tape.budget import host_budget
 from ithaca.train.run_folder import RunFolder
 
 CPU_TOKENS, GPU_TOKENS = 8 * 2**10, 64 * 2**10  # default context lengths
-SPOTS, SPOT = 64, 1024  # pieces of the data, and numbers in each, that ranks compare
+ENDS = 65536  # tokens at each end of the data that old checkpoints have a checksum of
 UNKNOWN = "A100-80GB"  # the planner uses the rates of this GPU for one that no table describes
 
 Chosen = tuple[Plan, MeshSection, list[str]]  # and the planner's lines about it
@@ -52,9 +53,9 @@ def free_memory(grid: Mesh) -> FreeMemory:
 def settle(config: Config, run: RunFolder, grid: Mesh, memory: FreeMemory) -> tuple[Config, Chosen]:
     """Return the configuration with tokens and batch filled in, and the Plan and mesh of the run.
 
-    An open option takes its value from the run's earlier start, else the default for these ranks.
+    An open option takes its value from the run's last checkpoint or earlier start, else the default for these ranks.
     """
-    saved = run.saved_config().train if run.begun() else config.train
+    saved = (run.record() or config).train
     default = GPU_TOKENS if grid.device.type == "cuda" else CPU_TOKENS
     tokens = config.train.tokens or saved.tokens or default
     batch = config.train.batch or saved.batch
@@ -130,37 +131,53 @@ def _cluster(grid: Mesh, copies: int, memory: FreeMemory) -> Cluster:
     return Cluster(count, replace(gpu, memory=float(memory.gpu)), memory.host * gpus / node, node_gpus=gpus)
 
 
-def open_data(config: Config) -> TokenFile:
-    """Open the configured token file; without one, the source code of Python's standard library."""
-    return open_tokens(Path(config.data.source)) if config.data.source else standard_library()
+def open_data(config: Config, run: RunFolder, grid: Mesh) -> TokenFile:
+    """Open the configured token file; without one, the source code of Python's standard library. Collective."""
+    path = Path(config.data.source)
+    if not config.data.source:
+        return together(grid.group, standard_library)
+    # The first rank of a node computes the checksums of an old file; the others find them
+    first = together(grid.group, lambda: open_tokens(path, run.path) if grid.first_on_node else None)
+    return together(grid.group, lambda: first or open_tokens(path, run.path))
 
 
-def identity(data: TokenFile) -> list[Any]:
-    """Return what tells this data from other data, cheaply: counts, tokenizer, a checksum of both ends."""
-    ends = np.concatenate((data.tokens[:65536], data.tokens[-65536:]))
-    return [len(data.tokens), data.documents, data.tokenizer, zlib.crc32(np.ascontiguousarray(ends).data)]
+def check_data(data: TokenFile, grid: Mesh) -> None:
+    """Raise an error on all ranks if the data cannot be learned, or differ between ranks. Collective.
 
-
-def check_same_data(data: TokenFile, grid: Mesh) -> None:
-    """Raise an error on all ranks if one of them reads other data than rank 0. Collective.
-
-    Each rank draws its own rows only, so nothing would notice later that a node has another file.
+    Each rank reads its own rows only, so nothing would notice later that a node has another file. The identity is a
+    digest of every block's checksum, and each block is compared with its checksum when it is read.
     """
-    arrays = [data.tokens, data.bounds, *([] if data.learned_from is None else [data.learned_from])]
-    _, found = together_with(grid.group, lambda: [*identity(data), *map(_spot_checksum, arrays)], lambda mine: mine)
+    name = f"'{data.path}'" if data.path else "Python's standard library"
+    _, found = together_with(grid.group, data.identity, lambda mine: mine)
     for rank, theirs in enumerate(found):
         if theirs != found[0]:
-            name = f"'{data.path}'" if data.path else "Python's standard library"
             raise DataError(
-                f"rank {rank} reads other data than rank 0 from {name} ({theirs[0]} tokens in {theirs[1]} documents, "
-                f"rank 0 {found[0][0]} in {found[0][1]}): data.source must be the same file on all nodes"
+                f"rank {rank} reads other data than rank 0 from {name} ({describe_data(theirs)}, "
+                f"rank 0 {describe_data(found[0])}): data.source must be the same file on all nodes"
             )
+    if data.header.labels == 0:
+        raise DataError(
+            f"{name} has 0 labels in its {data.tokens} tokens: none is learned and has a token of its document "
+            "before it; prepare documents of 2 tokens or more, with completions"
+        )
 
 
-def _spot_checksum(array: np.ndarray) -> int:
-    """Return a checksum of a few pieces, evenly spread."""
-    starts = np.linspace(0, max(len(array) - SPOT, 0), SPOTS, dtype=np.int64)
-    return zlib.crc32(np.concatenate([array[start : start + SPOT] for start in starts]).data)
+def describe_data(identity: dict[str, Any]) -> str:
+    """Return the data's identity in a few words."""
+    digest = str(identity["sha256"])[:12]
+    return f"{identity['tokens']} tokens in {identity['documents']} documents, sha256 {digest}"
+
+
+def data_change(seen: Any, data: TokenFile) -> str | None:
+    """Return how the data differ from those that a checkpoint records; None if they are the same."""
+    if isinstance(seen, list):  # an old checkpoint: counts, tokenizer, and a checksum of both ends
+        ends = [data.read(0, min(ENDS, data.tokens)), data.read(max(data.tokens - ENDS, 0), data.tokens)]
+        crc32 = zlib.crc32(np.concatenate([window.tokens for window in ends]).data)
+        now = [data.tokens, data.documents, data.tokenizer, crc32]
+        return None if seen == now else f"it saw {seen}, now there are {now}"
+    if seen == data.identity():
+        return None
+    return f"it saw {describe_data(seen)}, now there are {describe_data(data.identity())}"
 
 
 def open_source(config: Config, run: RunFolder, resumed: bool, data: TokenFile) -> ModelSource:
@@ -177,8 +194,8 @@ def _check_vocabulary(source: ModelSource, data: TokenFile) -> None:
             f"the data have token ids below {data.vocab}, but the model's vocabulary is {source.spec.vocab}: "
             "prepare them with the model's tokenizer (ithaca data --tokenizer)"
         )
-    file = source.folder / "tokenizer.json" if source.folder else None
-    if file is None or not file.exists() or data.tokenizer in ("bytes", "unknown"):
+    file = model_file(source.folder, "tokenizer.json") if source.folder else None
+    if file is None or data.tokenizer in ("bytes", "unknown"):
         return
     wanted = "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest()
     if data.tokenizer != wanted:

@@ -65,6 +65,10 @@ class StopRequest:
                 print("\x1b[?25h", end="", flush=True)  # show the cursor, which the live line hides
             os._exit(130)
 
+    def ask(self) -> None:
+        """Ask all ranks to stop, from within the run."""
+        self._requests.count = max(self._requests.count, 1)
+
     def close(self) -> None:
         """Restore the signal handlers."""
         for number, handler in self._before.items():

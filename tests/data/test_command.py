@@ -6,7 +6,7 @@ import pytest
 
 from ithaca.base.errors import DataError
 from ithaca.data.command import run
-from ithaca.data.tokenfile import open_tokens
+from ithaca.data.reader import open_tokens
 from ithaca.data.tokenizer import load_tokenizer
 
 
@@ -29,7 +29,7 @@ def test_prepare_then_stats(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     out = folder / "out.tokens"
     _run([folder], out)
     assert capsys.readouterr().out.splitlines() == [
-        f"{out}: 7 tokens, 1 document, 4.02 KiB",
+        f"{out}: 7 tokens, 1 document, 4.04 KiB",
         "Each byte is a token; --tokenizer uses a model's tokenizer instead",
         "Skipped: 1 binary file",
         "Skipped: 1 empty document",

@@ -7,19 +7,23 @@ import random
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 from rich.console import Console
 
-from ithaca.base.errors import DataError
+from ithaca.base.errors import DataError, RunError
 from ithaca.data import partial
 from ithaca.data.prepare import encode, prepare
-from ithaca.data.tokenfile import open_tokens
+from ithaca.data.reader import open_tokens
 from ithaca.data.tokenizer import load_tokenizer
 
 
@@ -198,19 +202,34 @@ def test_ready_tokens_are_narrowed_again_after_a_stop(tmp_path: Path, monkeypatc
     assert (tmp_path / "out.partial.copy").exists()
     prepare([tmp_path / "a.npy"], tmp_path / "out")
     data = open_tokens(tmp_path / "out")
-    assert data.tokens.dtype == np.uint16
-    assert data.tokens.tolist() == list(range(1000))
+    assert data.header.dtype == "uint16"
+    assert data.read(0, 1000).tokens.tolist() == list(range(1000))
     assert sorted(os.listdir(tmp_path)) == ["a.npy", "out"]
 
 
 def test_long_documents_are_written_by_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial, "_PIECE", 7)
+    monkeypatch.setattr(partial, "PIECE", 8)
     tokens = np.arange(100) % 50
     np.save(tmp_path / "a.npy", np.stack([tokens, tokens]))
     prepare([tmp_path / "a.npy"], tmp_path / "out")
     data = open_tokens(tmp_path / "out")
-    assert data.tokens.tolist() == tokens.tolist() * 2
-    assert data.bounds.tolist() == [0, 100, 200]
+    assert data.read(0, 200).tokens.tolist() == tokens.tolist() * 2
+    assert data.bounds().tolist() == [0, 100, 200]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1, max_size=12))
+def test_a_mask_made_by_pieces_is_that_of_the_prompts(lengths: list[tuple[int, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partial, "PIECE", 16)
+        source, out = Path(folder, "a.jsonl"), Path(folder, "out")
+        lines = [{"prompt": "p" * prompt, "completion": "c" * rest} for prompt, rest in lengths]
+        source.write_text("\n".join(map(json.dumps, lines)))
+        prepare([source], out)
+        window = open_tokens(out).read(0, open_tokens(out).tokens)
+        assert (window.learned is None) == all(prompt == 0 for prompt, _ in lengths)
+        if window.learned is not None:
+            assert window.learned.tolist() == [token == ord("c") for token in window.tokens.tolist()]
 
 
 def _no_more_than_5000_bytes() -> None:
@@ -243,6 +262,9 @@ def test_out_refused(inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="out' exists already: name another file, nothing is overwritten"):
         prepare([inputs], tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(DataError, match="link' exists already"):
+        prepare([inputs], tmp_path / "link")
     with pytest.raises(DataError, match=r"--out .*/f/out' lies in .*/f', which is no folder: make it by `mkdir -p"):
         prepare([inputs], tmp_path / "f" / "out")
 
@@ -263,3 +285,38 @@ def test_lines_now_and_then_elsewhere(inputs: Path, tmp_path: Path, monkeypatch:
     assert len(lines) > 5
     assert lines[-1].startswith("100 % of ")
     assert lines[-1].endswith(f", {made.header.tokens:,} tokens")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.bin", "a.npy"])
+def test_an_input_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A mapping would end the process with SIGBUS."""
+    np.save(tmp_path / "a.npy", np.ones((2, 5000), np.uint16))
+    for other in ("a.txt", "a.bin"):
+        (tmp_path / other).write_bytes(b"a" * 20000)
+    add = partial.Partial.add
+
+    def shrink(*args: Any) -> None:
+        os.truncate(tmp_path / name, 6000)
+        add(*args)
+
+    monkeypatch.setattr(partial.Partial, "add", shrink)
+    with pytest.raises(RunError, match=rf"{name}' ends at byte 6000 where byte \d+ was reached before: it has shrunk"):
+        prepare([tmp_path / name], tmp_path / "out", bin_dtype="uint16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_input_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "a.txt"
+    source.write_bytes(b"a" * 20000)
+    add = partial.Partial.add
+
+    def grow(*args: Any) -> None:
+        add(*args)
+        source.write_bytes(b"b" * 20001)
+
+    monkeypatch.setattr(partial.Partial, "add", grow)
+    with pytest.raises(DataError, match=r"has changed while it was read \(20000 bytes before, 20001 now\)"):
+        prepare([source], tmp_path / "out")
+    monkeypatch.undo()
+    prepare([source], tmp_path / "out")
+    assert open_tokens(tmp_path / "out").read(0, 20001).tokens.tobytes() == b"b" * 20001

@@ -1,6 +1,7 @@
 """Sequences: each window once an epoch, decided by their number alone, with documents and prompts marked."""
 
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -8,40 +9,43 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ithaca.data.reader import TokenFile, in_memory
 from ithaca.data.sample import permuted, sequences
-from ithaca.data.tokenfile import TokenFile
 
 
-def _file(lengths: list[int], learned: list[int] | None = None) -> TokenFile:
+def _file(lengths: list[int], learned: list[bool] | None = None) -> TokenFile:
     """Documents of these lengths; a token is its own place in the stream."""
     bounds = np.cumsum([0, *lengths])
-    learned_from = None if learned is None else bounds[:-1] + np.array(learned)
-    return TokenFile(None, np.arange(bounds[-1], dtype=np.uint32), bounds, learned_from, "unknown", int(bounds[-1]))
+    mask = None if learned is None else np.array(learned)
+    return in_memory(np.arange(bounds[-1], dtype=np.uint32), bounds, mask)
 
 
-def _naive(data: TokenFile, start: int, length: int) -> tuple[list[int], list[int], list[int]]:
+def _from(lengths: list[int], first: list[int]) -> list[bool]:
+    """For each token whether it is learned, if each document is learned from its token `first` on."""
+    return [place >= begin for size, begin in zip(lengths, first, strict=True) for place in range(size)]
+
+
+def _naive(
+    lengths: list[int], mask: list[bool] | None, start: int, length: int
+) -> tuple[list[int], list[int], list[bool]]:
     """Token by token: what stands there, its label, and whether a document begins."""
-    size = len(data.tokens)
-    tokens, labels, begins = [], [], []
-    for place in range(start, start + length):
-        document = int(np.searchsorted(data.bounds, place % size, side="right")) - 1
-        learned = data.learned_from is None or place % size >= data.learned_from[document]
-        tokens.append(int(data.tokens[place % size]))
-        labels.append(tokens[-1] if learned else -100)
-        begins.append(place % size in data.bounds)
-    return tokens, labels, begins
+    size, bounds = sum(lengths), {0, *np.cumsum(lengths).tolist()}
+    places = [place % size for place in range(start, start + length)]
+    labels = [place if mask is None or mask[place] else -100 for place in places]
+    return places, labels, [place in bounds for place in places]
 
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
 
 @settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(1, 40), st.integers(0, 5), st.integers(0, 9), st.booleans())
-def test_equal_to_token_by_token(lengths: list[int], length: int, seed: int, step: int, prompts: bool) -> None:
-    data = _file(lengths, [size // 2 for size in lengths] if prompts else None)
+@given(LENGTHS, st.integers(1, 40), st.integers(0, 5), st.integers(0, 9), st.none() | st.randoms())
+def test_equal_to_token_by_token(lengths: list[int], length: int, seed: int, step: int, chance: Random | None) -> None:
+    mask = [chance.random() < 0.5 for _ in range(sum(lengths))] if chance else None
+    data = _file(lengths, mask)
     tokens, labels, documents = sequences(data, 2, length, seed, step)
     for row in range(2):
-        wanted = _naive(data, int(tokens[row, 0]), length)
+        wanted = _naive(lengths, mask, int(tokens[row, 0]), length)
         assert tokens[row].tolist() == wanted[0]
         assert labels[row].tolist() == wanted[1]
         # A document's id changes where one begins, and nowhere else; no id comes back
@@ -97,7 +101,7 @@ def test_all_tokens_come_up_in_time() -> None:
 
 
 def test_grouping_into_steps_changes_nothing() -> None:
-    data = _file([5, 9, 20, 3], [1, 0, 20, 2])
+    data = _file([5, 9, 20, 3], _from([5, 9, 20, 3], [1, 0, 20, 2]))
     alone = [sequences(data, 1, 6, 5, number) for number in range(24)]
     for rows in (2, 3, 4, 12):
         together = [sequences(data, rows, 6, 5, step) for step in range(24 // rows)]
@@ -121,7 +125,7 @@ def test_the_same_in_every_release() -> None:
 
 
 def test_short_stream_goes_around() -> None:
-    data = _file([2, 1], [1, 0])
+    data = _file([2, 1], [False, True, True])
     tokens, labels, documents = sequences(data, 1, 10, 0, 0)
     assert tokens.shape == (1, 10)
     start = int(tokens[0, 0])
@@ -130,14 +134,12 @@ def test_short_stream_goes_around() -> None:
     assert len(set(documents[0].tolist())) == sum(token in (0, 2) for token in tokens[0, 1:].tolist()) + 1
 
 
-def test_dtypes_and_places_of_a_memory_map(tmp_path) -> None:
-    np.arange(50, dtype=np.uint16).tofile(tmp_path / "tokens")
-    tokens = np.memmap(tmp_path / "tokens", np.uint16, "r")
-    data = TokenFile(None, tokens, np.array([0, 20, 50]), None, "unknown", 50)
+def test_rows_are_int64_and_may_be_changed() -> None:
+    data = _file([20, 30])
     for tensor in sequences(data, 2, 8, 0, 0):
         assert tensor.dtype == torch.int64
         assert tensor.shape == (2, 8)
-        tensor += 1  # its own memory, not the file's
+        tensor += 1
 
 
 def test_some_rows_of_a_step_are_those_of_all() -> None:

@@ -12,8 +12,8 @@ from pyarrow import parquet
 from ithaca.base.errors import DataError
 from ithaca.data.inputs import find_inputs
 from ithaca.data.prepare import prepare
+from ithaca.data.reader import TokenFile, open_tokens
 from ithaca.data.sources import Document, Place, Reading, documents
-from ithaca.data.tokenfile import TokenFile, open_tokens
 from ithaca.data.tokenizer import load_tokenizer
 
 
@@ -31,12 +31,27 @@ def _write(path: Path, content: object) -> Path:
     return path
 
 
+def _split(data: TokenFile) -> list[np.ndarray]:
+    return np.split(data.read(0, data.tokens).tokens, data.bounds()[1:-1])
+
+
 def _texts(data: TokenFile) -> list[bytes]:
-    return [piece.tobytes() for piece in np.split(data.tokens, data.bounds[1:-1])]
+    return [piece.tobytes() for piece in _split(data)]
 
 
 def _ids(data: TokenFile) -> list[list[int]]:
-    return [piece.tolist() for piece in np.split(data.tokens, data.bounds[1:-1])]
+    return [piece.tolist() for piece in _split(data)]
+
+
+def _learned(data: TokenFile) -> list[int]:
+    """The places of the tokens that are learned."""
+    learned = data.read(0, data.tokens).learned
+    assert learned is not None
+    return np.flatnonzero(learned).tolist()
+
+
+def _content(document: Document) -> np.ndarray:
+    return np.array(document.content if isinstance(document.content, str) else document.content[:])
 
 
 def _prepare(paths: list[Path], tmp_path: Path, tokenizer: Path | None = None, **options) -> TokenFile:
@@ -55,7 +70,7 @@ def test_text_by_tokenizer(tmp_path: Path, bpe: Path) -> None:
     tokenizer = load_tokenizer(bpe)
     data = _prepare([_write(tmp_path / "a.txt", text)], tmp_path, bpe)
     assert _ids(data) == [[*tokenizer.encode([text])[0].tolist(), tokenizer.end]]
-    assert (data.tokens.dtype, data.vocab, data.tokenizer) == (np.uint16, 300, tokenizer.fingerprint)
+    assert (data.header.dtype, data.vocab, data.tokenizer) == ("uint16", 300, tokenizer.fingerprint)
 
 
 def test_end_is_not_doubled(tmp_path: Path, bpe: Path) -> None:
@@ -63,8 +78,8 @@ def test_end_is_not_doubled(tmp_path: Path, bpe: Path) -> None:
     data = _prepare([_write(tmp_path / "a.jsonl", lines)], tmp_path, bpe)
     sea = load_tokenizer(bpe).encode(["sea"])[0].tolist()
     assert _ids(data) == [[*sea, 0], [*sea, 0], [7]]  # what comes ready is left as it is
-    assert data.learned_from is not None
-    assert data.learned_from.tolist() == [0, 2 * len(sea) + 1, 2 * len(sea) + 2]
+    # The prompt of the second document is not learned
+    assert _learned(data) == [*range(len(sea) + 1), 2 * len(sea) + 1, 2 * len(sea) + 2]
 
 
 def test_folder(tmp_path: Path) -> None:
@@ -101,8 +116,7 @@ def test_jsonl(tmp_path: Path) -> None:
     made = prepare([_write(tmp_path / "a.JSONL", lines + "\n\n")], tmp_path / "out")
     data = open_tokens(tmp_path / "out")
     assert _texts(data) == ["ü one".encode(), b"asksay", b"alone"]
-    assert data.learned_from is not None
-    assert data.learned_from.tolist() == [0, 6 + 3, 6 + 6]
+    assert _learned(data) == [*range(6), *range(6 + 3, 6 + 6 + 5)]
     assert made.empty == 1
 
 
@@ -110,8 +124,7 @@ def test_prompt_and_completion_are_encoded_apart(tmp_path: Path, bpe: Path) -> N
     data = _prepare([_write(tmp_path / "a.jsonl", [{"prompt": "the se", "completion": "a"}])], tmp_path, bpe)
     prompt, completion, together = (part.tolist() for part in load_tokenizer(bpe).encode(["the se", "a", "the sea"]))
     assert _ids(data) == [[*prompt, *completion, 0]] != [[*together, 0]]
-    assert data.learned_from is not None
-    assert data.learned_from.tolist() == [len(prompt)]
+    assert _learned(data) == list(range(len(prompt), data.tokens))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +149,7 @@ def test_ready_tokens_take_the_smallest_dtype(tmp_path: Path, largest: int, dtyp
         [_write(tmp_path / "a.jsonl", [{"tokens": [5]}, {"tokens": [largest, 0]}, {"tokens": [3]}])], tmp_path
     )
     assert _ids(data) == [[5], [largest, 0], [3]]
-    assert (data.tokens.dtype, data.vocab, data.tokenizer) == (dtype, largest + 1, "unknown")
+    assert (data.header.dtype, data.vocab, data.tokenizer) == (np.dtype(dtype).name, largest + 1, "unknown")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
 
@@ -188,7 +201,7 @@ def test_reading_goes_on_behind_any_document(tmp_path: Path, name: str) -> None:
         rest = _from(path, place, "uint8")
         assert [(at, item.where) for at, item in rest] == [(at, item.where) for at, item in whole[number + 1 :]]
         assert all(
-            np.array_equal(a.content, b.content) for (_, a), (_, b) in zip(rest, whole[number + 1 :], strict=True)
+            np.array_equal(_content(a), _content(b)) for (_, a), (_, b) in zip(rest, whole[number + 1 :], strict=True)
         )
 
 

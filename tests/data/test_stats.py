@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from ithaca.base.errors import DataError
+from ithaca.data.reader import TokenFile, in_memory
 from ithaca.data.stats import draw, histogram, measure, table
-from ithaca.data.tokenfile import TokenFile
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +17,13 @@ def data() -> TokenFile:
     chance = np.random.default_rng(0)
     lengths = np.concatenate([2 ** chance.integers(0, 16, 500), [4095, 4096, 32768, 131071, 131072, 1 << 20, 3 << 20]])
     bounds = np.cumsum([0, *lengths])
-    return TokenFile(None, np.zeros(bounds[-1], np.uint8), bounds, None, "bytes", 256)
+    return in_memory(np.zeros(bounds[-1], np.uint8), bounds, tokenizer="bytes", vocab=256)
 
 
 def test_measure(data: TokenFile) -> None:
     found = measure(data)
-    lengths = np.diff(data.bounds)
-    assert (found.documents, found.tokens) == (507, len(data.tokens))
+    lengths = np.diff(data.bounds())
+    assert (found.documents, found.tokens) == (507, data.tokens)
     assert (found.least, found.most) == (lengths.min(), lengths.max())
     assert found.mean == pytest.approx(np.mean(lengths))
     assert [found.median, found.p90, found.p99] == [np.quantile(lengths, share) for share in (0.5, 0.9, 0.99)]
@@ -33,8 +33,8 @@ def test_measure(data: TokenFile) -> None:
 
 def test_histogram_holds_all_tokens(data: TokenFile) -> None:
     edges, held = histogram(data)
-    lengths = np.diff(data.bounds)
-    assert held.sum() == len(data.tokens)
+    lengths = np.diff(data.bounds())
+    assert held.sum() == data.tokens
     assert edges[0] <= lengths.min()
     assert edges[-1] > lengths.max()
     for low, high, tokens in zip(edges[:-1], edges[1:], held, strict=True):
@@ -59,5 +59,5 @@ def test_picture(data: TokenFile, tmp_path: Path) -> None:
 
 
 def test_picture_of_one_document(tmp_path: Path) -> None:
-    draw(TokenFile(None, np.zeros(1, np.uint8), np.array([0, 1]), None, "bytes", 256), tmp_path / "picture")
+    draw(in_memory(np.zeros(1, np.uint8), np.array([0, 1])), tmp_path / "picture")
     assert (tmp_path / "picture").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from tokenizers import processors
 
 from ithaca.base.errors import DataError
 from ithaca.data.tokenizer import Bytes, load_tokenizer
@@ -90,3 +91,13 @@ def test_no_torch() -> None:
     program = "import sys, ithaca.data.command, ithaca.data.inputs; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"
+
+
+def test_special_tokens_are_not_added(plain_bpe: Path, tmp_path: Path) -> None:
+    """As many a tokenizer.json would to every text: a document has one end, and a completion no beginning."""
+    inner = tokenizers.Tokenizer.from_file(str(plain_bpe))
+    inner.post_processor = processors.TemplateProcessing(single="<end> $A <end>", special_tokens=[("<end>", 0)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (wanted,), (found,) = (load_tokenizer(file).encode(["the sea"]) for file in (plain_bpe, tmp_path))
+    assert found.tolist() == wanted.tolist()
+    assert 0 not in found

@@ -64,12 +64,25 @@ def test_silent_keys_mean_what_transformers_means(kind: str, tmp_path: Path) -> 
         ({"num_key_value_heads": 5}, "32 query heads do not divide into 5 key/value heads"),
         ({"head_dim": 7}, "head size 7 is odd"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "2 entries for 5 layers"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 0, "no"]}, "has 'no' in no_rope_layers: 1 or 0"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention' in layer_types is not supported"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers as 2147483647: a whole number from 1 to 10000"),
+        ({"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 64}, "parameters: at most 1000000000000000 are possible"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps as 1000.*: a number above 0 and at most 1 is"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps as inf"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings as 'false': true or false is needed"),
+        ({"attention_bias": "no"}, "attention_bias as 'no': true or false"),
+        ({"mlp_bias": 2}, "mlp_bias as 2: true or false"),
+        ({"hidden_act": "x\n\x1b[2J"}, r"hidden_act 'x\\n\\x1b\[2J' is not supported"),
+        ({"hidden_act": "x" * 10**6}, "hidden_act 'xxxx"),
     ],
 )
 def test_refused(config: dict[str, Any], sentence: str) -> None:
     base: dict[str, Any] = {} if config == {} else {"model_type": "llama"}
-    with pytest.raises(ModelError, match=sentence):
+    with pytest.raises(ModelError, match=sentence) as caught:
         read_spec({**base, **SIZES, **config})
+    assert len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -100,3 +113,12 @@ def test_trained_positions_default_as_in_transformers(kind: str) -> None:
     theirs = transformers.AutoConfig.for_model(**{**config, "rope_scaling": dict(scaling)}, pad_token_id=None)
     wanted = theirs.rope_parameters["original_max_position_embeddings"]
     assert read_spec(config).rope.trained_positions == wanted
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "mistral"])  # there transformers refuses it
+def test_null_key_value_heads(kind: str, tmp_path: Path) -> None:
+    """One for each query head, as in transformers; only a key that is left out takes the family's default."""
+    config = {"model_type": kind, **SIZES, "num_attention_heads": 64, "num_key_value_heads": None, "pad_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert read_spec(config).kv_heads == theirs.num_key_value_heads == 64

@@ -1,7 +1,9 @@
 """Folders that cannot be used, each refused with one sentence, and what a load costs the host."""
 
 import json
+import re
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,10 +61,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a weight more": (lambda f: edit_weights(f, lambda w: w.update(extra=torch.ones(2))), "holds 1 weights that"),
     "integers": (
         lambda f: edit_weights(f, lambda w: w.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)})),
-        "holds model.norm.weight as I8",
+        "holds 'model.norm.weight' as I8",
     ),
-    "a file gone": (lambda f: split(f)[1].unlink(), "lacks model-00002-of-.*, one of the"),
+    "a file gone": (lambda f: split(f)[1].unlink(), "lacks 'model-00002-of-.*', one of the"),
     "a file short": (lambda f: truncate(split(f)[2], 0.9), "00003-of-.* truncated"),
+    "a weight in two files": (
+        lambda f: (files := split(f)) and shutil.copy(files[0], files[1]),
+        "00001-of-.* and .*00002-of-.* both hold",
+    ),
     "an index of nothing": (
         lambda f: (split(f), edit_json(f / "model.safetensors.index.json", weight_map={})),
         "no weight_map",
@@ -144,7 +150,7 @@ def save_on_a_full_disk(folder: Path) -> str:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20000, limits[1]))
     try:
         ithaca.save_model(model, folder)
-    except ithaca.ModelError as error:
+    except ithaca.IthacaError as error:
         return str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -153,7 +159,9 @@ def save_on_a_full_disk(folder: Path) -> str:
 
 def test_a_full_disk_is_a_sentence_on_every_rank(ranks, tmp_path: Path) -> None:
     for found in ranks(2).run(save_on_a_full_disk, tmp_path / "out"):
-        assert "could not be written" in found
+        assert re.search(
+            r"could not be written \(File too large; it takes [\d.]+ MiB, and .* are free on its disk\)", found
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -1,5 +1,6 @@
 """Each family against transformers, which is not ours: logits, loss, every gradient, and folders both ways."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,17 @@ def test_a_float64_computation_stays_float64(tmp_path: Path) -> None:
     loss = ours(ours.shard(tokens, tokens))
     assert loss.dtype == torch.float64
     assert all(tensor.dtype == torch.float64 for _, tensor in whole_tensors(ours.decoder))
+
+
+def test_the_index_of_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers writes it: the bytes of all weights, and the file of each."""
+    folder = save(make_model("qwen3"), tmp_path / "in", max_shard_size="40KB")
+    monkeypatch.setattr("ithaca.model.save.FILE_BYTES", 50_000)
+    ithaca.save_model(applied(folder), tmp_path / "out")
+    theirs, ours = (
+        json.loads((tmp_path / side / "model.safetensors.index.json").read_text()) for side in ("in", "out")
+    )
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    for name, file in ours["weight_map"].items():
+        assert name in load_file(tmp_path / "out" / file)

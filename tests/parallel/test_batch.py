@@ -1,5 +1,6 @@
 """Tokens, labels and documents on their way in: what is refused, and what a document's edges do."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,10 +40,6 @@ def test_all_kinds_of_whole_numbers(model: ithaca.Model) -> None:
         assert model(model.shard(given, given)).item() == wanted
 
 
-def test_one_token_learns_nothing(model: ithaca.Model) -> None:
-    assert model(model.shard(torch.tensor([3]), torch.tensor([3]))).item() == 0
-
-
 @pytest.mark.parametrize(
     ("tokens", "labels", "documents", "sentence"),
     [
@@ -66,13 +63,35 @@ def test_refused(model: ithaca.Model, tokens, labels, documents, sentence: str) 
         model.shard(torch.tensor(tokens), torch.tensor(labels), documents)
 
 
+def test_no_label_counts(model: ithaca.Model) -> None:
+    """torch's mean over nothing is nan. Here it is an error, with or without gradients."""
+    tokens = torch.arange(12)
+    sentence = "0 of the 12 tokens of the batch have a label that counts, so it has no mean loss: leave it out, or give"
+    for labels, documents in ((torch.full_like(tokens, -100), None), (tokens, tokens)):  # or documents of one token
+        batch = model.shard(tokens, labels, documents)
+        for arguments in ({}, {"valid_tokens": 0}):
+            with pytest.raises(ithaca.InputError, match=sentence):
+                model(batch, **arguments)
+        with pytest.raises(ithaca.InputError, match=sentence), torch.no_grad():
+            model(batch)
+    with pytest.raises(ithaca.InputError, match="0 of the 1 tokens of the batch"):
+        model(model.shard(torch.tensor([3]), torch.tensor([3])))
+    loss = model(batch, valid_tokens=7)  # one of several micro-batches
+    loss.backward()
+    assert loss.item() == 0
+    assert all(not parameter.grad.full_tensor().any() for parameter in model.parameters())
+    model.zero_grad()
+
+
 def test_mistakes_of_a_call(model: ithaca.Model) -> None:
     tokens = torch.arange(12)
     batch = model.shard(tokens, tokens)
     with pytest.raises(ithaca.InputError, match="labels are NoneType: a tensor, array or list"):
         model.shard(tokens, None)
-    with pytest.raises(ithaca.InputError, match="valid_tokens is -5"):
-        model(batch, valid_tokens=-5)
+    for wrong in (-5, 0, 2.5, "7", 2**63):
+        with pytest.raises(ithaca.InputError, match=f"valid_tokens is {wrong}: the number .* is needed, 1 or more"):
+            model(batch, valid_tokens=wrong)
+    assert model(batch, valid_tokens=np.int64(11)).item() == model(batch).item()
     loss = model(batch)
     loss.backward(retain_graph=True)
     with pytest.raises(ithaca.InputError, match="backward was called twice"):

@@ -118,12 +118,19 @@ def other_batches() -> str:
     return sentence(model, model.shard(tokens, tokens))
 
 
+def other_counts() -> str:
+    model = ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan(), ithaca.mesh())
+    tokens = torch.zeros((2, 8), dtype=torch.long)
+    return sentence(model, model.shard(tokens, tokens), valid_tokens=14 * dist.get_rank())
+
+
 def test_ranks_that_were_given_other_things(ranks, tmp_path: Path) -> None:
     folders = [save(make_model("llama3", seed=seed), tmp_path / str(seed)) for seed in (0, 1)]
     for found in (ranks(2).run(other_seeds), ranks(2).run(other_weights, folders)):
         assert all("rank 1 has another model or Plan than rank 0" in text for text in found)
     assert all("rank 1 has another mesh than rank 0" in text for text in ranks(2).run(other_meshes))
     assert all("the ranks were given different batches" in text for text in ranks(2).run(other_batches))
+    assert all("the ranks were given different valid_tokens" in text for text in ranks(2).run(other_counts))
 
 
 def one_fails(kind: type[Exception]) -> str:

@@ -65,3 +65,16 @@ def test_optimizer_states_on_the_host_take_their_time() -> None:
     device, host = (predicted("llama3-8b", Plan(recipe="sweep", optimizer=place), M) for place in ("device", "host"))
     assert host.optimizer > 10 * device.optimizer
     assert host.step - device.step == pytest.approx(host.optimizer - device.optimizer)
+
+
+def test_the_gpus_of_a_node_share_its_disk() -> None:
+    """The same rank on a node with eight times the GPUs waits eight times as long for it, but not for its host."""
+    spec, plan = read_spec(find_config("llama3-8b")[0]), Plan(recipe="sweep", x="disk", o="disk", disk="/scratch")
+
+    def copies(plan: Plan, gpus: int) -> float:
+        job = Job(spec=spec, plan=plan, tokens=M, axes=Axes(ulysses=8))
+        return predict_seconds(job, GPU, Machine(nodes=8 // gpus, gpus=gpus)).copies
+
+    assert copies(plan, 8) == pytest.approx(8 * copies(plan, 1))
+    hosted = Plan(recipe="sweep")
+    assert copies(hosted, 8) == copies(hosted, 1)

@@ -41,7 +41,7 @@ def naive_step(folder: Path, batches: list[Rows]) -> Outcome:
 def model_step(model: ithaca.Model, batches: list[Rows]) -> Outcome:
     """The same by a model, in every rank of a job; the loss is scaled upstream, and its gradients back."""
     parts = [model.shard(*batch) for batch in batches]
-    valid = sum(part.valid_tokens for part in parts)
+    valid = sum(part.valid_tokens for part in parts) or 1
     loss = 0.0
     for number, part in enumerate(parts, start=1):
         micro_batch = model(part, valid_tokens=valid, last=number == len(parts))

@@ -11,7 +11,7 @@ from torch import Tensor
 import ithaca
 from tests.models import make_model, relative, save
 from tests.sampling import pairwise, sampled
-from tests.schedule.steps import EXACT, compare, ithaca_step, random_batch
+from tests.schedule.steps import EXACT, Rows, compare, random_batch
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +68,17 @@ def test_a_rank_without_valid_tokens(ranks, folders) -> None:
 
 def test_no_valid_tokens_at_all(ranks, folders) -> None:
     tokens, labels, ids = random_batch(2, 19, documents=False, ignored=1.0, seed=7)
-    for loss, gradients in ranks(2).run(ithaca_step, folders["tied"], ithaca.Plan(), [(tokens, labels, ids)], 1):
-        assert loss == 0
-        assert all(gradient.abs().max() == 0 for gradient in gradients.values())
+    for found in ranks(2).run(refusal, folders["tied"], (tokens, labels, ids)):
+        assert "0 of the 38 tokens of the batch have a label that counts, so it has no mean loss" in found
+    # As a micro-batch beside another one it adds nothing
+    compare(ranks(2), folders["tied"], ithaca.Plan(), [(tokens, labels, ids), (tokens, tokens, ids)])
+
+
+def refusal(folder: Path, batch: Rows) -> str:
+    model = ithaca.apply(ithaca.load_model(folder, "float64"), ithaca.Plan(), ithaca.mesh())
+    with pytest.raises(ithaca.InputError) as caught:
+        model(model.shard(*batch))
+    return str(caught.value)
 
 
 def evaluate_between(folder: Path, zero: int, out: Path) -> list[float]:

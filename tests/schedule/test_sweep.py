@@ -421,3 +421,18 @@ def too_little_memory(folder: Path) -> str:
 def test_ranks_of_a_node_share_its_memory(ranks, folders) -> None:
     for text in ranks(2).run(too_little_memory, folders["tied"]):
         assert "for the 2 ranks of this node, and plan.host_memory is" in text
+
+
+def has_tapes_for_its_rows(rows: int) -> tuple[int, bool]:
+    """This rank's tokens of a pass, and whether the tapes that were allocated before it are the ones it uses."""
+    plan = ithaca.Plan(recipe="sweep", chunk=8)
+    model = ithaca.apply(ithaca.load_model("tiny", "float32"), plan, ithaca.mesh(device="cpu"))
+    model.allocate(rows, 16)
+    tokens = torch.arange(16).repeat(rows, 1)
+    batch = model.shard(tokens, tokens)
+    return len(batch.tokens), model.reservation.find(batch.layout.tokens, training=True) is not None
+
+
+def test_tapes_are_allocated_for_the_rows_of_each_rank(ranks) -> None:
+    """Five rows over three ranks: a pass that found other tapes would allocate them again, unchecked by the start."""
+    assert ranks(3).run(has_tapes_for_its_rows, 5) == [(16, True), (32, True), (32, True)]

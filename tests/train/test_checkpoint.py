@@ -54,7 +54,33 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "the manifest's sense": lambda f: (f / "manifest.json").write_text('{"files": 5}'),
     "its step": lambda f: edit_manifest(f, step=4),
     "its model": lambda f: edit_manifest(f, tensors={}),
+    "a digit of the manifest": lambda f: replace_text(f / "manifest.json", "warmup = 3", "warmup = 4"),
+    "the manifest's checksum": lambda f: replace_text(f / "manifest.json", checksum(f), checksum(f)[::-1]),
+    "the type of its files": lambda f: edit_manifest(f, files=5),
+    "the type of a size": lambda f: edit_manifest(f, files={"__0_0.distcp": ["5", ""]}),
+    "its random states": lambda f: edit_manifest(f, random=[5, 5]),
+    "a file elsewhere": lambda f: edit_manifest(f, files={"/dev/zero": [0, ""]}),
+    "a device": lambda f: replace_by_a_device(f / "__1_0.distcp"),
 }
+
+
+def checksum(folder: Path) -> str:
+    return json.loads((folder / "manifest.json").read_text())["sha256"]
+
+
+def replace_text(file: Path, old: str, new: str) -> None:
+    """Change a text that comes once, and not the size of the file."""
+    text = file.read_text()
+    assert text.count(old) == 1
+    assert len(old) == len(new)
+    file.write_text(text.replace(old, new))
+
+
+def replace_by_a_device(file: Path) -> None:
+    """One whose bytes never end."""
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    edit_manifest(file.parent, files={file.name: [0, ""]})
 
 
 def edit_manifest(folder: Path, **changes: object) -> None:
@@ -95,7 +121,9 @@ def test_none_is_sound(nursery, small_config, run: Path) -> None:
     for _ in range(2):  # and a second start does not begin anew either
         for end in nursery.job(raising, small_config, run, ranks=2):
             assert end.code == 1
-            assert "none of the 2 checkpoints" in end.err
+            damage = "__0_0.distcp is not what was written"
+            assert f"no checkpoint in '{run}/checkpoints' is sound (step 4, 8: {damage})" in end.err
+            assert "fresh" not in end.err
 
 
 def raising(config: Config, path: Path) -> None:
@@ -123,9 +151,10 @@ def test_a_full_disk(nursery, small_config, tmp_path: Path) -> None:
     ends = nursery.job(on_a_small_disk, short, path, ranks=2)
     assert [end.code for end in ends] == [1, 1]
     assert "warning: the checkpoint of step 4 could not be written" in ends[0].out
-    assert re.search(r"it takes \d+ KiB, and [\d.]+ GiB are free on its disk", ends[0].out)
+    assert re.search(r"\(File too large; it takes \d+ KiB, and [\d.]+ GiB are free on its disk\);", ends[0].out)
     assert "training continues" in ends[0].out
-    assert "error: the checkpoint of step 8 could not be written" in ends[0].err
+    assert "error: the checkpoint of step 8 could not be written (File too large; it takes" in ends[0].err
+    assert ends[0].err == ends[1].err
     assert "Traceback" not in ends[0].err
     assert not list((path / "checkpoints").iterdir())
     assert len(RunFolder(path).read_metrics()) == 8
@@ -195,6 +224,20 @@ def test_data_that_have_changed(nursery, small_config, tmp_path: Path) -> None:
     (end,) = nursery.job(raising, config, tmp_path / "run")
     assert end.code == 2
     assert "the data have changed since the checkpoint of step 4" in end.err
+
+
+def test_old_checkpoints_go_at_a_start(nursery, small_config, run: Path) -> None:
+    """One that was leased at the last save is deleted now, but only after a newer one has proved to be sound."""
+    last = replace(small_config, train=replace(small_config.train, steps=8), run=replace(small_config.run, keep=1))
+    damaged = Path(shutil.copytree(run, run.with_name("damaged")))
+    flip(damaged / "checkpoints" / "step-00000008" / "__1_0.distcp")
+    assert nursery.job(train, last, run, ranks=2)[0].code == 0
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000008"]
+    (end, _) = nursery.job(train, last, damaged, ranks=2)
+    assert "Continuing from the checkpoint of step 4" in end.out
+    assert [line["loss"] for line in RunFolder(damaged).read_metrics()] == [
+        line["loss"] for line in RunFolder(run).read_metrics()
+    ]
 
 
 def test_a_run_that_is_complete(nursery, small_config, run: Path) -> None:

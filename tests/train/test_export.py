@@ -13,7 +13,7 @@ import ithaca
 from ithaca.base.errors import ModelError
 from ithaca.config import Config
 from ithaca.model import save as saving
-from ithaca.train import checkpoint_files
+from ithaca.train import checkpoint_reader
 from ithaca.train.export import export
 from ithaca.train.loop import TrainingRun, train
 from tests.models import make_model, save
@@ -74,7 +74,7 @@ def measured_export(run: Path, folder: Path, file_bytes: int) -> None:
 
         return wrapped
 
-    checkpoint_files.dcp.load = measure(checkpoint_files.dcp.load)
+    checkpoint_reader.dcp.load = measure(checkpoint_reader.dcp.load)
     saving.save_file = measure(saving.save_file)
     export(run, folder, None)
     print(peak, flush=True)

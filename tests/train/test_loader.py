@@ -1,5 +1,6 @@
 """A rank draws its own rows, one step ahead, and gets the batches that the whole step would give it."""
 
+import json
 import os
 import threading
 from dataclasses import replace
@@ -13,7 +14,10 @@ from ithaca.base.errors import DataError
 from ithaca.config import Config, TrainSection
 from ithaca.data import sample
 from ithaca.data.inputs import standard_library
+from ithaca.data.prepare import prepare
+from ithaca.data.reader import in_memory, open_tokens
 from ithaca.data.sample import sequences
+from ithaca.parallel.batch import IGNORED
 from ithaca.train import loader, loop
 from ithaca.train.loader import Loader
 from ithaca.train.loop import TrainingRun, train
@@ -100,13 +104,12 @@ def test_an_error_is_raised_in_the_step_that_needs_the_data(monkeypatch: pytest.
 
 
 def other_data_on_rank_1(config: Config, path: Path) -> None:
-    """Train on a node whose file has one other document, far from both ends."""
+    """Train on a node whose file has one other token, far from both ends."""
     data = standard_library()
-    middle, third = len(data.tokens) // 2, len(data.tokens) // 3
-    tokens = data.tokens.copy()
+    tokens = data.read(0, data.tokens).tokens.copy()
     if os.environ["RANK"] == "1":
-        tokens[third:middle] = 32
-    loop.open_data = lambda _: replace(data, tokens=tokens)
+        tokens[data.tokens // 3] ^= 1
+    loop.open_data = lambda *_: in_memory(tokens, data.bounds(), tokenizer="bytes", vocab=256)
     train(config, path)
 
 
@@ -116,3 +119,27 @@ def test_ranks_with_other_data_are_refused(nursery: Nursery, small_config: Confi
         assert end.code != 0
         assert "rank 1 reads other data than rank 0 from Python's standard library" in end.err
         assert "data.source must be the same file on all nodes" in end.err
+
+
+def labels_of_each_pass(path: Path) -> tuple[list[int], list[int]]:
+    """The labels that count in each pass, by the loader and in the rows themselves."""
+    model, data = tiny(), open_tokens(path)
+    mine = Loader(data, OPTIONS, model)
+    found = [batch.valid_tokens for step in range(OPTIONS.steps) for batch in mine.batches(step)]
+    mine.close()
+    wanted = []
+    for step in range(OPTIONS.steps):
+        whole = sequences(data, OPTIONS.batch, OPTIONS.tokens, OPTIONS.seed, step)
+        for _, labels, ids in zip(*(tensor.split(OPTIONS.micro_batch) for tensor in whole), strict=True):
+            wanted.append(int(((labels[:, 1:] != IGNORED) & (ids[:, 1:] == ids[:, :-1])).sum()))
+    return found, wanted
+
+
+def test_each_pass_counts_its_own_labels(ranks, tmp_path: Path) -> None:
+    """Those of all ranks, in passes with unequal counts."""
+    lines = [{"prompt": "a" * (number % 50), "completion": "b" * (50 - number % 50)} for number in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    prepare([tmp_path / "a.jsonl"], tmp_path / "a.tokens")
+    for found, wanted in ranks(2).run(labels_of_each_pass, tmp_path / "a.tokens"):
+        assert found == wanted
+        assert len(set(found)) == len(found)

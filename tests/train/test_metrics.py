@@ -18,8 +18,11 @@ def mfu(monkeypatch: pytest.MonkeyPatch, gpu: str) -> float | None:
     run.mesh, run.done = SimpleNamespace(size=2, device=torch.device("cuda")), 1
     run.model = SimpleNamespace(spec=SimpleNamespace(flops_per_token=lambda _: 2e9))
     run.peak_flops = gpu_peak_flops(run.mesh.device)
-    batch: Any = SimpleNamespace(total_tokens=1000, attended=1.0)
-    return run._metrics([batch], 1.0, 1.0, 1.0, 0.1)["mfu_causal"]
+    # A pass without labels is left out, so its tokens are no work
+    batches: Any = [SimpleNamespace(total_tokens=1000, attended=1.0, valid_tokens=valid) for valid in (7, 0)]
+    found = run._metrics(batches, 1.0, 1.0, 1.0, 0.1)
+    assert (found["tokens"], found["labels"], found["tokens_per_second_per_rank"]) == (2000, 7, 5000)
+    return found["mfu_causal"]
 
 
 def test_mfu_is_measured_against_the_peak_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

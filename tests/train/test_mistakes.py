@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -224,8 +225,12 @@ def test_mistakes_leave_a_run_as_it_was(nursery: Nursery, small_model: Path, tmp
 def test_a_start_that_came_to_nothing_can_be_repeated(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
     sets = [word for item in (*SMALL, "train.steps=2", f"model.source={small_model}") for word in ("--set", item)]
     more = ["--set", "plan.recipe=dense", "--set", "plan.kernel=cudnn"]
-    wrong = nursery.command("train", "--run", "run", "--ranks", "1", *sets, *more, folder=tmp_path)
-    assert_one_sentence(wrong)
+    (tmp_path / "mine").mkdir()
+    for run in ("run", "a/b/run", "mine"):
+        wrong = nursery.command("train", "--run", run, "--ranks", "1", *sets, *more, folder=tmp_path)
+        assert_one_sentence(wrong)
+    assert os.listdir(tmp_path) == ["mine"]  # nothing is left of what the starts made
+    assert os.listdir(tmp_path / "mine") == []
     assert nursery.command("train", "--run", "run", "--ranks", "1", *sets, folder=tmp_path).code == 0
 
 

@@ -172,3 +172,19 @@ def test_the_first_request_is_passed_on_and_the_second_kills(monkeypatch: pytest
     watch._handle(signal.SIGHUP, None)
     watch._handle(signal.SIGINT, None)
     assert (watch.asked, rank.heard) == (2, ["asked", "killed"])
+
+
+@pytest.mark.parametrize(
+    ("codes", "how"),
+    [
+        ((None, 0), None),
+        ((0, 1), "rank 1 ended with code 1"),
+        ((1, -9), "rank 1 was killed by signal 9"),
+        ((-9, 1), "rank 0 was killed by signal 9"),
+        ((None, 1, -6, 1), "rank 2 was killed by signal 6"),
+    ],
+)
+def test_the_rank_that_others_failed_because_of_is_named(codes: tuple[int | None, ...], how: str | None) -> None:
+    """Ranks that lose a killed one end with code 1, often before the launcher looks."""
+    ranks = [Rank(str(number), SimpleNamespace(exitcode=code), None) for number, code in enumerate(codes)]  # pyrefly: ignore
+    assert processes._death(ranks) == how

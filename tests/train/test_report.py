@@ -37,3 +37,18 @@ def test_output_that_goes_away(nursery: Nursery, tmp_path: Path, terminal: bool)
     assert (end.code, end.err) == (0, "")
     said = [line.split(" ", 2)[2] for line in (tmp_path / "log").read_text().splitlines()]
     assert said == ["first", "before step 1", "before step 2", "before step 3", "last"]
+
+
+def test_the_time_left_of_a_run_that_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps of this start took 60 s, so that the eight steps left take 240 s; the 90 steps before do not count."""
+    now = 1000.0
+    monkeypatch.setattr("ithaca.train.report.time.perf_counter", lambda: now)
+    progress = Progress(tmp_path / "log", first_step=90, steps=100)
+    now += 60
+    progress.step({"step": 92, **METRICS})
+    progress.close()
+    line = capsys.readouterr().out
+    assert line.startswith("Step 92/100")
+    assert line.endswith("  4:00 left\n")

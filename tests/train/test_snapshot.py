@@ -10,6 +10,7 @@ import torch
 
 import ithaca
 from ithaca.config import Config
+from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.loop import train
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.snapshot import Snapshot, training_state
@@ -118,3 +119,35 @@ def test_a_run_goes_on_with_its_states_elsewhere(nursery, small_config: Config, 
     assert [step for step, *_ in found] == [step for step, *_ in wanted]
     for (_, loss, _), (_, other, _) in zip(found, wanted, strict=True):
         assert loss == pytest.approx(other, rel=1e-5)
+
+
+def random_numbers_of_a_resumed_run(path: Path) -> tuple[list[float], list[float]]:
+    """The numbers that a rank draws after a checkpoint, and after the checkpoint was read again."""
+    model = ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan(), ithaca.mesh(device="cpu"))
+    checkpoints = Checkpoints(path, model, ithaca.make_optimizer(model, learning_rate=1e-3), keep=1)
+    checkpoints.clean()
+    torch.manual_seed(10 + model.mesh.rank)
+    checkpoints.save(1, {})
+    checkpoints.wait()
+    wanted = torch.rand(3).tolist()
+    assert checkpoints.load() is not None
+    found = torch.rand(3).tolist()
+    checkpoints.close()
+    return wanted, found
+
+
+def test_every_rank_goes_on_with_its_own_random_numbers(ranks, tmp_path: Path) -> None:
+    answers = ranks(2).run(random_numbers_of_a_resumed_run, tmp_path / "checkpoints")
+    for wanted, found in answers:
+        assert found == wanted
+    assert answers[0] != answers[1]
+
+
+def test_the_tokens_of_a_run_that_continues(nursery, small_config: Config, tmp_path: Path) -> None:
+    """The metrics count all tokens of the run, also those before the last start."""
+    short = replace(small_config, train=replace(small_config.train, steps=3))
+    for steps in (2, 3):
+        (end,) = nursery.job(train_some, short, tmp_path / "run", steps)
+        assert end.code == 0, end.err
+    each = small_config.train.batch * small_config.train.tokens
+    assert [line["tokens"] for line in RunFolder(tmp_path / "run").read_metrics()] == [each, 2 * each, 3 * each]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import ithaca
 from ithaca.train import stop
 from ithaca.train.stop import SIGNALS, Requests, StopRequest
 from tests.nursery import Nursery
@@ -68,3 +69,20 @@ def be_asked_when_nobody_listens() -> None:
 def test_a_terminal_that_was_closed(nursery: Nursery) -> None:
     (end,) = nursery.job(be_asked_when_nobody_listens)
     assert (end.code, end.out) == (0, "still there\n")
+
+
+def asked_on_one_rank(asked: int) -> tuple[bool, bool]:
+    """Whether the ranks agree to stop before and after a signal that reaches one of them."""
+    grid = ithaca.mesh(device="cpu")
+    request = StopRequest(grid, launched=True)
+    before = request.agreed()
+    if grid.rank == asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+    after = request.agreed()
+    request.close()
+    return before, after
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+def test_all_ranks_stop_when_one_is_asked(ranks, asked: int) -> None:
+    assert ranks(3).run(asked_on_one_rank, asked) == [(False, True)] * 3
