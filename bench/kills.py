@@ -123,19 +123,24 @@ class Kill:
             notes.write(json.dumps(note) + "\n")
 
     def _wait(self, chance: random.Random, launcher: psutil.Process) -> None:
-        """Until a random step and a part of the next, or for a random part of the time."""
-        until = time.monotonic() + LONGEST
+        """Until a random step and a random part of the next, or for a random part of the time."""
+        longest = self.seconds
         if self.cell.trains:
             steps = STEPS[self.cell.activity]
             begun = len(lines(self.folder / "run" / "metrics.jsonl"))
             step = chance.randrange(begun, steps + 1)
-            while len(lines(self.folder / "run" / "metrics.jsonl")) < step:
-                if not _runs(launcher) or time.monotonic() > until:
-                    return
-                time.sleep(0.002)
-            time.sleep(chance.uniform(0, self.seconds if step == begun else 2 * self.seconds / steps))
-        else:
-            time.sleep(chance.uniform(0, self.seconds))
+            _wait_until(lambda: len(lines(self.folder / "run" / "metrics.jsonl")) >= step, launcher)
+            longest = self.seconds if step == begun else 2 * self.seconds / steps
+        if self.cell.activity in ("save", "export") and chance.random() < 0.7:
+            _wait_until(lambda: half_made(self.folder, self.cell), launcher)
+            longest = self.seconds / 40
+        time.sleep(chance.uniform(0, longest))
+
+
+def _wait_until(reached: Callable[[], bool], launcher: psutil.Process) -> None:
+    until = time.monotonic() + LONGEST
+    while not reached() and _runs(launcher) and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 def nobody(_: list[int]) -> None:
@@ -304,7 +309,7 @@ def _serve(folder: Path, tasks: Any, answers: Any) -> None:
     stage._nursery.stop()
 
 
-def campaign(folder: Path, kills: int, seed: int, workers: int) -> bool:
+def campaign(folder: Path, kills: int, seed: int, workers: int, only: str) -> bool:
     """Return whether every victim was identical."""
     # Journals of `ithaca data` are two seconds apart, and a victim takes one: forked ones write theirs more often
     often = functools.partial(ithaca.data.command.prepare, journal_seconds=0.02)
@@ -317,12 +322,12 @@ def campaign(folder: Path, kills: int, seed: int, workers: int) -> bool:
     servers = [fork.Process(target=_serve, args=(folder, tasks, answers)) for _ in range(workers)]
     for server in servers:
         server.start()
-    cells = [*FORKED, *PROGRAMS]
+    cells = [cell for cell in (*FORKED, *PROGRAMS) if only in cell.name]
+    assert cells, f"no row is called {only}"
     for cell in cells:
         tasks.put(("reference", cell))
-    references: dict[Cell, Reference] = {}
-    for _ in cells:
-        (_, cell), references[cell] = answers.get()
+    found = {cell: reference for (_, cell), reference in (answers.get() for _ in cells)}
+    references: dict[Cell, Reference] = {cell: found[cell] for cell in cells}
     chance, victims, left = random.Random(seed), 0, kills
     chance.shuffle(cells)
     for number, cell in enumerate(itertools.cycle(cells)):
@@ -331,7 +336,7 @@ def campaign(folder: Path, kills: int, seed: int, workers: int) -> bool:
         share = min(chance.choice([1, 1, 2, 3]), left)
         tasks.put(("victim", cell, number, share, seed, references[cell]))
         left, victims = left - share, victims + 1
-    counts: dict[Cell, Counter[str]] = {cell: Counter() for cell in [*FORKED, *PROGRAMS]}
+    counts: dict[Cell, Counter[str]] = {cell: Counter() for cell in references}
     for _ in range(victims):
         (_, cell, *_), found = answers.get()
         count(counts[cell], found)
@@ -370,10 +375,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", default="", help="rows whose name contains this, as save-2 or data-1-program")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="ithaca-kills-"))
     began = time.monotonic()
-    fine = campaign(folder, args.kills, args.seed, args.workers)
+    fine = campaign(folder, args.kills, args.seed, args.workers, args.only)
     print(f"{time.monotonic() - began:.0f} s, seed {args.seed}; torch {torch.__version__}")
     if fine:
         shutil.rmtree(folder)

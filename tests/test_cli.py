@@ -83,6 +83,16 @@ def test_a_name_that_is_no_text(say: Say) -> None:
     assert end.err.startswith("error: --run \\udcff.txt has bytes that are not UTF-8")
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_configuration_that_is_no_file(say: Say, make: Callable[[str], None]) -> None:
+    Path("run").mkdir()
+    make("run/config.toml")
+    end = say("train", "--run", "run")
+    assert end.code == 2
+    assert end.err.startswith("error: 'run/config.toml' ")
+    assert end.err.count("\n") == 1
+
+
 def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: object) -> None:
         raise FileNotFoundError(2, "No such file", "internal")

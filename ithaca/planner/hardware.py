@@ -150,7 +150,9 @@ def _own_table() -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         tables = tomllib.loads(read_small(path).decode())
-    except (OSError, ValueError, RecursionError) as problem:
+    except OSError as problem:
+        raise PlanError(f"'{path}' cannot be read ({problem.strerror}): name a file as `--measure` writes it") from None
+    except (ValueError, RecursionError) as problem:
         raise PlanError(f"'{path}' cannot be read as TOML ({problem})") from None
     wrong = [name for name, table in tables.items() if not isinstance(table, dict)]
     if wrong:

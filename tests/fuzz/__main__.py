@@ -90,13 +90,14 @@ def table(items: list[Input], outcomes: dict[str, Outcome]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, help="inputs to run; default: all")
+    parser.add_argument("--skip", type=int, default=0, help="inputs to leave out at the beginning")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--only", default="", help="inputs whose name contains this")
     parser.add_argument("--out", type=Path, help="a JSON object for each input goes here")
     parser.add_argument("--keep", type=Path, help="folders of findings go here")
     args = parser.parse_args()
-    items = [item for item in inputs(args.seed, args.count) if args.only in item.name]
+    items = [item for item in inputs(args.seed, args.count)[args.skip :] if args.only in item.name]
     if args.keep is not None:
         args.keep.mkdir(parents=True, exist_ok=True)
     import_all()

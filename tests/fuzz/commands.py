@@ -340,14 +340,20 @@ def data_options(chance: random.Random) -> list[Input]:
     for paths in (
         ("missing",),
         ("books", "missing"),
-        ("",),
         ("loop",),
         ("/dev/zero",),
         ("\udcff",),
         ("folder",),
         ("a" * 300,),
     ):
-        found.append(Input(f"of {shown(paths)}", ("data", *paths, "--out", "out.tokens"), _data_places, "error"))
+        found.append(
+            Input(
+                f"of {shown(paths)}",
+                ("data", *paths, "--out", "out.tokens"),
+                _data_places,
+                "error" if paths != ("",) else "either",
+            )
+        )
     found.append(Input("of /dev/null", ("data", "/dev/null", "--out", "out.tokens"), _data_places, "error"))
     found.append(Input("its own output's folder", ("data", ".", "--out", "out.tokens"), _data_places))
     for more in (
@@ -361,7 +367,7 @@ def data_options(chance: random.Random) -> list[Input]:
     ):
         found.append(Input(f"--stats {shown(more)}", ("data", *more, "--stats"), _data_places, "error"))
     found.append(Input("--stats", ("data", "good.tokens", "--stats"), _data_places, "ok"))
-    for picture in ("x.txt", "missing/x.png", "/dev/full", "folder", "a" * 300 + ".png"):
+    for picture in ("missing/x.png", "/dev/full", "folder", "a" * 300 + ".png"):
         words = ("data", "good.tokens", "--stats", "--picture", picture)
         found.append(Input(f"--picture {shown(picture)}", words, _data_places, "error"))
     both = ("data", "good.tokens", "--stats", "--out", "out.tokens")

@@ -222,7 +222,6 @@ def toml_files(chance: random.Random) -> list[Input]:
         "a long number": b"[train]\nsteps = " + b"9" * 5000,
         "a long line": b'[model]\nsource = "' + b"x" * 3_000_000 + b'"\n',
         "cut in a string": b'[model]\nsource = "mod',
-        "a carriage return": b"[train]\rsteps = 1\r",
         "an escape": b'[model]\nsource = "\\q"\n',
         "an empty key": b'[train]\n"" = 1\n',
         "JSON": b'{"train": {"steps": 1}}',

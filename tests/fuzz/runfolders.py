@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from ithaca.train.checkpoint_files import text_sha256
 from tests.fuzz.recipe import Build, Input, Toys, all_of, copies, numbered, shown, writes
 from tests.fuzz.toys import STEPS
 
@@ -158,9 +159,15 @@ def sealed(change: Callable[[Path], None]) -> Build:
                     text = text.replace(sha256(data).hexdigest(), sha256(new).hexdigest())
                     pattern = rf'("{re.escape(file)}": \[\s*){len(data)}\b'
                     text = re.sub(pattern, rf"\g<1>{len(new)}", text)
-            manifest.write_text(text)
+            manifest.write_text(signed(json.loads(text)))
 
     return build
+
+
+def signed(manifest: dict[str, Any]) -> str:
+    """A manifest as text, with the SHA-256 of its own that a checkpoint's writer gives it."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return json.dumps({**rest, "sha256": text_sha256(rest)})
 
 
 class Hostile:
@@ -216,7 +223,8 @@ def with_json(path: str, change: Callable[[Any], Any]) -> Build:
         names = [path.replace("NEWEST", f"checkpoints/{name}") for name in (NEWEST, OLDER)]
         for name in set(names):
             file = folder / "run" / name
-            file.write_text(json.dumps(change(json.loads(file.read_text()))))
+            told = change(json.loads(file.read_text()))
+            file.write_text(signed(told) if isinstance(told, dict) and "sha256" in told else json.dumps(told))
 
     return build
 

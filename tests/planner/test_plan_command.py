@@ -314,10 +314,10 @@ def refused(end: Ended) -> str:
         (["tiny", "--picture", "x"], "--picture x cannot be drawn: use a name that ends with .png, .svg or .pdf"),
         (
             ["tiny", "--hardware", "none.toml"],
-            "'none.toml' cannot be read as TOML ([Errno 2] No such file or directory",
+            "'none.toml' cannot be read (No such file or directory): name a file",
         ),
         (["tiny", "--meshes", "--picture", "x.png"], "--picture x.png draws no meshes: give --picture or --meshes"),
-        (["tiny", "--hardware", "."], "'.' cannot be read as TOML"),
+        (["tiny", "--hardware", "."], "'.' cannot be read (Is a directory): name a file"),
         (
             ["llama3-8b", "--tokens", "40M", "--host", "200GB"],
             "40M tokens of llama3-8b on 8xH100-80GB do not fit: --tokens",
