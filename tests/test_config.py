@@ -272,3 +272,8 @@ def test_only_small_regular_files_are_configurations(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(b"#" * (2**20 + 1))
     with pytest.raises(ConfigError, match=r"is not TOML \(it has 1048577 bytes, and 1048576 are the most\)"):
         read_config(tmp_path / "large", [])
+
+
+def test_only_ascii_digits_are_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"plan\.chunk"):
+        read_config(None, ["plan.recipe=sweep", "plan.chunk=٣"])

@@ -17,7 +17,7 @@ _BYTE_UNITS = {"": 1} | {
 
 def parse_tokens(text: str | int) -> int:
     """'64K' -> 65536, '1.5M' -> 1572864, 4096 -> 4096."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", str(text).strip().upper())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMG]?)", str(text).strip().upper())
     tokens = float(match[1]) * _TOKEN_UNITS[match[2]] if match else 0.0
     if not 1 <= tokens < math.inf or tokens != int(tokens):
         raise ConfigError(f"'{text}' is not a number of tokens: write 4096, 64K or 5M")
@@ -26,7 +26,7 @@ def parse_tokens(text: str | int) -> int:
 
 def parse_bytes(text: str | int) -> int:
     """'80GB' -> 80 000 000 000, '1.9TB', '64GiB' -> 64 · 2^30, 4096 -> 4096."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?((?:[KMGT]I?B)?)", str(text).strip().upper())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?((?:[KMGT]I?B)?)", str(text).strip().upper())
     count = float(match[1]) * _BYTE_UNITS[match[2]] if match else 0.0
     if not 1 <= count < math.inf:
         raise ConfigError(f"'{text}' is not a number of bytes: write 80GB, 1.9TB or 64GiB")

@@ -16,6 +16,8 @@ from ithaca.base.files import read_small
 
 JSON_BYTES = 32 << 20  # the index of a model with 100,000 weights has 10 MB; parsed, JSON takes up to 25 times its size
 
+_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
+
 # Files beside the weights of a Hugging Face folder that are copied with them
 _COMPANIONS = (
     "*token*.json",
@@ -63,7 +65,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as problem:
         raise ModelError(f"'{file}' cannot be read as JSON ({problem})") from None
     if not isinstance(found, dict):
-        raise ModelError(f"'{file}' holds {type(found).__name__}, not a JSON object")
+        raise ModelError(f"'{file}' holds {_KINDS[type(found)]}, not a JSON object")
     return found
 
 

@@ -112,7 +112,7 @@ Lay = Callable[[int], Layout]
 def split_batch(tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int, lay: Lay) -> Batch:
     """This rank's part of a batch that every rank holds whole."""
     tokens, labels, documents = _checked(tokens, labels, documents, vocab)
-    _check_rows(len(tokens), mesh)
+    check_rows(len(tokens), mesh)
     own, shifted = batch_rows(mesh, len(tokens)), _shift(labels, documents)
     part = slice(own.start, own.stop)
     mine = _part(tokens[part], shifted[part], documents[part], own.start, len(tokens), mesh, lay)
@@ -138,7 +138,7 @@ def rank_batch(
     tokens: Tensor, labels: Tensor, documents: Tensor | None, rows: int, mesh: Mesh, vocab: int, lay: Lay
 ) -> RankBatch:
     """This rank's part of a batch of `rows` rows, from the rows that `batch_rows` names. Communicates nothing."""
-    _check_rows(rows, mesh)
+    check_rows(rows, mesh)
     tokens, labels, documents = _checked(tokens, labels, documents, vocab)
     own = batch_rows(mesh, rows)
     if len(tokens) != len(own):
@@ -209,7 +209,8 @@ def _fingerprint(first: int, *tensors: Tensor) -> int:
     return total % _FINGERPRINTS
 
 
-def _check_rows(rows: int, mesh: Mesh) -> None:
+def check_rows(rows: int, mesh: Mesh) -> None:
+    """Raise an error if a batch has fewer rows than there are data ranks."""
     if rows < mesh.data_ranks:
         raise InputError(
             f"the batch has {rows} rows for {mesh.data_ranks} data ranks (replicate {mesh.replicate} × shard "

@@ -9,6 +9,7 @@ a model or a process group. Other names end in what happened to them: `.partial`
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ithaca.base.disk import reason, system_error
+from ithaca.base.files import read_small
 from ithaca.train.checkpoint_reader import PlainReader, fill
 from ithaca.train.lease import DELETED, MANIFEST, Lease, delete
 
@@ -99,7 +101,7 @@ class CheckpointFolder:
     def _read_manifest(self, step: int) -> dict[str, Any]:
         """Return a manifest. Raise OSError or, if it is not what was written, ValueError."""
         try:
-            manifest = json.loads((self.path(step) / MANIFEST).read_text(encoding="utf-8"))
+            manifest = json.loads(read_small(self.path(step) / MANIFEST))
             if manifest.pop("sha256") == text_sha256(manifest) and _is_manifest(manifest):
                 return manifest
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -217,18 +219,36 @@ def file_sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _is_manifest(found: dict[str, Any]) -> bool:
-    """Return whether a manifest has the entries that are read here, of the right types."""
-    files, random = found.get("files"), found.get("random")
-    return (
-        isinstance(found.get("step"), int)
-        and isinstance(found.get("tensors"), dict)
-        and isinstance(files, dict)
-        and all(Path(name).name == name for name in files)  # within the checkpoint's folder
-        and all(isinstance(entry, list) and [*map(type, entry)] == [int, str] for entry in files.values())
-        and isinstance(random, list)
-        and all(isinstance(states, list) and all(isinstance(state, str) for state in states) for states in random)
-    )
+def _is_manifest(found: Any) -> bool:
+    """Return whether a manifest has entries of the types that are read from it, here or when a run continues."""
+    match found:
+        case {"step": int(step), "tensors": dict(), "files": dict(files), "random": list(random)}:
+            return (
+                all(Path(name).name == name for name in files)  # within the checkpoint's folder
+                and all(isinstance(entry, list) and [*map(type, entry)] == [int, str] for entry in files.values())
+                and all(isinstance(states, list) and all(map(_is_hexadecimal, states)) for states in random)
+                and type(found.get("config", "")) is str
+                and _is_count(found.get("updates", 0), step)
+                and _is_count(found.get("passes_without_labels", 0))
+                and _is_identity(found.get("data", []))
+            )
+    return False
+
+
+def _is_hexadecimal(text: Any) -> bool:
+    return isinstance(text, str) and re.fullmatch("(?:[0-9a-f]{2})+", text) is not None
+
+
+def _is_count(number: Any, most: float = math.inf) -> bool:
+    return type(number) is int and 0 <= number <= most
+
+
+def _is_identity(data: Any) -> bool:
+    """Return whether this is the record of a run's data; a list in old checkpoints (train/start.py:data_change)."""
+    match data:
+        case list() | {"tokens": int(), "documents": int(), "sha256": str()}:
+            return True
+    return False
 
 
 def text_sha256(manifest: dict[str, Any]) -> str:

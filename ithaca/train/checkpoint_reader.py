@@ -62,22 +62,26 @@ def read_metadata(folder: Path) -> Metadata:
     file = folder / ".metadata"
     try:
         if not file.is_file():
-            raise ValueError("it is no file")
+            raise _WrongContentError("it is no file")
         with file.open("rb") as opened:
             metadata = _metadata(_Unpickler(opened).load())
         missing = {stored.relative_path for stored in metadata.storage_data.values()}
         missing = sorted(name for name in missing if not (folder / name).is_file())
         if missing:
-            raise ValueError(f"it names {missing[0]}, which is no file")
+            raise _WrongContentError(f"it names {missing[0]}, which is no file")
         return metadata
     except _ForeignNameError as problem:
         raise RunError(
             f"'{file}' names {problem}, which a checkpoint never has: the checkpoint is not read, as it could run code"
         ) from None
-    except Exception as problem:  # a pickle can fail in any way
-        raise RunError(
-            f"'{file}' is not what a checkpoint has there ({_line(problem)}): the checkpoint is not read"
-        ) from None
+    except _WrongContentError as problem:
+        raise RunError(f"'{file}' is not what a checkpoint has there ({problem}): the checkpoint is not read") from None
+    except Exception:  # a pickle can fail in any way
+        raise RunError(f"'{file}' is not what a checkpoint has there: the checkpoint is not read") from None
+
+
+class _WrongContentError(Exception):
+    """The pickle holds something that DCP never writes; says what."""
 
 
 class _ForeignNameError(Exception):
@@ -160,7 +164,7 @@ def _metadata(found: Any) -> Metadata:
                 storage_data={_index(index): _stored(place) for index, place in places.items()},
                 storage_meta=StorageMeta(),
             )
-    raise ValueError("it is no list of tensors")
+    raise _WrongContentError("it is no list of tensors")
 
 
 def _tensor(name: Any, found: Any) -> TensorStorageMetadata:
@@ -175,9 +179,9 @@ def _tensor(name: Any, found: Any) -> TensorStorageMetadata:
             parts = [_chunk(name, chunk, size) for chunk in chunks]
             held, whole = sum(math.prod(part.sizes) for part in parts), math.prod(size)
             if held < whole:
-                raise ValueError(f"it has {held} of the {whole} elements of {shown(name)}")
+                raise _WrongContentError(f"it has {held} of the {whole} elements of {shown(name)}")
             return TensorStorageMetadata(TensorProperties(_DTYPES[dtype]), torch.Size(size), parts)
-    raise ValueError(f"its entry {shown(name)} is no tensor")
+    raise _WrongContentError(f"its entry {shown(name)} is no tensor")
 
 
 def _chunk(name: str, found: Any, size: tuple[int, ...]) -> ChunkStorageMetadata:
@@ -189,7 +193,7 @@ def _chunk(name: str, found: Any, size: tuple[int, ...]) -> ChunkStorageMetadata
             and all(start + count <= whole for start, count, whole in zip(offsets, sizes, size, strict=True))
         ):
             return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    raise ValueError(f"a part of {shown(name)} lies outside of it")
+    raise _WrongContentError(f"a part of {shown(name)} lies outside of it")
 
 
 def _index(found: Any) -> MetadataIndex:
@@ -198,7 +202,7 @@ def _index(found: Any) -> MetadataIndex:
             offset
         ):
             return MetadataIndex(name, offset, index)
-    raise ValueError("it names a part of no tensor")
+    raise _WrongContentError("it names a part of no tensor")
 
 
 def _stored(found: Any) -> _Stored:
@@ -207,9 +211,9 @@ def _stored(found: Any) -> _Stored:
             not more and offset >= 0 and length >= 0
         ):
             if not _DATA_FILE.fullmatch(file):
-                raise ValueError(f"it names the file {shown(file)}")
+                raise _WrongContentError(f"it names the file {shown(file)}")
             return _Stored(file, offset, length)
-    raise ValueError("it has a part that lies in no file")
+    raise _WrongContentError("it has a part that lies in no file")
 
 
 def _sizes(numbers: tuple[Any, ...]) -> bool:

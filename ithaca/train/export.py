@@ -30,7 +30,10 @@ def export(path: Path, folder: Path, dtype: str | None) -> int:
         raise ConfigError(f"'{path}' is not a run folder: it has no config.toml")
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype '{dtype}' is not supported: {suggestion(dtype, DTYPES)}")
-    folder = folder.resolve()  # a link or '.' is written where it leads
+    try:
+        folder = folder.resolve()  # a link or '.' is written where it leads
+    except (OSError, RuntimeError):  # RuntimeError: a loop of links, before Python 3.13
+        raise ModelError(f"'{folder}' is a link that leads nowhere: name a new folder") from None
     check_vacant(folder)
     if not run.has_checkpoints():
         raise ModelError(f"'{path}' has no checkpoint yet: train it further, ithaca train --run {path}")

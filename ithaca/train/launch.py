@@ -28,6 +28,7 @@ from ithaca.train.report import tell
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import Step, read_step
 
+CPU_RANKS = 1024
 RESTARTS = 3  # in a row, without a new checkpoint in between
 
 
@@ -147,6 +148,8 @@ def _count(config: Config, ranks: int | None) -> int:
         raise ConfigError(f"--ranks is {count}: 1 or more is needed")
     if gpus and count > gpus:
         raise ConfigError(f"--ranks is {count}, but this machine has {gpus} GPUs: 1 to {gpus} work")
+    if count > CPU_RANKS:
+        raise ConfigError(f"--ranks is {count}: 1 to {CPU_RANKS} work on a CPU")
     return count
 
 

@@ -19,7 +19,7 @@ from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.balance import RingWork, describe_work, ring_work
-from ithaca.parallel.batch import Batch
+from ithaca.parallel.batch import Batch, check_rows
 from ithaca.parallel.hangs import answering, lost_touch, set_timeout, step_seconds, timeout
 from ithaca.parallel.joining import JOIN_SECONDS
 from ithaca.parallel.mesh import Mesh, mesh
@@ -74,6 +74,7 @@ class TrainingRun:
         self.config, self.folder, self.model, self.data = config, folder, model, data
         self.mesh: Mesh = model.mesh
         self.first = self.mesh.rank == 0
+        check_rows(self._pass_size()[0], self.mesh)
         model.check_memory(*self._pass_size())
         # The tapes are allocated last: until then, nothing else may take their memory
         tape_bytes = model.host_bytes(*self._pass_size())

@@ -56,6 +56,10 @@ def read_place(text: str) -> Place:
     if not found:
         raise ConfigError(f"--meet '{text}' names no host: one of the nodes is needed, as --meet node0:{PORT}")
     host, port = found["six"] or found["host"], found["port"]
+    try:
+        host.encode("idna")
+    except UnicodeError:  # too long, or no text
+        raise ConfigError(f"--meet names no host: one of the nodes is needed, as --meet node0:{PORT}") from None
     if found["colon"] and not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
         raise ConfigError(f"--meet '{text}' names port '{port}': 1 to 65535 can be, as --meet {host}:{PORT}")
     return Place(host, int(port) if port else PORT)

@@ -270,7 +270,7 @@ def test_a_name_of_a_model_that_the_system_refuses() -> None:
         (b'{"a": ' + b"9" * 5000 + b"}", "cannot be read as JSON .*5000"),
         (b"\xff\xfe{}", "cannot be read as JSON"),
         (b"", "cannot be read as JSON"),
-        (b"null", "holds NoneType, not a JSON object"),
+        (b"null", "holds null, not a JSON object"),
     ],
 )
 def test_json_that_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:

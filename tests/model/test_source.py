@@ -49,7 +49,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 999), "truncated or not a safetensors file"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
     "config not JSON": (lambda f: truncate(f / "config.json", 0.5), "cannot be read as JSON"),
-    "config a list": (lambda f: (f / "config.json").write_text("[]"), "holds list, not a JSON object"),
+    "config a list": (lambda f: (f / "config.json").write_text("[]"), "holds a list, not a JSON object"),
     "other sizes": (
         lambda f: edit_json(f / "config.json", intermediate_size=81),
         r"shape \[80, 48\], but config.json makes it \[81, 48\]",

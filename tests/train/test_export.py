@@ -104,3 +104,10 @@ def test_an_export_that_fails_leaves_no_folder(trained: Path, tmp_path: Path, mo
     with pytest.raises(RunError, match=r"could not be written \(No space left on device; it takes .* and .* are free"):
         export(trained / "run", tmp_path / "a" / "b" / "out", None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_a_loop_of_links(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ModelError, match="loop'"):
+        export(trained / "run", tmp_path / "loop", None)
+    assert (tmp_path / "loop").is_symlink()

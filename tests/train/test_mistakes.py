@@ -187,6 +187,9 @@ def test_files(nursery: Nursery, tmp_path: Path, file: str) -> None:
     [
         ["train", "--ranks", "0"],
         ["train", "--ranks", "-1"],
+        ["train", "--ranks", "99999999999999999999"],
+        ["train", "--nodes", "2", "--run", "run", "--meet", "x" * 5000],
+        ["train", "--ranks", "3", "--run", "run", "--set", "train.batch=1"],
         ["export", "nowhere", "out"],
         ["export", ".", "out"],
         ["data", "nowhere", "--out", "t"],
@@ -195,6 +198,7 @@ def test_files(nursery: Nursery, tmp_path: Path, file: str) -> None:
 )
 def test_commands(nursery: Nursery, tmp_path: Path, command: list[str]) -> None:
     assert_one_sentence(nursery.command(*command, folder=tmp_path))
+    assert os.listdir(tmp_path) == []
 
 
 def digest(folder: Path) -> dict[str, str]:
