@@ -230,13 +230,14 @@ def may_change(words: tuple[str, ...], code: int, before: Tree) -> list[str]:
             named = [run, f"{run}/*"]
         if "--fresh" in words:
             named.append(f"{run}*")
+        named += [f"{word.partition('=')[2]}.index" for word in words if word.startswith("data.source=")]
     elif command == "data" and "--stats" in words:
-        named = [value("--picture", f"{words[1]}.png" if len(words) > 1 else "")] if code == 0 else []
+        named = [value("--picture", f"{words[1]}.png"), f"{words[1]}.index"] if code == 0 else []
     elif command == "data":
         out = value("--out")
         named = [out, f"{out}.partial*"] if code == 0 else [f"{out}.partial*"]
     elif command == "export" and code == 0:
-        named = [pattern for word in words[2:3] for pattern in (word, f"{word}/*")]
+        named = [pattern for word in map(os.path.normpath, words[2:3]) for pattern in (word, f"{word}/*")]
     elif command == "plan" and code == 0:
         named = [value("--picture"), value("--measure")]
     return named
