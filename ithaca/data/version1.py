@@ -83,6 +83,14 @@ def read_with_index(path: Path, read: Read, old: Header, folder: Path | None) ->
     return _opened(content[:HEADER_BYTES], lambda size, at: content[at : at + size], path, read, old)
 
 
+def is_index(path: Path) -> bool:
+    """Return whether a file is an index, or one whose writing was cut short."""
+    if ".index" not in path.name or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(INDEX_MAGIC)) in (INDEX_MAGIC, b"")
+
+
 def _tell(line: str) -> None:
     print(line, file=sys.stderr)
 

@@ -155,16 +155,20 @@ class Checkpoints:
         """Return the bytes of one checkpoint, over all ranks."""
         return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self._state.values())
 
-    def steps(self) -> list[int]:
-        """Return the steps of the checkpoints on disk, oldest first."""
-        return self._files.steps()
+    def last_good(self) -> str:
+        """Return words about the newest checkpoint on disk."""
+        try:
+            steps = self._files.steps()
+        except RunError as problem:
+            return str(problem)
+        return f"the last good checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
 
     def load(self) -> dict[str, Any] | None:
         """Read the newest sound checkpoint into model and optimizer. Return its manifest; None without checkpoints.
 
         If a checkpoint is damaged, the previous one is used, a warning is printed, and the damaged one is renamed.
         """
-        known, damaged = from_first(self._group, self.steps), dict[int, str]()
+        known, damaged = from_first(self._group, self._files.steps), dict[int, str]()
         wanted = describe(self._state)
         for step in reversed(known):
             damage = [text for text in self._gather(self._files.damage(step, wanted, self._rank, self._ranks)) if text]
@@ -207,7 +211,12 @@ class Checkpoints:
         for state in self._optimizer.state.values():
             state["step"].fill_(manifest["updates"])
         if len(manifest["random"]) == self._ranks:  # another number of ranks draws other numbers
-            _restore_random_state(manifest["random"][self._rank])
+            try:
+                _restore_random_state(manifest["random"][self._rank])
+            except (RuntimeError, ValueError):
+                self._warn(
+                    f"the random state in the checkpoint of step {step} is not one of this torch: it is left out"
+                )
         return manifest
 
     def _write(self, step: int, note: dict[str, Any], random: list[str]) -> None:

@@ -9,7 +9,6 @@ a model or a process group. Other names end in what happened to them: `.partial`
 import hashlib
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ithaca.base.disk import reason, system_error
+from ithaca.base.errors import RunError
 from ithaca.base.files import read_small
 from ithaca.train.checkpoint_reader import PlainReader, fill
 from ithaca.train.lease import DELETED, MANIFEST, Lease, delete
@@ -50,12 +50,15 @@ class CheckpointFolder:
         """Return the steps of the checkpoints, oldest first.
 
         The names are read at once: a run adds the new checkpoint before it deletes an old one, so one is always seen.
+        A folder that cannot be read is an error: taken for an empty one, the run would begin anew.
         """
         try:
             with os.scandir(self.folder) as entries:
                 names = [entry.name for entry in entries if entry.is_dir()]
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as problem:
+            raise RunError(f"'{self.folder}' cannot be read ({problem.strerror})") from None
         numbers = [int(name[5:]) for name in names if re.fullmatch("step-[0-9]{8,}", name)]
         return sorted(number for number in numbers if self.path(number).name in names)
 
@@ -145,7 +148,11 @@ class CheckpointFolder:
     def prune(self, keep: int) -> list[str]:
         """Delete all but the newest `keep` checkpoints and those that someone reads. Return what went wrong."""
         problems = []
-        for old in self.steps()[:-keep]:
+        try:
+            steps = self.steps()[:-keep]
+        except RunError as problem:
+            return [f"old checkpoints could not be deleted: {problem}"]
+        for old in steps:
             try:
                 delete(self.path(old))
             except OSError as problem:
@@ -219,36 +226,36 @@ def file_sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _is_manifest(found: Any) -> bool:
-    """Return whether a manifest has entries of the types that are read from it, here or when a run continues."""
+def _is_manifest(found: dict[str, Any]) -> bool:
+    """Return whether a manifest has the entries that are read, of the right types; later versions may add others."""
     match found:
-        case {"step": int(step), "tensors": dict(), "files": dict(files), "random": list(random)}:
+        case {"step": int(step), "tensors": dict(), "files": dict(files), "random": list(random), "config": str()}:
             return (
                 all(Path(name).name == name for name in files)  # within the checkpoint's folder
                 and all(isinstance(entry, list) and [*map(type, entry)] == [int, str] for entry in files.values())
-                and all(isinstance(states, list) and all(map(_is_hexadecimal, states)) for states in random)
-                and type(found.get("config", "")) is str
+                and all(isinstance(states, list) and all(map(_is_hex, states)) for states in random)
+                and _is_data(found.get("data"))
+                and all(isinstance(found.get(name, {}), dict) for name in ("model", "computed"))
                 and _is_count(found.get("updates", 0), step)
-                and _is_count(found.get("passes_without_labels", 0))
-                and _is_identity(found.get("data", []))
+                and _is_count(found.get("passes_without_labels", 0), 2**63)
             )
     return False
 
 
-def _is_hexadecimal(text: Any) -> bool:
-    return isinstance(text, str) and re.fullmatch("(?:[0-9a-f]{2})+", text) is not None
-
-
-def _is_count(number: Any, most: float = math.inf) -> bool:
-    return type(number) is int and 0 <= number <= most
-
-
-def _is_identity(data: Any) -> bool:
-    """Return whether this is the record of a run's data; a list in old checkpoints (train/start.py:data_change)."""
-    match data:
-        case list() | {"tokens": int(), "documents": int(), "sha256": str()}:
+def _is_data(found: Any) -> bool:
+    """Return whether this is the identity of data, or the list of four that old checkpoints have."""
+    match found:
+        case {"tokens": int(), "documents": int(), "sha256": str()} | [int(), int(), str(), int()]:
             return True
     return False
+
+
+def _is_count(found: Any, most: int) -> bool:
+    return type(found) is int and 0 <= found <= most
+
+
+def _is_hex(found: Any) -> bool:
+    return isinstance(found, str) and re.fullmatch("([0-9a-f]{2})+", found) is not None
 
 
 def text_sha256(manifest: dict[str, Any]) -> str:

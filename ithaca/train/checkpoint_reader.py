@@ -13,8 +13,9 @@ import math
 import pickle
 import re
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 from ithaca.base.errors import RunError, shown
 
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
+_MOST_DIMS = 64  # torch's own limit
+_HASHING = (pickle.DICT[0], pickle.EMPTY_SET[0], pickle.ADDITEMS[0], pickle.FROZENSET[0])  # codes that DCP never uses
 _DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
@@ -118,6 +121,13 @@ class _Index(_Inert): ...
 class _StorageInfo(_Inert): ...
 
 
+def _size(numbers: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """Stands for torch.Size. A file of a megabyte could ask for many copies of one long list."""
+    if len(numbers) > _MOST_DIMS:
+        raise ValueError(f"it has a shape of {len(numbers)} numbers")
+    return tuple(numbers)
+
+
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 
 # Every name that DCP writes for tensors, with torch from 2.11 and Python from 3.11 on
@@ -128,7 +138,7 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     (_METADATA, "ChunkStorageMetadata"): _Chunk,
     (_METADATA, "MetadataIndex"): _Index,
     (_FILES, "_StorageInfo"): _StorageInfo,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): _size,
     **{("torch", name.removeprefix("torch.")): name for name in _DTYPES},
     # What is read but not used: the layout, the memory format, the folder that it was written to
     ("torch.serialization", "_get_layout"): _Inert,
@@ -140,7 +150,32 @@ _STAND_INS: dict[tuple[str, str], Any] = {
 }
 
 
+def _with_keys_checked(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    """Return a method that adds items to a dictionary, with a look at their keys on the stack first."""
+
+    def look_and_load(unpickler: Any) -> None:
+        if not all(isinstance(key, str | _Index) for key in unpickler.stack[keys]):
+            raise ValueError("it has a key that is neither a name nor an index")
+        load(unpickler)
+
+    return look_and_load
+
+
+_METHODS: dict[int, Callable[[Any], None]] = pickle._Unpickler.dispatch  # pyrefly: ignore
+_ONE, _SEVERAL = pickle.SETITEM[0], pickle.SETITEMS[0]
+
+
 class _Unpickler(pickle._Unpickler):
+    """The unpickler in Python. It makes no sets, and dictionaries only with keys as DCP has them.
+
+    A tuple that holds the same tuple twice, and so on sixty times, takes seventy bytes, and years to hash as a key.
+    """
+
+    dispatch: ClassVar = {code: load for code, load in _METHODS.items() if code not in _HASHING} | {
+        _ONE: _with_keys_checked(_METHODS[_ONE], slice(-2, -1)),
+        _SEVERAL: _with_keys_checked(_METHODS[_SEVERAL], slice(0, None, 2)),
+    }
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _STAND_INS:
             raise _ForeignNameError(shown(f"{module}.{name}"))

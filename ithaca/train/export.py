@@ -18,6 +18,7 @@ from ithaca.model.source import DTYPES, describe_model
 from ithaca.train.checkpoint import none_is_sound
 from ithaca.train.checkpoint_files import CheckpointFolder, Described, cause
 from ithaca.train.lease import GoneError, Lease
+from ithaca.train.record import check_model
 from ithaca.train.run_folder import RunFolder
 
 WEIGHT = "weight/"  # the prefix of weights in a checkpoint (snapshot.training_state)
@@ -47,6 +48,7 @@ def export(path: Path, folder: Path, dtype: str | None) -> int:
     files, damaged = CheckpointFolder(run.checkpoints), dict[int, str]()
     while True:
         with contextlib.suppress(GoneError), _newest_sound(files, wanted, damaged) as (step, lease):
+            check_model(files.manifest(step) or {}, source.spec)
             write_folder(source, dtypes, _weights(files, step, lease, wanted), folder, rename_dtype=dtype is not None)
             return step
 

@@ -13,7 +13,7 @@ from ithaca.assemble import Model, apply
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.sizes import format_count, format_seconds, format_tokens
-from ithaca.config import Config, parse_config
+from ithaca.config import Config
 from ithaca.data.reader import TokenFile
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
@@ -29,9 +29,10 @@ from ithaca.schedule.job import Job
 from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.learning_rate import learning_rate
 from ithaca.train.loader import Loader
+from ithaca.train.record import check_record, make_record
 from ithaca.train.report import Progress, Sinks, open_sinks, tell_conclusion
 from ithaca.train.run_folder import RunFolder, check_shared
-from ithaca.train.start import check_data, data_change, free_memory, open_data, open_source, settle
+from ithaca.train.start import check_data, free_memory, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
 from ithaca.train.unlearned import Unlearned, with_labels
 
@@ -112,17 +113,8 @@ class TrainingRun:
 
     def _check_resumed(self, manifest: dict[str, Any]) -> None:
         """Raise an error unless this run continues what the checkpoint was; say what has changed."""
-        if difference := data_change(manifest["data"], self.data):
-            raise ConfigError(
-                f"the data have changed since the checkpoint of step {self.done}: {difference}; name a new --run"
-            )
-        if isinstance(manifest["data"], list):
-            self._warn(
-                f"the checkpoint of step {self.done} is of an older Ithaca, which recorded only counts and both ends "
-                "of the data: nothing tells whether the rest is the same; the next checkpoint records all of it"
-            )
-        if changes := self.config.changes(parse_config(manifest["config"])):
-            self._warn(f"changed since the checkpoint of step {self.done}: {', '.join(changes)}")
+        for text in check_record(manifest, self.config, self.data, self.model):
+            self._warn(text)
         if self.done > self.config.train.steps:
             raise ConfigError(
                 f"the run has done {self.done} steps already, and train.steps is {self.config.train.steps}: "
@@ -283,7 +275,7 @@ class TrainingRun:
     def _save(self) -> None:
         """Begin a checkpoint of this step, unless there is one."""
         if self.saved != self.done:
-            record = {"data": self.data.identity(), "config": self.config.toml()}
+            record = make_record(self.config, self.data, self.model)
             self.checkpoints.save(self.done, record | self.unlearned.note(self.done))
             self.saved = self.done
 
@@ -298,19 +290,15 @@ class TrainingRun:
                 f"{reason}: the run stopped at step {self.done} and could not save it; if the folder has another name "
                 "now, ithaca train --run continues there from its last checkpoint"
             )
-        good = self.checkpoints.steps()
-        last = f"the last good one is of step {good[-1]}" if good else "there is none yet"
-        text = f"the checkpoint of step {step} could not be written ({reason}); {last}"
+        text = f"the checkpoint of step {step} could not be written ({reason}); {self.checkpoints.last_good()}"
         if final:
             raise RunError(f"{text}: fix the cause and continue with ithaca train --run {self.folder.path}")
         self.progress.warn(f"{text}; training continues")
 
     def _fail(self, loss: float, norm: float) -> None:
         self.checkpoints.wait()
-        good = self.checkpoints.steps()
-        last = f"the last good checkpoint is of step {good[-1]}" if good else "there is no checkpoint yet"
         raise RunError(
-            f"the loss of step {self.done + 1} is {loss} (gradient norm {norm}): {last}; "
+            f"the loss of step {self.done + 1} is {loss} (gradient norm {norm}): {self.checkpoints.last_good()}; "
             "a lower train.learning_rate or train.clip may help"
         )
 

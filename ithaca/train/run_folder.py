@@ -27,8 +27,9 @@ import torch
 from ithaca.base.disk import is_full, missing_folders, not_a_file, reason, remove_empty, same_file
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.config import Config, parse_config, read_config
+from ithaca.data.version1 import is_index
 from ithaca.model.save import write_description, write_dtypes
-from ithaca.model.source import ModelSource
+from ithaca.model.source import DTYPES_FILE, ModelSource
 from ithaca.parallel.agree import from_first, without
 from ithaca.parallel.mesh import Mesh
 from ithaca.train.checkpoint_files import CheckpointFolder
@@ -48,6 +49,7 @@ class RunFolder:
         self.picture, self.log, self.lock = path / "loss.png", path / "log.txt", path / "lock"
         self._held: IO[str] | None = None  # the lock's file, while this process holds it
         self._made: list[Path] = []  # the folders that `hold` has made, the innermost first
+        self._found: set[str] = set()  # what was in the folder before
 
     def begun(self) -> bool:
         """Return whether a run has written its configuration here."""
@@ -93,6 +95,7 @@ class RunFolder:
             self._check_file(file)
             self._check_file(partial_name(file))
         self._made = missing_folders(self.path)
+        self._found = set() if self._made else {path.name for path in self.path.iterdir()}
         try:
             self._held = self._lock()
             return self._held
@@ -101,12 +104,14 @@ class RunFolder:
             raise kind(f"'{self.path}' cannot be made a run folder ({reason(problem, self.path)})") from None
 
     def release(self) -> None:
-        """Unlock the folder. If the run has not begun in it, delete what its start has made."""
+        """Unlock the folder. If the run has not begun in it, delete what its start has made, and nothing else."""
         assert self._held is not None
         if not self.lost() and not self.begun() and self._vacant():
             with contextlib.suppress(OSError):  # what cannot be deleted stays; the next start takes it for its own
-                for leftover in self.path.iterdir():
-                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                # The lock goes last: without it, another job may begin here
+                for leftover in sorted(self.path.iterdir(), key=lambda path: path == self.lock):
+                    if leftover.name not in self._found:
+                        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             remove_empty(self._made)
         self._held.close()
 
@@ -117,21 +122,24 @@ class RunFolder:
 
     def _vacant(self) -> bool:
         """Return whether the folder holds nothing but the files of a start that failed early."""
-        leftovers = {"lock", "model", "model.partial", "config.toml.partial"}
-        if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
-            leftovers.add(self.checkpoints.name)
-        # An index is the checksums of an old token file (data/version1.py)
-        names = {path.name for path in self.path.iterdir() if path.suffix != ".index"} if self.path.is_dir() else {""}
-        return names <= leftovers
+        return self.path.is_dir() and all(map(self._is_leftover, self.path.iterdir()))
+
+    def _is_leftover(self, path: Path) -> bool:
+        """Return whether a start that failed early has made this; by its content where a user may have such a name."""
+        if path == self.model:
+            return (path / DTYPES_FILE).is_file()
+        if path == self.checkpoints:
+            return path.is_dir() and not any(path.iterdir())
+        return path.name in ("lock", "model.partial", "config.toml.partial") or is_index(path)
 
     def _lock(self) -> IO[str]:
         """Make the folder and lock it. The system releases the lock when this process ends."""
         until = time.monotonic() + LOCK_SECONDS
         while True:
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = self._try_lock()
-            if file:
-                return file
+            with contextlib.suppress(FileNotFoundError):  # a start that failed has deleted its folder right now
+                self.path.mkdir(parents=True, exist_ok=True)
+                if file := self._try_lock():
+                    return file
             if time.monotonic() > until:
                 raise RunError(f"'{self.path}' is in use by another job: stop it, or name another --run")
             time.sleep(ASK_SECONDS)

@@ -1,6 +1,8 @@
 """Checkpoints that are damaged, or cannot be written, and what a run does about it."""
 
+import errno
 import json
+import os
 import re
 import resource
 import shutil
@@ -13,8 +15,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from ithaca.base.errors import RunError
 from ithaca.config import Config
 from ithaca.train import snapshot
+from ithaca.train.checkpoint_files import CheckpointFolder
 from ithaca.train.export import export
 from ithaca.train.loop import train
 from ithaca.train.run_folder import RunFolder
@@ -59,6 +63,13 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "the type of its files": lambda f: edit_manifest(f, files=5),
     "the type of a size": lambda f: edit_manifest(f, files={"__0_0.distcp": ["5", ""]}),
     "its random states": lambda f: edit_manifest(f, random=[5, 5]),
+    "a random state": lambda f: edit_manifest(f, random=[["zz"], ["zz"]]),
+    "its configuration": lambda f: edit_manifest(f, config=5),
+    "its data": lambda f: edit_manifest(f, data={"tokens": 5}),
+    "its updates": lambda f: edit_manifest(f, updates="all"),
+    "more updates than steps": lambda f: edit_manifest(f, updates=10**30),
+    "its passes": lambda f: edit_manifest(f, passes_without_labels=[]),
+    "its model's sizes": lambda f: edit_manifest(f, model=[]),
     "a file elsewhere": lambda f: edit_manifest(f, files={"/dev/zero": [0, ""]}),
     "a device": lambda f: replace_by_a_device(f / "__1_0.distcp"),
 }
@@ -224,6 +235,21 @@ def test_data_that_have_changed(nursery, small_config, tmp_path: Path) -> None:
     (end,) = nursery.job(raising, config, tmp_path / "run")
     assert end.code == 2
     assert "the data have changed since the checkpoint of step 4" in end.err
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_no_empty_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    files = CheckpointFolder(run / "checkpoints")
+    assert files.steps()
+    assert CheckpointFolder(run / "none").steps() == []
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(RunError, match=r"cannot be read \(Input/output error"):
+        RunFolder(run).has_checkpoints()
+    assert "cannot be read" in files.prune(1)[0]  # a run that trains goes on
 
 
 def test_old_checkpoints_go_at_a_start(nursery, small_config, run: Path) -> None:

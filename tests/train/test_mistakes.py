@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from ithaca.base.errors import ConfigError
+from ithaca.data.version1 import INDEX_MAGIC
+from ithaca.train.run_folder import RunFolder
 from tests.models import make_model, save
 from tests.nursery import Nursery
 from tests.train.conftest import SMALL
@@ -224,6 +227,44 @@ def test_mistakes_leave_a_run_as_it_was(nursery: Nursery, small_model: Path, tmp
     assert nursery.command("export", "run", "run", folder=tmp_path).code == 2
     assert nursery.command("train", "--run", "run", "--ranks", "1", "--set", "train.steps=4", folder=tmp_path).code == 0
     assert digest(tmp_path / "run").keys() == before.keys()
+
+
+@pytest.mark.parametrize("name", ["model/weights.safetensors", "books.index", "notes.txt", "checkpoints/mine"])
+def test_a_users_files_are_no_leftovers_of_a_start(tmp_path: Path, name: str) -> None:
+    run, file = RunFolder(tmp_path), tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match="exists and is not a run folder"):
+        run.hold()
+    assert file.read_text() == "mine"
+
+
+def test_leftovers_of_a_start_are_taken_over_and_a_failed_start_deletes_its_own_alone(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    (run.path / "model").mkdir(parents=True)
+    (run.path / "model" / "dtypes.json").write_text("{}")
+    (run.path / "a.tokens.index.1234.partial").write_bytes(INDEX_MAGIC + b"cut short")
+    (run.path / "b.tokens.index.5678.partial").touch()
+    before = set(os.listdir(run.path))
+    run.hold()
+    (run.path / "checkpoints").mkdir()
+    (run.path / "model.partial").mkdir()
+    run.release()
+    assert set(os.listdir(run.path)) == before
+
+
+def test_the_lock_is_deleted_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the lock's file another job could begin, and what it makes would be deleted, too."""
+    run, gone = RunFolder(tmp_path / "run"), list[str]()
+    run.hold()
+    for name in ("config.toml.partial", "zz.index"):
+        (run.path / name).touch()
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda self, **_: (gone.append(self.name), unlink(self)))
+    run.release()
+    assert gone[-1] == "lock"
+    assert len(gone) == 3
+    assert not run.path.exists()
 
 
 def test_a_start_that_came_to_nothing_can_be_repeated(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:

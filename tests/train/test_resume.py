@@ -88,6 +88,30 @@ def moved_bounds() -> list[dict[str, str]]:
     return records
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [("rms_norm_eps", 0.5, "norm_eps was 1e-0[56], and now it is 0.5"), ("rope_theta", 77.0, "rope.theta was .*77.0")],
+)
+def test_another_model_of_the_same_shapes_is_refused(folder: Folder, name: str, value: float, sentence: str) -> None:
+    assert folder.train(new=True).code == 0
+    file = folder.path / "run" / "model" / "config.json"
+    text = file.read_text()
+    config = json.loads(text)
+    (config["rope_parameters"] if name == "rope_theta" else config)[name] = value
+    file.write_text(json.dumps(config))
+    refused(folder.train("train.steps=6"), f"config.json .* changed since the checkpoint of step 4: {sentence}")
+    refused(folder.nursery.command("export", "run", "out", folder=folder.path), sentence)
+    file.write_text(text)
+    assert folder.train("train.steps=6").code == 0
+
+
+def test_other_ranks_are_said(folder: Folder) -> None:
+    assert folder.train("train.batch=2", new=True).code == 0
+    said = folder.train("train.steps=5", ranks=2).out
+    assert "computes otherwise than at the checkpoint of step 4, so losses may differ a little: ranks 1 -> 2\n" in said
+    assert "computes otherwise" not in folder.train("train.steps=6", ranks=2).out
+
+
 @pytest.mark.parametrize("change", [other_labels, other_middle, moved_bounds], ids=lambda change: change.__name__)
 def test_other_data_are_refused(folder: Folder, change: Any) -> None:
     if change is moved_bounds:

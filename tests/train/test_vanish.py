@@ -323,7 +323,7 @@ def test_checkpoints_that_become_a_file(nursery: Nursery, small_config: Config, 
     said = check(nursery.job(disturbed, of(small_config, 5), path, happens, 3, ranks=2), 1)
     assert "warning: the checkpoint of step 4 could not be written (Not a directory: " in said
     assert "error: the checkpoint of step 5 could not be written (Not a directory: " in said
-    assert "there is none yet: fix the cause and continue with ithaca train --run" in said
+    assert "there is no checkpoint yet: fix the cause and continue with ithaca train --run" in said
     said = check(nursery.job(as_a_command_trains, of(small_config, 5), path, ranks=2), 1)
     assert f"error: '{path}/checkpoints' cannot be used as the folder of checkpoints" in said
 

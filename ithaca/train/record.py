@@ -1,0 +1,90 @@
+"""What a checkpoint records of its run, and what has changed since: configuration, data, model, and where it ran.
+
+A run continues only what it was. Other data, another seed or another rope would make it another run, and are refused.
+Other ranks or another dtype are allowed, and are said.
+"""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ithaca.assemble import Model
+from ithaca.base.errors import ConfigError
+from ithaca.config import Config, parse_config
+from ithaca.data.reader import TokenFile
+from ithaca.model.spec import Spec
+from ithaca.train.start import data_change
+
+
+def make_record(config: Config, data: TokenFile, model: Model) -> dict[str, Any]:
+    """Return what a checkpoint's manifest has about its run."""
+    return {
+        "data": data.identity(),
+        "config": config.toml(),
+        "model": _describe(model.spec),
+        "computed": _computed(model),
+    }
+
+
+def check_record(manifest: dict[str, Any], config: Config, data: TokenFile, model: Model) -> list[str]:
+    """Raise an error unless this run continues what the checkpoint was. Return warnings about what has changed."""
+    step, record, warnings = manifest["step"], parse_config(manifest["config"]), list[str]()
+    if difference := data_change(manifest["data"], data):
+        raise ConfigError(f"the data have changed since the checkpoint of step {step}: {difference}; name a new --run")
+    if difference := config.conflict(record):
+        raise ConfigError(f"the checkpoint of step {step} is of another run: {difference}")
+    check_model(manifest, model.spec)
+    if isinstance(manifest["data"], list):
+        warnings.append(
+            f"the checkpoint of step {step} is of an older Ithaca, which recorded only counts and both ends of the "
+            "data, and of the model only the shapes of its weights: nothing tells whether the rest is the same; the "
+            "next checkpoint records all of it"
+        )
+    if changes := config.changes(record):
+        warnings.append(f"changed since the checkpoint of step {step}: {', '.join(changes)}")
+    now = _computed(model)
+    before = manifest.get("computed", now)
+    if moved := [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]:
+        warnings.append(
+            f"the run computes otherwise than at the checkpoint of step {step}, so losses may differ a little: "
+            f"{', '.join(moved)}"
+        )
+    return warnings
+
+
+def check_model(manifest: dict[str, Any], spec: Spec) -> None:
+    """Raise an error if the model that the run folder describes is not the one that the checkpoint was of."""
+    seen, now = _leaves(manifest.get("model", {})), _leaves(_describe(spec))  # an old checkpoint has none
+    for name in seen:
+        if name in now and seen[name] != now[name]:
+            raise ConfigError(
+                f"model/config.json in the run folder has changed since the checkpoint of step {manifest['step']}: "
+                f"{name} was {seen[name]}, and now it is {now[name]}; put it back"
+            )
+
+
+def _describe(spec: Spec) -> dict[str, Any]:
+    """Return a model's description as a manifest has it."""
+    return json.loads(json.dumps(asdict(spec)))
+
+
+def _leaves(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by their path."""
+    found = {}
+    for name, value in table.items():
+        found |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def _computed(model: Model) -> dict[str, str]:
+    """Return what decides how sums are rounded, besides the configuration."""
+    grid = model.mesh
+    return {
+        "ranks": str(grid.size),
+        "device": grid.device.type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kernel": model.kernel.name,
+        "torch": torch.__version__,
+    }
