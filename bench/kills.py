@@ -337,9 +337,10 @@ def campaign(folder: Path, kills: int, seed: int, workers: int, only: str) -> bo
         tasks.put(("victim", cell, number, share, seed, references[cell]))
         left, victims = left - share, victims + 1
     counts: dict[Cell, Counter[str]] = {cell: Counter() for cell in references}
-    for _ in range(victims):
+    for done in range(1, victims + 1):
         (_, cell, *_), found = answers.get()
         count(counts[cell], found)
+        print(f"{done} of {victims} victims, {len(found['hits'])} kills: {cell.name}", file=sys.stderr, flush=True)
         if found["problem"]:
             print(f"{cell.name}: {found['problem']}\n    kept: {found['folder']}", flush=True)
     for _ in servers:
