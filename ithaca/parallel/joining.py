@@ -25,6 +25,7 @@ from ithaca.parallel.hangs import named, own_output, roll_call, without_key
 JOIN_SECONDS = 300.0  # ranks that start together come within seconds; this leaves time for slow disks and machines
 POLL_SECONDS = 0.2
 TOLD_SECONDS = 1.0  # for which a store stays after its rank has given up, so that the others read why
+LONGER = "a larger run.timeout, or timeout of ithaca.mesh, waits longer"
 TORCH_SECONDS = default_pg_timeout.total_seconds()  # torch's own timeout of a group, once the job has begun
 
 # Keys of the store
@@ -42,6 +43,7 @@ class Job:
     host: str
     port: int
     launcher: bool  # whether the store is the launcher's
+    attempt: str = ""  # set apart the keys of ranks that torchrun has started again, with the same store
 
     @property
     def hosts(self) -> bool:
@@ -53,7 +55,7 @@ def join_job(backend: str, seconds: float) -> None:
     """Join the job that the environment describes. Raise a LostRankError if other ranks do not come in time."""
     job, until = read_job(), time.monotonic() + seconds
     # torch's own prefix: the store of the job and this one are then the same, for the roll call too
-    store = dist.PrefixStore("default_pg", _open_store(job, seconds, until))
+    store = dist.PrefixStore(f"default_pg{job.attempt}", _open_store(job, seconds, until))
     _sign_in(store, job, seconds, until)
     limit = timedelta(seconds=seconds)
     try:
@@ -88,7 +90,12 @@ def read_job() -> Job:
     if not (_is_number(port) and int(port) < 2**16):
         raise PlanError(f"the environment has MASTER_PORT={port}, which is no port: 1 to 65535 are, as 29500")
     launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Job(int(rank), int(ranks), os.environ["MASTER_ADDR"], int(port), launcher)
+    # Over several nodes each torchrun counts its own restarts, so this would differ between ranks
+    one_node = os.environ.get("LOCAL_WORLD_SIZE") == ranks
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if launcher and one_node else "0"
+    return Job(
+        int(rank), int(ranks), os.environ["MASTER_ADDR"], int(port), launcher, "" if attempt == "0" else f"/{attempt}"
+    )
 
 
 def _is_number(text: str) -> bool:
@@ -125,7 +132,7 @@ def _wait_for_host(job: Job, seconds: float, until: float) -> None:
             who = "the launcher" if job.launcher else f"rank 0 of {job.ranks}"
             raise LostRankError(
                 f"{who} did not open the job's store at {job.host}:{job.port} within {format_seconds(seconds)} "
-                f"({problem}): its own output says why",
+                f"({problem}): its own output says why, and {LONGER}",
                 [] if job.launcher else [0],
             ) from None
 
@@ -165,7 +172,7 @@ def _give_up(store: dist.Store, job: Job, seconds: float) -> None:
         return  # the last one has come right now
     text = (
         f"{job.ranks - len(missing)} of {job.ranks} ranks joined the job within {format_seconds(seconds)}, and "
-        f"{named(missing)} did not: {own_output(missing)} says why"
+        f"{named(missing)} did not: {own_output(missing)} says why, and {LONGER}"
     )
     store.set(_GIVEN_UP, json.dumps({"text": text, "ranks": missing}))
     if job.hosts:

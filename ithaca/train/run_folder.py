@@ -50,6 +50,7 @@ class RunFolder:
         self._held: IO[str] | None = None  # the lock's file, while this process holds it
         self._made: list[Path] = []  # the folders that `hold` has made, the innermost first
         self._found: set[str] = set()  # what was in the folder before
+        self._told = False  # whether `mend` has said that it failed
 
     def begun(self) -> bool:
         """Return whether a run has written its configuration here."""
@@ -169,14 +170,18 @@ class RunFolder:
         """
         if self._held is None or self._held.closed:
             return None
-        locked, begun = same_file(self.lock, self._held.fileno()), self.begun()
-        if locked and not begun:
-            replace_text(self.config, config.toml())
-            return f"'{self.config}' was deleted while the run trained: it is written again"
-        if begun and not os.path.lexists(self.lock) and (file := self._try_lock()):
-            os.dup2(file.fileno(), self._held.fileno())  # whoever closes the old file releases the new lock
-            file.close()
-            return f"'{self.lock}' was deleted while the run trained: the folder is locked again"
+        locked = same_file(self.lock, self._held.fileno())
+        try:
+            if locked and _is_gone(self.config):
+                replace_text(self.config, config.toml())
+                return f"'{self.config}' was deleted while the run trained: it is written again"
+            if self.begun() and _is_gone(self.lock) and (file := self._try_lock()):
+                os.dup2(file.fileno(), self._held.fileno())  # whoever closes the old file releases the new lock
+                file.close()
+                return f"'{self.lock}' was deleted while the run trained: the folder is locked again"
+        except (OSError, RunError) as problem:  # a disk that is full or does not answer now must not end a run
+            told, self._told = self._told, True
+            return None if told else f"{problem}; the run goes on, and tries again after each step"
         return None
 
     def begin(self, config: Config, source: ModelSource, dtype: torch.dtype) -> None:
@@ -233,6 +238,17 @@ class RunFolder:
             if isinstance(found, dict) and isinstance(found.get("step"), int):
                 lines.append(found)
         return lines
+
+
+def _is_gone(file: Path) -> bool:
+    """Return whether a file does not exist. A disk that does not answer now says nothing about it."""
+    try:
+        file.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 @contextlib.contextmanager

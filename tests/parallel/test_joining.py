@@ -17,6 +17,7 @@ from ithaca.base.errors import IthacaError, LostRankError
 from ithaca.base.torch_private import job_store
 from ithaca.cli import main
 from ithaca.parallel import hangs, joining
+from ithaca.parallel.joining import LONGER
 from ithaca.train import loop
 from tests.nursery import SECONDS, Nursery
 
@@ -27,6 +28,39 @@ def free_port() -> int:
     with socket.socket() as opened:
         opened.bind(("localhost", 0))
         return opened.getsockname()[1]
+
+
+def test_ranks_that_torchrun_starts_again_on_one_node_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun keeps its store, with the keys of the first attempt: ranks would meet addresses that are gone."""
+    job = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in {**job, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert joining.read_job().attempt == ""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert joining.read_job().attempt == "/2"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # each node counts for itself, and ranks would not find each other
+    assert joining.read_job().attempt == ""
+
+
+def attempts(port: int) -> None:
+    """Two attempts of a job of one rank at the same store."""
+    for attempt in ("0", "1"):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+        child = os.fork()
+        if not child:
+            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost")
+            os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+            ithaca.mesh(device="cpu")
+            print("joined before:", job_store().check(["left"]), flush=True)
+            job_store().set("left", "-")
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def test_a_second_attempt_does_not_see_the_keys_of_the_first(nursery: Nursery) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    (end,) = nursery.job(attempts, store.port)
+    assert end.out.count("joined before: False") == 2
 
 
 def some_ranks(
@@ -76,7 +110,7 @@ def come(rank: int, seconds: float, **axes: int) -> None:  # noqa: ARG001
 
 @pytest.mark.parametrize("store", [False, True], ids=["rank 0 has the store", "the launcher has the store"])
 def test_a_rank_never_starts(nursery: Nursery, tmp_path: Path, store: bool) -> None:
-    said = "2 of 3 ranks joined the job within 6 s, and rank 2 did not: its own output says why [2]"
+    said = f"2 of 3 ranks joined the job within 6 s, and rank 2 did not: its own output says why, and {LONGER} [2]"
     assert say(nursery, tmp_path, (0, 1), 3, come, (WAIT,), store) == [
         f"rank 0: LostRankError: {said}",
         f"rank 1: LostRankError: {said}",
@@ -89,12 +123,13 @@ def test_rank_0_never_starts(nursery: Nursery, tmp_path: Path) -> None:
         assert line.startswith(
             f"rank {rank}: LostRankError: rank 0 of 3 did not open the job's store at localhost:PORT within 1.5 s ("
         )
-        assert line.endswith("): its own output says why [0]")
+        assert line.endswith(f"): its own output says why, and {LONGER} [0]")
 
 
 def test_several_ranks_never_start(nursery: Nursery, tmp_path: Path) -> None:
     """Rank 0 among them; the launcher has the store."""
-    said = "2 of 5 ranks joined the job within 6 s, and ranks 0, 2 and 4 did not: their own output says why [0, 2, 4]"
+    said = "2 of 5 ranks joined the job within 6 s, and ranks 0, 2 and 4 did not: their own output says why, and "
+    said += f"{LONGER} [0, 2, 4]"
     assert say(nursery, tmp_path, (1, 3), 5, come, (WAIT,), True) == [
         f"rank 1: LostRankError: {said}",
         f"rank 3: LostRankError: {said}",
@@ -107,7 +142,7 @@ def wait_differently(rank: int) -> None:
 
 def test_who_gives_up_tells_the_others(nursery: Nursery, tmp_path: Path) -> None:
     """Though the store ends with it."""
-    said = "2 of 3 ranks joined the job within 6 s, and rank 2 did not: its own output says why [2]"
+    said = f"2 of 3 ranks joined the job within 6 s, and rank 2 did not: its own output says why, and {LONGER} [2]"
     assert say(nursery, tmp_path, (0, 1), 3, wait_differently, (), False) == [
         f"rank 0: LostRankError: {said}",
         f"rank 1: LostRankError: {said}",
@@ -126,7 +161,8 @@ def come_late(rank: int, folder: Path) -> None:
 
 
 def test_a_late_rank_does_not_wait(nursery: Nursery, tmp_path: Path) -> None:
-    said = "1 of 3 ranks joined the job within 0.5 s, and ranks 0 and 2 did not: their own output says why [0, 2]"
+    said = "1 of 3 ranks joined the job within 0.5 s, and ranks 0 and 2 did not: their own output says why, and "
+    said += f"{LONGER} [0, 2]"
     assert say(nursery, tmp_path, (0, 1), 3, come_late, (tmp_path,), True) == [
         f"rank 0: LostRankError: {said}",
         f"rank 1: LostRankError: {said}",

@@ -1,5 +1,6 @@
 """Files of a run that vanish, shrink or turn into something else, before a start and while the run trains."""
 
+import errno
 import os
 import shutil
 import sys
@@ -51,6 +52,34 @@ def test_something_else_where_a_run_writes(tmp_path: Path, name: str, make: Call
         run.hold()
     assert f"'{run.path / name}' is {kind}, and the run writes a file there: move it away" in str(caught.value)
     assert outside.read_text() == "not the run's"
+
+
+def refuse_to_rename(file: Path, _: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left", str(file))
+
+
+def test_a_disk_that_does_not_answer_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """config.toml seems to be gone and cannot be written: that is said once, and tried again."""
+    run = RunFolder(tmp_path)
+    run.hold()
+    run.config.write_text("as it was")
+    stat = os.stat
+
+    def refuse(path: Path | str, **more: bool) -> os.stat_result:
+        if Path(path).name == "config.toml":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return stat(path, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse)
+        assert run.mend(Config()) is None
+    assert run.config.read_text() == "as it was"
+    run.config.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse_to_rename)
+        assert "could not be written (No space left" in str(run.mend(Config()))
+        assert run.mend(Config()) is None
+    assert "it is written again" in str(run.mend(Config()))
 
 
 def as_a_command(work: Callable[[], object]) -> None:
