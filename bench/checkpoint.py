@@ -18,10 +18,10 @@ import torch
 import ithaca
 from bench.record import command_line, record
 from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
+from ithaca.checkpoint.checkpoints import Checkpoints
+from ithaca.checkpoint.snapshot import local_bytes, training_state
 from ithaca.optimizer.adamw import clip
 from ithaca.rehearsal.kernel_bound import synchronize
-from ithaca.train.checkpoint import Checkpoints
-from ithaca.train.snapshot import local_bytes, training_state
 
 
 def measure(model_name: str, tokens: int, rounds: int, plain_steps: int, folder: Path) -> dict[str, Any]:

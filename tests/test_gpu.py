@@ -14,6 +14,7 @@ import transformers
 import ithaca
 from ithaca.attention.walk import merge
 from ithaca.base.tiles import Tiles
+from ithaca.checkpoint.snapshot import Snapshot, training_state
 from ithaca.model.block import gated
 from ithaca.model.decoder import stored_name
 from ithaca.model.rotary import Rotation, rotate
@@ -21,7 +22,6 @@ from ithaca.optimizer.host_adamw import MOMENTS, HostAdamW
 from ithaca.tape.engine import Engine, make_engine
 from ithaca.tape.slab import Slab
 from ithaca.tape.tape import HostTape, Slots, Tape
-from ithaca.train.snapshot import Snapshot, training_state
 from tests.models import SIZES, make_model, relative, save
 from tests.tape.disks import disk_tapes
 

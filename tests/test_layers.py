@@ -21,6 +21,7 @@ ROOMS = (
     "schedule",
     "optimizer",
     "assemble",
+    "checkpoint",
     "data",
     "config",
     "planner",

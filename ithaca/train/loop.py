@@ -13,6 +13,7 @@ from ithaca.assemble import Model, apply
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.sizes import format_count, format_seconds, format_tokens
+from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.config import Config
 from ithaca.data.reader import TokenFile
 from ithaca.optimizer.adamw import clip, make_optimizer
@@ -26,7 +27,6 @@ from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
-from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.learning_rate import learning_rate
 from ithaca.train.loader import Loader
 from ithaca.train.record import check_record, make_record

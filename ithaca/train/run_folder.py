@@ -26,13 +26,13 @@ import torch
 
 from ithaca.base.disk import is_full, missing_folders, not_a_file, reason, remove_empty, same_file
 from ithaca.base.errors import ConfigError, RunError
+from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import Config, parse_config, read_config
 from ithaca.data.version1 import is_index
 from ithaca.model.save import write_description, write_dtypes
 from ithaca.model.source import DTYPES_FILE, ModelSource
 from ithaca.parallel.agree import from_first, without
 from ithaca.parallel.mesh import Mesh
-from ithaca.train.checkpoint_files import CheckpointFolder
 
 LOCK_SECONDS = 20  # to wait for the lock: an interrupted job may hold it a little longer
 SEE_SECONDS = 30.0  # to wait for a file: network file systems may cache its absence for so long

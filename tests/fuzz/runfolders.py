@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ithaca.train.checkpoint_files import text_sha256
+from ithaca.checkpoint.files import text_sha256
 from tests.fuzz.recipe import Build, Input, Toys, all_of, copies, numbered, shown, writes
 from tests.fuzz.toys import STEPS
 

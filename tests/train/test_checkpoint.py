@@ -16,9 +16,9 @@ import transformers
 from safetensors.torch import load_file
 
 from ithaca.base.errors import RunError
+from ithaca.checkpoint import snapshot
+from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import Config
-from ithaca.train import snapshot
-from ithaca.train.checkpoint_files import CheckpointFolder
 from ithaca.train.export import export
 from ithaca.train.loop import train
 from ithaca.train.run_folder import RunFolder
@@ -96,7 +96,7 @@ def replace_by_a_device(file: Path) -> None:
 
 def edit_manifest(folder: Path, **changes: object) -> None:
     """A manifest that is sound in itself, but says something else."""
-    from ithaca.train.checkpoint_files import text_sha256
+    from ithaca.checkpoint.files import text_sha256
 
     manifest = {**json.loads((folder / "manifest.json").read_text()), **changes}
     del manifest["sha256"]

@@ -11,9 +11,9 @@ import torch
 
 import ithaca
 from ithaca.base.errors import ModelError, RunError
+from ithaca.checkpoint import reader
 from ithaca.config import Config
 from ithaca.model import save as saving
-from ithaca.train import checkpoint_reader
 from ithaca.train.export import export
 from ithaca.train.loop import TrainingRun, train
 from tests.models import make_model, save
@@ -74,7 +74,7 @@ def measured_export(run: Path, folder: Path, file_bytes: int) -> None:
 
         return wrapped
 
-    checkpoint_reader.dcp.load = measure(checkpoint_reader.dcp.load)
+    reader.dcp.load = measure(reader.dcp.load)
     saving.save_file = measure(saving.save_file)
     export(run, folder, None)
     print(peak, flush=True)

@@ -18,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from ithaca.base.errors import IthacaError, RunError
+from ithaca.checkpoint.files import text_sha256
+from ithaca.checkpoint.reader import PlainReader, fill
 from ithaca.config import Config
-from ithaca.train.checkpoint_files import text_sha256
-from ithaca.train.checkpoint_reader import PlainReader, fill
 from ithaca.train.export import export
 from ithaca.train.loop import train
 from ithaca.train.run_folder import RunFolder

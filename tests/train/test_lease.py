@@ -16,13 +16,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from ithaca.base.errors import RunError
+from ithaca.checkpoint import lease as leasing
+from ithaca.checkpoint.files import PARTIAL, CheckpointFolder, describe, rank_digests
+from ithaca.checkpoint.lease import GoneError, Lease
 from ithaca.config import Config
 from ithaca.model.source import describe_model, load_model
 from ithaca.train import export as exporting
-from ithaca.train import lease as leasing
-from ithaca.train.checkpoint_files import PARTIAL, CheckpointFolder, describe, rank_digests
 from ithaca.train.export import export
-from ithaca.train.lease import GoneError, Lease
 from ithaca.train.run_folder import RunFolder
 from tests.nursery import Nursery
 
@@ -232,7 +232,7 @@ def test_a_checkpoint_of_a_step_that_is_there_already(run: RunFolder) -> None:
 KILLED = """
 import os, shutil, sys
 from pathlib import Path
-from ithaca.train.checkpoint_files import CheckpointFolder
+from ithaca.checkpoint.files import CheckpointFolder
 shutil.rmtree = lambda path: os._exit(9)  # killed in the middle of deleting
 CheckpointFolder(Path(sys.argv[1])).prune(1)
 """

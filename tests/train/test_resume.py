@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ithaca.checkpoint.files import CheckpointFolder, text_sha256
 from ithaca.config import Config, read_config
 from ithaca.data.reader import open_tokens
 from ithaca.train import loop
-from ithaca.train.checkpoint_files import CheckpointFolder, text_sha256
 from ithaca.train.loop import TrainingRun, train
 from ithaca.train.run_folder import RunFolder
 from tests.data.old_format import write_version1

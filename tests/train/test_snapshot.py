@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import ithaca
+from ithaca.checkpoint.checkpoints import Checkpoints
+from ithaca.checkpoint.snapshot import Snapshot, training_state
 from ithaca.config import Config
-from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.loop import train
 from ithaca.train.run_folder import RunFolder
-from ithaca.train.snapshot import Snapshot, training_state
 from ithaca.train.stop import StopRequest
 from tests.optimizer import test_adamw
 from tests.optimizer.test_adamw import alone, give_gradients, make_late, with_free
@@ -81,7 +81,7 @@ def test_a_snapshot_without_memory_says_so(folder: Path, monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise ithaca.IthacaError("no memory")
 
-    monkeypatch.setattr("ithaca.train.snapshot.Slab", fail)
+    monkeypatch.setattr("ithaca.checkpoint.snapshot.Slab", fail)
     snapshot = Snapshot(training_state(*alone(folder)))
     with pytest.raises(ithaca.IthacaError, match="no memory"):
         snapshot.take()
@@ -127,7 +127,7 @@ def random_numbers_of_a_resumed_run(path: Path) -> tuple[list[float], list[float
     checkpoints = Checkpoints(path, model, ithaca.make_optimizer(model, learning_rate=1e-3), keep=1)
     checkpoints.clean()
     torch.manual_seed(10 + model.mesh.rank)
-    checkpoints.save(1, {})
+    checkpoints.save(1, {"config": "", "data": [1, 1, "bytes", 0]})
     checkpoints.wait()
     wanted = torch.rand(3).tolist()
     assert checkpoints.load() is not None

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from ithaca.base.sizes import format_seconds
+from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.config import Config
 from ithaca.parallel import hangs as lost
 from ithaca.parallel.batch import Batch
-from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.loop import TrainingRun, train
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.stop import SAME_SECONDS, StopRequest

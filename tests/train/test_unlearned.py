@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import ithaca
+from ithaca.checkpoint.files import CheckpointFolder, text_sha256
 from ithaca.config import Config
 from ithaca.parallel.batch import IGNORED
 from ithaca.train import loader
-from ithaca.train.checkpoint_files import CheckpointFolder, text_sha256
 from ithaca.train.loop import TrainingRun, train
 from ithaca.train.report import WeightsAndBiases, draw_loss
 from ithaca.train.run_folder import RunFolder

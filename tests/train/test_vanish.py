@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ithaca.base.errors import ConfigError, IthacaError, RunError
+from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.config import Config
 from ithaca.train import run_folder
-from ithaca.train.checkpoint import Checkpoints
 from ithaca.train.loop import TrainingRun, train
 from ithaca.train.run_folder import RunFolder
 from tests.nursery import Ended, Nursery

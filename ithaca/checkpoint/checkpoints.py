@@ -2,7 +2,7 @@
 
 Each rank has a thread that writes its shards by DCP, over a process group of their own, into a folder
 `step-00000120.partial`. The folder gets its final name when every file is on disk, so a run that is killed at any
-moment keeps its last good checkpoint. A checkpoint can be read on another number of ranks. checkpoint_files.py
+moment keeps its last good checkpoint. A checkpoint can be read on another number of ranks. files.py
 describes the folder.
 """
 
@@ -22,10 +22,7 @@ from ithaca.assemble import Model
 from ithaca.base.disk import reason
 from ithaca.base.errors import RunError
 from ithaca.base.sizes import format_bytes
-from ithaca.parallel.agree import from_first, on_this_node, together
-from ithaca.parallel.hangs import lost_touch
-from ithaca.tape.budget import host_budget
-from ithaca.train.checkpoint_files import (
+from ithaca.checkpoint.files import (
     PARTIAL,
     CheckpointFolder,
     FolderLostError,
@@ -36,8 +33,11 @@ from ithaca.train.checkpoint_files import (
     measured,
     rank_digests,
 )
-from ithaca.train.checkpoint_reader import PlainReader, fill
-from ithaca.train.snapshot import Snapshot, local_bytes, training_state
+from ithaca.checkpoint.reader import PlainReader, fill
+from ithaca.checkpoint.snapshot import Snapshot, local_bytes, training_state
+from ithaca.parallel.agree import from_first, on_this_node, together
+from ithaca.parallel.hangs import lost_touch
+from ithaca.tape.budget import host_budget
 
 COPY_SHARE = 0.9  # of the free host memory: a run can do without the copy, but not without what comes after it
 

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from ithaca.base.disk import reason, system_error
 from ithaca.base.errors import RunError
 from ithaca.base.files import read_small
-from ithaca.train.checkpoint_reader import PlainReader, fill
-from ithaca.train.lease import DELETED, MANIFEST, Lease, delete
+from ithaca.checkpoint.lease import DELETED, MANIFEST, Lease, delete
+from ithaca.checkpoint.reader import PlainReader, fill
 
 PARTIAL, DAMAGED, REPLACED = ".partial", ".damaged", ".replaced"
 HASHED_BYTES = 64 << 20
