@@ -15,6 +15,7 @@ does not apply.
 """
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -123,12 +125,14 @@ def main() -> int:
         return bool(refused)
     gpu = _has_gpu()
     tried = [mutant for mutant in mutants if gpu or not mutant.needs_gpu]
-    code, said = _run_tests(ROOT, sorted({test for mutant in tried for test in mutant.caught_by})) if tried else (0, "")
-    if code != PASSED:  # they would seem to catch anything
-        print(said, f"the tests do not pass without a mutant (pytest ended with {code})", sep="\n")
-        return 1
     counts = Counter({NOT_TRIED: len(mutants) - len(tried)})
     with ThreadPoolExecutor(options.workers) as pool:
+        tests = sorted({test for mutant in tried for test in mutant.caught_by})
+        files = [list(group) for _, group in itertools.groupby(tests, key=lambda test: test.partition("::")[0])]
+        for code, said in pool.map(partial(_run_tests, ROOT), files):
+            if code != PASSED:  # they would seem to catch anything
+                print(said, f"the tests do not pass without a mutant (pytest ended with {code})", sep="\n")
+                return 1
         for mutant, (verdict, reason) in zip(tried, pool.map(try_out, tried), strict=True):
             counts[verdict] += 1
             print(f"{verdict:10}  {mutant.name}: {mutant.sentence}", flush=True)
