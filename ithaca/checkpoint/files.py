@@ -125,8 +125,11 @@ class CheckpointFolder:
     def clean(self) -> None:
         """Make the folder, and delete what a killed run was writing or deleting."""
         self.folder.mkdir(exist_ok=True)
-        for leftover in (*self.folder.glob(f"*{PARTIAL}"), *self.folder.glob(f"*{DELETED}")):
+        for leftover in self.folder.glob(f"*{PARTIAL}"):
             shutil.rmtree(leftover)
+        for leftover in self.folder.glob(f"*{DELETED}"):
+            # On NFS a file that someone has open keeps its folder. That does no harm, and the next start tries again
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def complete(self, partial: Path, step: int, manifest: dict[str, Any]) -> str | None:
         """Add the manifest to a written checkpoint, and give it its name. Return a warning, if there is one."""

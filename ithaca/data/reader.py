@@ -118,8 +118,13 @@ class TokenFile:
             if not inside or checksum(tokens[low : low + BLOCK], own, bits) != self._checksums[block]:
                 raise RunError(
                     f"{quoted(self.path)} has changed since it was prepared: its tokens {block * BLOCK} to {stop - 1}, "
-                    "their document bounds or their mask do not match their checksum; copy the file again"
+                    f"their document bounds or their mask do not match their checksum; {self._advice()}"
                 )
+
+    def _advice(self) -> str:
+        if self.path is None or not isinstance(self.header, version1.IndexHeader):
+            return "copy the file again"
+        return f"copy the file again or, if it was replaced on purpose, remove {self.path.name}.index, its checksums"
 
 
 def open_tokens(path: Path, indexes: Path | None = None) -> TokenFile:

@@ -135,3 +135,15 @@ def test_damage(tmp_path: Path, kind: str) -> None:
     with pytest.raises(DataError, match=sentence):
         open_tokens(tmp_path / "a")
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_file_that_was_replaced_says_which_index_is_of_the_old_one(tmp_path: Path) -> None:
+    """Counts and bounds are the same, so nothing but the tokens tells."""
+    file = tmp_path / "a.tokens"
+    write_version1(file, b"abcd", [0, 2, 4])
+    open_tokens(file)
+    write_version1(file, b"abcx", [0, 2, 4])
+    with pytest.raises(RunError, match=r"if it was replaced on purpose, remove a\.tokens\.index, its checksums"):
+        open_tokens(file).read(0, 4)
+    (tmp_path / "a.tokens.index").unlink()
+    assert open_tokens(file).read(0, 4).tokens.tobytes() == b"abcx"

@@ -287,3 +287,23 @@ def test_what_is_wrong_with_each_damaged_checkpoint(run: RunFolder, tmp_path: Pa
         assert words in str(caught.value)
     assert "fresh" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_deleted_yet_does_not_stop_a_start(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, where a file that someone has open keeps its folder."""
+    files, kept = CheckpointFolder(run.checkpoints), run.checkpoints / "step-00000001.deleted" / ".nfs01"
+    kept.parent.mkdir()
+    kept.touch()
+    rmdir = os.rmdir
+
+    def refuse(path: str, **more: int) -> None:
+        if str(path).endswith(".deleted"):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        rmdir(path, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuse)
+        files.clean()
+    assert kept.parent.exists()
+    files.clean()
+    assert not kept.parent.exists()
