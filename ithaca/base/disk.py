@@ -66,13 +66,13 @@ def not_a_file(path: Path) -> str | None:
 
 
 def same_file(path: Path, descriptor: int) -> bool:
-    """Return whether an open file is still the one that its path names."""
+    """Return whether an open file is still the one that its path names, or that a link there leads to."""
     try:
-        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(descriptor))
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:  # a network file system that does not answer now says nothing about the file
-        return True
+    except OSError as problem:  # a network file system that does not answer now says nothing about the file
+        return problem.errno != errno.ELOOP
 
 
 def missing_folders(path: Path) -> list[Path]:

@@ -99,6 +99,9 @@ def damage(path: str, how: str, chance: random.Random) -> Build:
                 file.symlink_to(file.name)
             case "a dangling link":
                 file.symlink_to("nowhere")
+            case "a link to where it is now":
+                (folder / "elsewhere").write_bytes(data)
+                file.symlink_to(folder / "elsewhere")
             case "a link to /dev/full":
                 file.symlink_to("/dev/full")
             case "a pipe":
@@ -117,6 +120,7 @@ HOWS = [
     "a folder",
     "a link to itself",
     "a dangling link",
+    "a link to where it is now",
     "a link to /dev/full",
 ]
 
