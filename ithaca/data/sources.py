@@ -5,7 +5,6 @@ written. To continue, a JSONL file is sought and Parquet row groups are skipped,
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 
 from ithaca.base.errors import DataError
 from ithaca.data.inputs import Input, bounds_file
-from ithaca.data.tokenfile import DTYPES, Part, Stored, quoted
+from ithaca.data.tokenfile import DTYPES, Part, Stored, from_file, quoted
 from ithaca.data.tokenizer import Text
 
 PARQUET_ROWS = 64
@@ -86,8 +85,7 @@ def _text(file: Input, start: Place, reading: Reading) -> Iterator[tuple[int, in
 
 
 def _part(path: Path, offset: int, dtype: np.dtype) -> Part:
-    file = path.open("rb", buffering=0)
-    return Part(quoted(path), lambda size, at: os.pread(file.fileno(), size, at), offset, dtype)
+    return Part(quoted(path), from_file(path.open("rb", buffering=0)), offset, dtype)
 
 
 def _decoded(where: str, raw: bytes, offset: int) -> str:
