@@ -96,7 +96,7 @@ class RunFolder:
             self._check_file(file)
             self._check_file(partial_name(file))
         self._made = missing_folders(self.path)
-        self._found = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        self._found = {path.name for path in self.path.iterdir()} if os.path.isdir(self.path) else set()
         try:
             self._held = self._lock()
             return self._held
