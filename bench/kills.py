@@ -225,7 +225,8 @@ class Stage:
     def finish(self, cell: Cell, folder: Path, ended: Ended) -> str | None:
         """Start a victim until it ends; say why it does not. A trained model is exported: its weights are compared."""
         for _ in range(STARTS):
-            if ended.code == 0:
+            # A victim may be killed after its file has got its name, before it ends: there is nothing left to do
+            if ended.code == 0 or (not cell.trains and (folder / OUT[cell.activity]).exists()):
                 return self.export(cell, folder)
             ended = self.start(cell, folder, cell.words(), nobody)
         return f"code {ended.code} after {STARTS} starts: {ended.err[-2000:]}"

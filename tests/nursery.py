@@ -182,7 +182,8 @@ def _fork(function: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks:
 
 def _ended(folder: Path, rank: int) -> Ended:
     code = folder / f"code{rank}"
-    said = [(folder / f"{name}{rank}").read_text(errors="replace") for name in ("out", "err")]
+    files = [folder / f"{name}{rank}" for name in ("out", "err")]
+    said = [file.read_text(errors="replace") if file.exists() else "" for file in files]  # killed before it had them
     return Ended(int(code.read_text()) if code.exists() else -signal.SIGKILL, *said)
 
 

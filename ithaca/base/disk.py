@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from ithaca.base.errors import first_line
 from ithaca.base.sizes import format_bytes
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, or the largest file
@@ -40,7 +41,7 @@ def reason(problem: BaseException, place: Path, needed: int | None = None) -> st
     """
     found = system_error(problem)
     if found is None:
-        return str(problem).split("\n")[0]
+        return first_line(problem)
     text = found.strerror or str(found)
     if found.errno not in FULL:
         return f"{text}: '{found.filename}'" if found.filename else text

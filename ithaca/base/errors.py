@@ -5,6 +5,7 @@ Ithaca is an assertion, never one of these.
 """
 
 import difflib
+import re
 import reprlib
 from collections.abc import Iterable
 
@@ -61,3 +62,10 @@ def shown(value: object, most: int = 80) -> str:
     found = reprlib.Repr()
     found.maxstring = found.maxother = found.maxlong = most
     return found.repr(value)[: 2 * most]
+
+
+def first_line(problem: BaseException, most: int = 300) -> str:
+    """The first line of a library's error as a message quotes it: no control characters, no addresses of objects."""
+    line = next(iter(str(problem).splitlines()), "") or type(problem).__name__
+    line = re.sub(r":? <.* object at 0x\w+>", "", line)
+    return "".join(filter(str.isprintable, line))[:most]

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from ithaca.assemble import Model
 from ithaca.base.disk import reason
-from ithaca.base.errors import RunError
+from ithaca.base.errors import RunError, first_line
 from ithaca.base.sizes import format_bytes
 from ithaca.checkpoint.files import (
     PARTIAL,
@@ -243,7 +243,7 @@ class Checkpoints:
             self._prune()
         except (Exception, dcp.api.CheckpointException) as problem:  # any error means that nothing was written
             found = cause(problem)
-            self._problem = step, str(found).split("\n")[0], isinstance(found, FolderLostError)
+            self._problem = step, first_line(found), isinstance(found, FolderLostError)
             self._lost = problem if lost_touch(problem) else None
             if self._rank == 0 and not self._lost_folder():
                 shutil.rmtree(partial, ignore_errors=True)

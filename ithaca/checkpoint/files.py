@@ -3,7 +3,7 @@
 A checkpoint is a folder `step-00000120` with the files of PyTorch's distributed checkpoint (DCP), one per rank, and a
 `manifest.json`: the step, the shape and dtype of every tensor, the size and SHA-256 of every file. Nothing here needs
 a model or a process group. Other names end in what happened to them: `.partial` is being written or was never finished,
-`.damaged` and `.replaced1` were renamed and stay, `.deleted` is being deleted.
+`.damaged` and `.replaced` were renamed and stay, `.deleted` is being deleted.
 """
 
 import errno
@@ -119,11 +119,9 @@ class CheckpointFolder:
         return Lease(self.path(step))
 
     def set_aside(self, step: int) -> None:
-        """Rename a damaged checkpoint, so that no later start reads it."""
+        """Rename a damaged checkpoint, so that no later start reads it. Nothing is deleted."""
         path = self.path(step)
-        aside = path.with_name(f"{path.name}{DAMAGED}")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+        path.rename(_vacant_name(path, DAMAGED))
 
     def clean(self) -> None:
         """Make the folder, and delete what a killed run was writing or deleting."""
@@ -142,9 +140,7 @@ class CheckpointFolder:
             os.fsync(file.fileno())
         path, warning = self.path(step), None
         if path.exists():  # someone has put it there, and someone may be reading it
-            number = 1
-            while (aside := path.with_name(f"{path.name}{REPLACED}{number}")).exists():
-                number += 1
+            aside = _vacant_name(path, REPLACED)
             path.rename(aside)
             warning = f"another checkpoint of step {step} was there: it is now '{aside}'"
         partial.rename(path)
@@ -230,6 +226,14 @@ def file_sha256(file: Path) -> str:
         while count := opened.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def _vacant_name(path: Path, ending: str) -> Path:
+    """Return the path with this ending, or with the first number behind it that is free."""
+    number, found = 1, path.with_name(f"{path.name}{ending}")
+    while found.exists():
+        number, found = number + 1, path.with_name(f"{path.name}{ending}{number + 1}")
+    return found
 
 
 def _is_manifest(found: dict[str, Any]) -> bool:

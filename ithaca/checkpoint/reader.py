@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ithaca.base.errors import RunError, shown
+from ithaca.base.errors import RunError, first_line, shown
 
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
 _MOST_DIMS = 64  # torch's own limit
@@ -57,7 +57,7 @@ def fill(state: dict[str, Any], reader: PlainReader, group: dist.ProcessGroup | 
             dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as problem:
         inner = next(iter(problem.failures.values()))[0]
-        raise RunError(f"the checkpoint '{reader.path}' cannot be read ({_line(inner)})") from None
+        raise RunError(f"the checkpoint '{reader.path}' cannot be read ({first_line(inner)})") from None
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -124,7 +124,7 @@ class _StorageInfo(_Inert): ...
 def _size(numbers: Sequence[Any] = ()) -> tuple[Any, ...]:
     """Stands for torch.Size. A file of a megabyte could ask for many copies of one long list."""
     if len(numbers) > _MOST_DIMS:
-        raise ValueError(f"it has a shape of {len(numbers)} numbers")
+        raise _WrongContentError(f"it has a shape of {len(numbers)} numbers")
     return tuple(numbers)
 
 
@@ -155,7 +155,7 @@ def _with_keys_checked(load: Callable[[Any], None], keys: slice) -> Callable[[An
 
     def look_and_load(unpickler: Any) -> None:
         if not all(isinstance(key, str | _Index) for key in unpickler.stack[keys]):
-            raise ValueError("it has a key that is neither a name nor an index")
+            raise _WrongContentError("it has a key that is neither a name nor an index")
         load(unpickler)
 
     return look_and_load
@@ -253,9 +253,3 @@ def _stored(found: Any) -> _Stored:
 
 def _sizes(numbers: tuple[Any, ...]) -> bool:
     return all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-
-
-def _line(problem: BaseException) -> str:
-    """Return the first line of an error, which may quote the file, without control characters."""
-    line = (str(problem) or type(problem).__name__).splitlines()[0]
-    return "".join(filter(str.isprintable, line))[:300]

@@ -35,6 +35,7 @@ from ithaca.data.tokenfile import (
     Part,
     Parts,
     blocks_sha256,
+    from_file,
     index_blocks,
     pack_header,
     padded,
@@ -240,7 +241,7 @@ def _pad(file: BinaryIO) -> None:
 
 
 def _part(file: BinaryIO, offset: int, dtype: np.dtype) -> Part:
-    return Part("the partial file", lambda size, at: os.pread(file.fileno(), size, at), offset, dtype)
+    return Part("the partial file", from_file(file), offset, dtype)
 
 
 def _open(path: Path) -> BinaryIO:

@@ -7,9 +7,8 @@ every read, a file that changes under a run is noticed before the changed tokens
 
 import os
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,8 @@ from ithaca.data.tokenfile import (
     blocks_sha256,
     check_size,
     checksum,
+    from_bytes,
+    from_file,
     index_blocks,
     quoted,
     read_fields,
@@ -137,7 +138,7 @@ def open_tokens(path: Path, indexes: Path | None = None) -> TokenFile:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise DataError(f"'{path}' is a device or a pipe: name a token file")
         file = path.open("rb", buffering=0)
-        read = partial(_pread, file)
+        read = from_file(file)
         name, packed, size = quoted(path), read(HEADER_BYTES, 0), os.fstat(file.fileno()).st_size
     except OSError as problem:
         raise DataError(f"'{path}' cannot be read as a token file ({problem.strerror})") from None
@@ -152,10 +153,6 @@ def open_tokens(path: Path, indexes: Path | None = None) -> TokenFile:
     tokens = Part(name, read, HEADER_BYTES, DTYPES[header.dtype])
     blocks = Part(name, read, header.blocks_at, BLOCKS).read(0, header.blocks)
     return TokenFile(path, header, Parts(tokens, mask, Part(name, read, header.bounds_at, INT64)), blocks)
-
-
-def _pread(file: BinaryIO, size: int, offset: int) -> bytes:
-    return os.pread(file.fileno(), size, offset)
 
 
 def in_memory(
@@ -178,5 +175,4 @@ def in_memory(
 
 
 def _part(array: np.ndarray) -> Part:
-    content = array.tobytes()
-    return Part("the data", lambda size, at: content[at : at + size], 0, array.dtype)
+    return Part("the data", from_bytes(array.tobytes()), 0, array.dtype)

@@ -5,8 +5,6 @@ written. To continue, a JSONL file is sought and Parquet row groups are skipped,
 """
 
 import json
-import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ithaca.base.errors import DataError
+from ithaca.base.errors import DataError, first_line
 from ithaca.data.inputs import Input, bounds_file
-from ithaca.data.tokenfile import DTYPES, Part, Stored, quoted
+from ithaca.data.tokenfile import DTYPES, Part, Stored, from_file, quoted
 from ithaca.data.tokenizer import Text
 
 PARQUET_ROWS = 64
@@ -61,12 +59,7 @@ def documents(files: Sequence[Input], start: Place, reading: Reading) -> Iterato
             for record, offset, document in _READERS[file.kind](file, begin, reading):
                 yield Place(number, record, offset), document
         except OSError as problem:
-            raise DataError(f"'{file.path}' cannot be read ({problem.strerror or _reason(problem)})") from None
-
-
-def _reason(problem: Exception) -> str:
-    """Return what a library says is wrong, without addresses of its objects and without the lines that follow."""
-    return re.sub(r":? <.* object at 0x\w+>", "", (str(problem).splitlines() or ["no reason is known"])[0])
+            raise DataError(f"'{file.path}' cannot be read ({problem.strerror or first_line(problem)})") from None
 
 
 def holds_tokens(file: Input, reading: Reading) -> bool:
@@ -86,8 +79,7 @@ def _text(file: Input, start: Place, reading: Reading) -> Iterator[tuple[int, in
 
 
 def _part(path: Path, offset: int, dtype: np.dtype) -> Part:
-    file = path.open("rb", buffering=0)
-    return Part(quoted(path), lambda size, at: os.pread(file.fileno(), size, at), offset, dtype)
+    return Part(quoted(path), from_file(path.open("rb", buffering=0)), offset, dtype)
 
 
 def _decoded(where: str, raw: bytes, offset: int) -> str:
@@ -168,7 +160,7 @@ def _parquet(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, 
                 place = f"'{file.path}', row {row + 1}"
                 yield row + 1, file.size * (row + 1) // total, _document(place, record)
     except (pyarrow.ArrowException, ValueError) as problem:  # ValueError: text in it is not UTF-8
-        raise DataError(f"'{file.path}' is not Parquet ({_reason(problem)})") from None
+        raise DataError(f"'{file.path}' is not Parquet ({first_line(problem)})") from None
 
 
 def _columns(path: Path, names: list[str]) -> list[str]:
@@ -216,7 +208,7 @@ def _load(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
     except OSError:
         raise
     except Exception as problem:  # whatever Python's own parser raises: numpy reads the header as a literal
-        raise DataError(f"'{path}' is not a plain .npy file ({_reason(problem)})") from None
+        raise DataError(f"'{path}' is not a plain .npy file ({first_line(problem)})") from None
     if array.dtype.kind not in "iu":
         raise DataError(f"'{path}' holds {array.dtype}: whole numbers are needed, as array.astype('uint32') gives")
     return array

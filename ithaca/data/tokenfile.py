@@ -13,12 +13,13 @@ blocks, which identifies every token, bound and label. reader.py reads the file;
 
 import hashlib
 import json
+import os
 import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -129,6 +130,14 @@ def check_size(name: str, size: int, wanted: int) -> None:
             f"{name} has {size} bytes where its header promises {wanted}: "
             "copy it again, or prepare it again with `ithaca data`"
         )
+
+
+def from_file(file: BinaryIO) -> Read:
+    return lambda size, offset: os.pread(file.fileno(), size, offset)
+
+
+def from_bytes(content: bytes) -> Read:
+    return lambda size, offset: content[offset : offset + size]
 
 
 class Part:

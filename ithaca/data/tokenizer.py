@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-from ithaca.base.errors import DataError
+from ithaca.base.errors import DataError, first_line
 from ithaca.data.tokenfile import Stored
 from ithaca.model.folder import model_file, read_bytes
 
@@ -57,7 +57,7 @@ class Json:
         try:
             self._inner = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as problem:  # the package raises nothing narrower
-            raise DataError(f"'{file}' is not a tokenizer.json ({_line(problem)})") from None
+            raise DataError(f"'{file}' is not a tokenizer.json ({first_line(problem)})") from None
         # Truncation and padding in the file are meant for inference, and would cut documents
         self._inner.no_truncation()
         self._inner.no_padding()
@@ -71,7 +71,7 @@ class Json:
         try:
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as problem:  # the package raises nothing narrower
-            raise DataError(f"the tokenizer cannot encode a text ({_line(problem)})") from None
+            raise DataError(f"the tokenizer cannot encode a text ({first_line(problem)})") from None
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def _end(self, file: Path) -> int | None:
@@ -110,7 +110,3 @@ def _read(file: Path) -> bytes:
     if not file.is_file():  # a file that --tokenizer names may be a link to anywhere, but no pipe or device
         raise DataError(f"--tokenizer '{file}' is not a regular file: name a tokenizer.json or a folder that holds one")
     return read_bytes(file, TOKENIZER_BYTES)
-
-
-def _line(problem: Exception) -> str:
-    return str(problem).splitlines()[0] if str(problem) else type(problem).__name__

@@ -16,9 +16,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -80,7 +78,7 @@ def read_with_index(path: Path, read: Read, old: Header, folder: Path | None) ->
     content = _make_index(path, read, old)
     kept = next((place for place in places if _keep(content, place)), None)
     _tell(f"Checksums: {kept}" if kept else f"The checksums cannot be written to '{places[-1]}': kept in memory only")
-    return _opened(content[:HEADER_BYTES], lambda size, at: content[at : at + size], path, read, old)
+    return _opened(content[:HEADER_BYTES], tokenfile.from_bytes(content), path, read, old)
 
 
 def is_index(path: Path) -> bool:
@@ -104,14 +102,10 @@ def _read_index(place: Path, path: Path, read: Read, old: Header) -> Opened | No
             return None
         header = tokenfile.read_fields(quoted(place), packed, IndexHeader)
         if _describes(header, old) and os.fstat(file.fileno()).st_size == header.index_bytes:
-            return _opened(packed, partial(_pread, file), path, read, old)
+            return _opened(packed, tokenfile.from_file(file), path, read, old)
     except (OSError, DataError, RunError):
         pass  # a damaged index is made again, which is said
     return None
-
-
-def _pread(file: BinaryIO, size: int, offset: int) -> bytes:
-    return os.pread(file.fileno(), size, offset)
 
 
 def _describes(index: IndexHeader, old: Header) -> bool:
@@ -139,7 +133,7 @@ def _make_index(path: Path, read: Read, old: Header) -> bytes:
     _check_bounds(name, read, old)
     bits = b"".join(bits.tobytes() for bits in _mask(name, read, old)) if old.learned_from else b""
     bits = bits.ljust(padded(len(bits)), b"\0")
-    mask = Part(name, lambda size, at: bits[at : at + size], 0, np.dtype(np.uint8)) if bits else None
+    mask = Part(name, tokenfile.from_bytes(bits), 0, np.dtype(np.uint8)) if bits else None
     parts = Parts(Part(name, read, HEADER_BYTES, DTYPES[old.dtype]), mask, _bounds(name, read, old))
     blocks, labels = tokenfile.index_blocks(name, parts, old.tokens, old.documents, old.vocab)
     header = IndexHeader(

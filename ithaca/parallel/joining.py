@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from ithaca.base.errors import LostRankError, PlanError, RunError
+from ithaca.base.errors import LostRankError, PlanError, RunError, first_line
 from ithaca.base.sizes import MOST_SECONDS, format_seconds
 from ithaca.parallel.hangs import named, own_output, roll_call, without_key
 
@@ -62,8 +62,9 @@ def join_job(backend: str, seconds: float) -> None:
         with roll_call(list(range(job.ranks)), job.rank, store):
             dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks, timeout=limit)
     except RuntimeError as problem:
-        reason = str(problem).splitlines()[0]
-        raise RunError(f"rank {job.rank} of {job.ranks} cannot connect to the other ranks ({reason})") from None
+        raise RunError(
+            f"rank {job.rank} of {job.ranks} cannot connect to the other ranks ({first_line(problem)})"
+        ) from None
     store.set_timeout(default_pg_timeout)
 
 
@@ -111,7 +112,7 @@ def _open_store(job: Job, seconds: float, until: float) -> dist.TCPStore:
             job.host, job.port, is_master=job.hosts, timeout=limit, wait_for_workers=False, multi_tenant=True
         )
     except (OSError, RuntimeError) as problem:  # torch's own errors are RuntimeErrors
-        reason, verb = str(problem).splitlines()[0], "open" if job.hosts else "reach"
+        reason, verb = first_line(problem), "open" if job.hosts else "reach"
         raise RunError(
             f"rank {job.rank} cannot {verb} the job's store at {job.host}:{job.port} ({reason}): "
             "another MASTER_PORT may be free"

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ithaca.base.errors import ConfigError, IthacaError, RunError
+from ithaca.base.errors import ConfigError, IthacaError, RunError, first_line
 from ithaca.base.sizes import format_seconds
 from ithaca.train.board import CAME, LEFT, OFF, Board, Line, host_board, listen
 
@@ -213,7 +213,7 @@ def _make_store(host: str) -> dist.TCPStore:
         wait = timedelta(seconds=STORE_SECONDS)
         return dist.TCPStore(host, port, None, True, timeout=wait, wait_for_workers=False, master_listen_fd=fd)
     except (OSError, dist.DistError) as problem:
-        reason = str(problem).splitlines()[0]
+        reason = first_line(problem)
         raise RunError(
             f"the store of the ranks cannot be opened at {host} ({reason}): another address of this machine may work "
             "as --meet, or more open files, as ulimit -n 4096"

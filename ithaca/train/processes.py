@@ -25,7 +25,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from ithaca.base.errors import IthacaError, LostRankError, RunError
+from ithaca.base.errors import IthacaError, LostRankError, RunError, first_line
 from ithaca.config import Config
 from ithaca.train.loop import train
 from ithaca.train.report import tell
@@ -215,5 +215,5 @@ def _exit(code: int) -> NoReturn:
 
 
 def out_of_memory(error: Exception) -> str:
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"out of memory ({first}): a smaller train.micro_batch or train.tokens, or plan.checkpoint=full, takes less"
+    advice = "a smaller train.micro_batch or train.tokens, or plan.checkpoint=full, takes less"
+    return f"out of memory ({first_line(error)}): {advice}"

@@ -293,6 +293,8 @@ def tell_conclusion(folder: RunFolder, progress: Progress, done: int, saved: int
         progress.say(f"Stopped after step {done}. Continue with: ithaca train --run {folder.path}")
     else:
         progress.say("\n".join(_summary(folder, metrics, done)))
+    if kind := not_a_file(folder.log):
+        problem = problem or f"the log '{folder.log}' could not be written (it is {kind})"
     if problem:
         raise RunError(f"{problem}, but {complete}")
 

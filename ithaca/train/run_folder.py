@@ -96,9 +96,11 @@ class RunFolder:
             self._check_file(file)
             self._check_file(partial_name(file))
         self._made = missing_folders(self.path)
-        self._found = {path.name for path in self.path.iterdir()} if os.path.isdir(self.path) else set()
+        locked_before = os.path.lexists(self.lock)
         try:
             self._held = self._lock()
+            # Only now: while this job waited for the lock, the one before may have deleted what it had made
+            self._found = {path.name for path in self.path.iterdir() if locked_before or path != self.lock}
             return self._held
         except OSError as problem:
             kind = RunError if is_full(problem) else ConfigError

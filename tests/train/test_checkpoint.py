@@ -340,3 +340,13 @@ def test_what_a_run_reports(nursery, small_config, tmp_path: Path) -> None:
     (line, *_) = RunFolder(tmp_path / "run").read_metrics()
     assert {"step", "loss", "gradient_norm", "learning_rate", "tokens_per_second_per_rank", "host_bytes"} <= line.keys()
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_damaged_checkpoint_takes_no_other_s_place(tmp_path: Path) -> None:
+    files = CheckpointFolder(tmp_path)
+    for number in range(3):
+        files.path(4).mkdir()
+        (files.path(4) / str(number)).touch()
+        files.set_aside(4)
+    found = {path.parent.name: path.name for path in tmp_path.glob("*/*")}
+    assert found == {f"step-00000004.damaged{ending}": number for ending, number in (("", "0"), ("2", "1"), ("3", "2"))}

@@ -225,8 +225,8 @@ def test_a_checkpoint_of_a_step_that_is_there_already(run: RunFolder) -> None:
             with pytest.raises(GoneError):
                 lease.check()
         assert len(names(run)) == number + 1
-    assert names(run) == ["step-00000004", "step-00000004.replaced1", "step-00000004.replaced2"]
-    assert (run.checkpoints / "step-00000004.replaced1" / "manifest.json").stat().st_ino == before
+    assert names(run) == ["step-00000004", "step-00000004.replaced", "step-00000004.replaced2"]
+    assert (run.checkpoints / "step-00000004.replaced" / "manifest.json").stat().st_ino == before
 
 
 KILLED = """

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -251,6 +252,27 @@ def test_leftovers_of_a_start_are_taken_over_and_a_failed_start_deletes_its_own_
     (run.path / "model.partial").mkdir()
     run.release()
     assert set(os.listdir(run.path)) == before
+
+
+def test_starts_that_fail_in_turn_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits for the lock while the files of the first are there."""
+    first, second, tries = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run"), list[bool]()
+    first.hold()
+    (first.path / "model.partial").mkdir()
+
+    def try_lock() -> IO[str] | None:
+        tries.append(True)
+        if len(tries) == 1:
+            assert RunFolder._try_lock(second) is None
+            first.release()
+            return None
+        return RunFolder._try_lock(second)
+
+    monkeypatch.setattr(second, "_try_lock", try_lock)
+    second.hold()
+    (second.path / "model.partial").mkdir()
+    second.release()
+    assert os.listdir(second.path) in ([], ["lock"])
 
 
 def test_the_lock_is_deleted_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,12 +323,15 @@ def test_a_log_that_goes(
 ) -> None:
     path, outside = tmp_path / "run", tmp_path / "outside"
     outside.write_text("")
-    said = check(nursery.job(disturbed, of(small_config, 5), path, Become("log.txt", make), 3, ranks=2), 0)
+    ends = nursery.job(disturbed, of(small_config, 5), path, Become("log.txt", make), 3, ranks=2)
+    said = check(ends, 0 if make is None else 1)
     if make is None:
         assert said.count(f"warning: '{path}/log.txt' was deleted or replaced: a new one begins here") == 1
         assert "Done: loss" in (path / "log.txt").read_text()
     else:
         assert said.count(f"warning: '{path}/log.txt' could not be written (it is a") == 1
+        assert said.count(f"error: the log '{path}/log.txt' could not be written (it is a") == 1
+        assert "but the checkpoint of step 5 is complete" in said
         assert outside.read_text() == ""
     assert "Done: loss" in said
 
