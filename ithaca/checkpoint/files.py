@@ -6,6 +6,7 @@ a model or a process group. Other names end in what happened to them: `.partial`
 `.damaged` and `.replaced` were renamed and stay, `.deleted` is being deleted.
 """
 
+import errno
 import hashlib
 import io
 import json
@@ -58,6 +59,8 @@ class CheckpointFolder:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as problem:
+            if problem.errno == errno.ENAMETOOLONG:  # nothing can be there
+                return []
             raise RunError(f"'{self.folder}' cannot be read ({problem.strerror})") from None
         numbers = [int(name[5:]) for name in names if re.fullmatch("step-[0-9]{8,}", name)]
         return sorted(number for number in numbers if self.path(number).name in names)

@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,11 @@ def same_weights(folder: Path, toys: Toys) -> str | None:
 
 def go_on(name: str, change: Build, expect: Any = "either") -> Input:
     return Input(f"{name} (train)", GO_ON, all_of(SOUND, change), expect, check=same_losses)
+
+
+def signed_on(name: str, change: Build, expect: Any = "either") -> Input:
+    """Go on from a record that was changed and signed again: the losses may be others."""
+    return replace(go_on(name, change, expect), check=None)
 
 
 def export(name: str, change: Build, expect: Any = "either") -> Input:
@@ -235,7 +241,7 @@ def with_json(path: str, change: Callable[[Any], Any]) -> Build:
 
 
 def manifests(chance: random.Random) -> list[Input]:
-    """Every key of a manifest with values of other types, in all checkpoints."""
+    """Every key of a manifest with values of other types, in all checkpoints, signed: what it says is what it is."""
     found = []
 
     def nth(number: int, value: Any) -> Callable[[Any], Any]:
@@ -258,11 +264,11 @@ def manifests(chance: random.Random) -> list[Input]:
 
     for number in range(36):
         value = chance.choice(WILD)
-        make = chance.choice([go_on, export])
+        make = chance.choice([signed_on, export])
         found.append(make(f"key {number} = {shown(value)}", with_json("NEWEST/manifest.json", nth(number, value))))
     for number in range(48):
         value = chance.choice(WILD)
-        make = chance.choice([go_on, export])
+        make = chance.choice([signed_on, export])
         found.append(
             make(f"inner key {number} = {shown(value)}", with_json("NEWEST/manifest.json", inner(number, value)))
         )

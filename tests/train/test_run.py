@@ -65,6 +65,12 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_link_to_a_folder_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=r"run' cannot be made a run folder \(File exists"):
+        RunFolder(tmp_path / "run").hold()
+
+
 def test_two_jobs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path / "run")
     held = folder.hold()
