@@ -8,7 +8,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ithaca.attention.kernels.choose import choose_kernel
+from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.kernels.seam import Kernel
 from ithaca.base.errors import InputError, ModelError, PlanError
 from ithaca.base.precision import at_least_fp32
@@ -23,7 +24,7 @@ from ithaca.model.decoder import Decoder
 from ithaca.model.save import check_vacant, write_folder
 from ithaca.model.source import DTYPES, ModelSource
 from ithaca.model.spec import Spec
-from ithaca.parallel.agree import same_batch, same_everywhere, together
+from ithaca.parallel.agree import first_then_others, same_batch, same_everywhere, together
 from ithaca.parallel.batch import Batch, RankBatch, gather_tokens, rank_batch, split_batch, whole_batch
 from ithaca.parallel.collectives import Group
 from ithaca.parallel.exchange import Alone, Ulysses
@@ -66,7 +67,13 @@ class Model(nn.Module):
         self.split = split_heads(spec.heads, spec.kv_heads, mesh.ulysses)
         self.rounds = head_rounds(self.split, plan.heads_at_once(mesh.ulysses))
         self.reservation = Reservation(
-            spec, self.plan, mesh, self.dtype, self.engine, substitutes.tiles_held, _outside_inference_mode
+            spec,
+            replace(self.plan, kernel=self.kernel.name),
+            mesh,
+            self.dtype,
+            self.engine,
+            substitutes.tiles_held,
+            _outside_inference_mode,
         )
         self._begins_step = True
         cut(self.decoder, mesh, plan.zero, self.dtype)
@@ -95,7 +102,23 @@ class Model(nn.Module):
 
         Otherwise a first pass does it. `say` is told the progress. Raises an error while a pass waits for its backward.
         """
-        self.reservation.allocate(self._pass_tokens(rows, tokens), True, say=say)
+        pass_tokens = self._pass_tokens(rows, tokens)
+        if KERNEL_FACTS[self.kernel.name].compiles:
+            self._compile(say)
+        self.reservation.allocate(pass_tokens, True, say=say)
+
+    def _compile(self, say: Callable[[str], None]) -> None:
+        """Compile the attention kernel, or load what an earlier run compiled; one rank of a node before the others."""
+        rank, size = self.mesh.context_rank % self.mesh.ulysses, self.spec.head_size
+        heads = {(len(split.q[rank]), len(split.kv[rank])) for group in self.rounds for split in group if split.q[rank]}
+        say(f"Compiling attention kernel {self.kernel.name}, or loading it from its cache")
+
+        def work() -> None:
+            for query_heads, kv_heads in sorted(heads):
+                self.kernel.prepare(self.mesh.device, self.dtype, query_heads, kv_heads, size)
+
+        ratios = sorted({query_heads // kv_heads for query_heads, kv_heads in heads})
+        first_then_others(self.mesh.group, (ratios, size, str(self.dtype)), work)
 
     def check_memory(self, rows: int, tokens: int) -> None:
         """Raise the error that `allocate` would raise if memory is short, without allocating."""

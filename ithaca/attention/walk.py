@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ithaca.attention.kernels.seam import Kernel, softmax_scale
+from ithaca.attention.merge import merge
 from ithaca.attention.visits import Segments, TileVisits, Visit, plan_visits
 from ithaca.base.owners import ATTENTION, owned_by
-from ithaca.base.precision import at_least_fp32, fusable
+from ithaca.base.precision import at_least_fp32
 from ithaca.base.tiles import Tiles
 
 
@@ -43,7 +44,7 @@ class Walk:
     ends: int | None = None  # a rehearsal of memory makes so many visits at either end of a walk; None: all are made
 
     def visits(self, index: int) -> list[TileVisits]:
-        visits = plan_visits(self.tiles, self.bounds, index, self.kernel.bucket, self.runs)
+        visits = plan_visits(self.tiles, self.bounds, index, self.runs)
         if self.ends is None or len(visits) <= 2 * self.ends:
             return visits
         return visits[: self.ends] + visits[-self.ends :]
@@ -101,22 +102,6 @@ class Walk:
             keys.release(here.tile)
         assert dq is not None
         return dq.to(q.dtype)
-
-
-def merge(o_sum: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
-    """Merge attention over more keys into (o_sum, lse) in place; o [T, H, D], lse [H, T].
-
-    A row that has seen no key yet has lse = -inf.
-    """
-    if fusable(o_sum):
-        from ithaca.attention import triton_merge as fused
-
-        fused.merge(o_sum, lse, o_part, lse_part)
-        return
-    total = torch.logaddexp(lse, lse_part)
-    keep, take = ((part - total).exp_().T[..., None] for part in (lse, lse_part))
-    o_sum.mul_(keep).addcmul_(o_part, take)
-    lse.copy_(total)
 
 
 def _slices(visit: Visit, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,6 +46,9 @@ def _config(
 
 
 PRESETS: dict[str, dict[str, Any]] = {
+    "smollm2-135m": _config(
+        "llama", 49152, 576, 1536, 30, 9, 3, theta=100000.0, context=8192, tie_word_embeddings=True
+    ),
     "llama2-7b": _config("llama", 32000, 4096, 11008, 32, 32, 32, theta=10000.0, context=4096),
     "llama3-8b": _config("llama", 128256, 4096, 14336, 32, 32, 8, theta=500000.0, context=8192),
     "llama3-70b": _config("llama", 128256, 8192, 28672, 80, 64, 8, theta=500000.0, context=8192),

@@ -90,6 +90,17 @@ def on_this_node(group: dist.ProcessGroup, amount: int) -> tuple[int, int]:
     return sum(amounts.values()), len(amounts)
 
 
+def first_then_others(group: dist.ProcessGroup, what: object, work: Callable[[], None]) -> None:
+    """Do `work` on one rank of each node for each `what` (compared by repr), and then on the others.
+
+    So that ranks which would all make the same file find it made. An error on one rank is raised on all.
+    """
+    place = socket.gethostname(), repr(what)
+    first = _gather(group, place).index(place) == dist.get_rank(group)
+    together(group, lambda: work() if first else None)
+    together(group, lambda: None if first else work())
+
+
 def _portable(problem: Exception | None) -> tuple[type[IthacaError], str] | None:
     if problem is None:
         return None

@@ -19,13 +19,16 @@ class TimedKernel:
     """A kernel that records how long its calls take, by events on a GPU, and counts them by shape."""
 
     def __init__(self, kernel: Kernel, device: torch.device):
-        self.name, self.bucket = kernel.name, kernel.bucket
+        self.name = kernel.name
         self.kernel, self._cuda = kernel, device.type == "cuda"
         self._laps: list[tuple[Any, Any]] = []
         self.seen: Counter[Call] = Counter()
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return self.kernel.refuses(device, dtype, head_size)
+
+    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
+        self.kernel.prepare(device, dtype, heads, kv_heads, head_size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
         self.seen[False, tuple(q.shape), tuple(k.shape), pieces] += 1
@@ -66,11 +69,14 @@ class FakeKernel:
     """A kernel that allocates the outputs and workspace of another one, filled with zeros."""
 
     def __init__(self, kernel: Kernel):
-        self.name, self.bucket = kernel.name, kernel.bucket
+        self.name = kernel.name
         self._kernel = kernel
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return self._kernel.refuses(device, dtype, head_size)
+
+    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
+        """Nothing: it computes nothing."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         return torch.zeros_like(q), q.new_zeros(q.shape[1], len(q), dtype=at_least_fp32(q.dtype))
@@ -86,7 +92,8 @@ class FakeKernel:
         pieces: Pieces,  # noqa: ARG002
         scale: float,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor, Tensor]:
-        workspace = q.new_empty(int(KERNEL_FACTS[self.name].workspace * q.numel()))
+        facts = KERNEL_FACTS[self.name]
+        workspace = q.new_empty(int(facts.workspace(q.numel(), k.numel(), q.shape[1] // k.shape[1], len(q))))
         gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         del workspace
         return gradients

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from ithaca.attention.kernels.facts import KERNEL_FACTS
+from ithaca.attention.kernels.facts import KERNEL_FACTS, KernelFacts, gpu_kernel
 from ithaca.base.tiles import Tiles
 from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.axes import Axes
@@ -123,12 +123,16 @@ class Job:
         return sum(map(math.prod, self.spec.block_shapes().values()))
 
     @cached_property
-    def workspace(self) -> float:
-        """q-sized tensors that backward of the attention kernel takes for itself; `auto`: of the first for a GPU."""
+    def kernel(self) -> KernelFacts:
+        """The attention kernel; with `auto`, the one for a GPU."""
         if self.plan.kernel in KERNEL_FACTS:
-            return KERNEL_FACTS[self.plan.kernel].workspace
-        usable = (facts for facts in KERNEL_FACTS.values() if (facts.largest_head or 0) >= self.spec.head_size)
-        return next(usable, KERNEL_FACTS["naive"]).workspace
+            return KERNEL_FACTS[self.plan.kernel]
+        return gpu_kernel(self.spec.head_size)
+
+    def workspace(self, q: int, k: int) -> float:
+        """Bytes that backward of the attention kernel takes for itself, given those of q and k."""
+        rows = self.block_tokens * self.axes.ulysses
+        return self.kernel.workspace(q, k, self.spec.heads / self.spec.kv_heads, rows)
 
     # Bytes of tensors of some tokens, all heads
     def hidden(self, tokens: int) -> int:

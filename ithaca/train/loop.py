@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from ithaca.assemble import Model, apply
+from ithaca.attention.kernels.choose import explain_kernel
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.sizes import format_count, format_seconds, format_tokens
@@ -311,7 +312,7 @@ class TrainingRun:
         ranks = format_count(self.mesh.size, "GPU" if device == "cuda" else f"{device.upper()} rank")
         say(
             f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, in {dtype} on {ranks}; "
-            f"attention kernel: {model.kernel.name}"
+            f"attention kernel: {explain_kernel(model.kernel, self.mesh.device, model.dtype, model.spec.head_size)}"
         )
         passes = f" in {format_count(options.batch // options.micro_batch, 'pass')}" if options.micro_batch else ""  # pyrefly: ignore
         say(

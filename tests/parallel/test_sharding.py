@@ -35,7 +35,7 @@ def gathered_tables(folder: Path, options: dict) -> tuple[set[bool], bool]:
     kernel, seen = model.kernel, set()
 
     class Watching:
-        name, bucket = kernel.name, kernel.bucket
+        name = kernel.name
 
         def forward(self, *args):
             seen.add(is_gathered(model.decoder.embedding))

@@ -1,56 +1,49 @@
 """The attention kernels by name, and the choice of one of them for a device. `plan.kernel` overrides the choice."""
 
+from importlib import import_module
+
 import torch
 
-from ithaca.attention.documents import Pieces
-from ithaca.attention.kernels.cudnn import Cudnn
 from ithaca.attention.kernels.facts import KERNEL_FACTS
-from ithaca.attention.kernels.flash import Flash
-from ithaca.attention.kernels.naive import Naive
-from ithaca.attention.kernels.seam import FactsKernel, Kernel
-from ithaca.attention.kernels.torch_cpu import TorchCpu
+from ithaca.attention.kernels.seam import Kernel
 from ithaca.base.errors import PlanError, suggestion
 
 
-class CudnnAndFlash(FactsKernel):
-    """cuDNN for shapes that repeat, flash for shapes that documents make: each where it is faster."""
-
-    facts = KERNEL_FACTS["cudnn+flash"]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.full, self.ragged = Cudnn(), Flash()
-
-    def _choose(self, pieces: Pieces) -> Kernel:
-        return self.ragged if pieces.ragged else self.full
-
-    def forward(self, q, k, v, pieces, scale):
-        return self._choose(pieces).forward(q, k, v, pieces, scale)
-
-    def backward(self, do, q, k, v, o, lse, pieces, scale):
-        return self._choose(pieces).backward(do, q, k, v, o, lse, pieces, scale)
-
-
-_CLASSES: dict[str, type[Kernel]] = {
-    "cudnn+flash": CudnnAndFlash,
-    "cudnn": Cudnn,
-    "flash": Flash,
-    "torch-cpu": TorchCpu,
-    "naive": Naive,
-}
-KERNELS: dict[str, type[Kernel]] = {name: _CLASSES[name] for name in KERNEL_FACTS}
+def make_kernel(name: str) -> Kernel:
+    """The kernel of that name. Its code is loaded now."""
+    module, kind = KERNEL_FACTS[name].code.split(".")
+    return getattr(import_module(f"ithaca.attention.kernels.{module}"), kind)()
 
 
 def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Kernel:
     """The kernel of that name. 'auto' gives the first one in facts.py that runs on this device."""
     if name == "auto":
-        kernels = (kernel() for kernel in KERNELS.values())
-        return next(kernel for kernel in kernels if kernel.refuses(device, dtype, head_size) is None)
-    if name not in KERNELS:
-        raise PlanError(f"kernel '{name}' does not exist: {suggestion(name, ['auto', *KERNELS])}")
-    kernel = KERNELS[name]()
+        return next(kernel for kernel, reason in _candidates(device, dtype, head_size) if reason is None)
+    if name not in KERNEL_FACTS:
+        raise PlanError(f"kernel '{name}' does not exist: {suggestion(name, ['auto', *KERNEL_FACTS])}")
+    kernel = make_kernel(name)
     reason = kernel.refuses(device, dtype, head_size)
     if reason is not None:
-        usable = [other for other in KERNELS if KERNELS[other]().refuses(device, dtype, head_size) is None]
+        usable = [other.name for other, why in _candidates(device, dtype, head_size) if why is None]
         raise PlanError(f"kernel '{name}' cannot be used here: {reason}; usable are auto, {', '.join(usable)}")
     return kernel
+
+
+def explain_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
+    """The name of the kernel that runs and, of the kernels that `auto` prefers to it, why each does not."""
+    names = list(KERNEL_FACTS)
+    faster = names[: names.index(kernel.name)]
+    reasons = {name: make_kernel(name).refuses(device, dtype, head_size) for name in faster}
+    why = [
+        f"{name} is not used: {reason or 'plan.kernel names another'}"
+        for name, reason in reasons.items()
+        if KERNEL_FACTS[name].device == device.type
+    ]
+    return "; ".join([kernel.name, *why])
+
+
+def _candidates(device: torch.device, dtype: torch.dtype, head_size: int):
+    """Every kernel in the order of preference, with the reason why it cannot run, or None."""
+    for name in KERNEL_FACTS:
+        kernel = make_kernel(name)
+        yield kernel, kernel.refuses(device, dtype, head_size)

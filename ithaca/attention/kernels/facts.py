@@ -1,10 +1,12 @@
 """What each attention kernel can do, where, and what it takes: numbers without torch, for the planner and the kernels.
 
 The order is the order of preference: `auto` takes the first kernel that runs on the device, dtype and head size.
-To add a kernel, add an entry here and its class in choose.py.
+A kernel is added by an entry here; its code is loaded when it is used.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 
 HALF = ("bfloat16", "float16")
 
@@ -14,16 +16,19 @@ class KernelFacts:
     """What one kernel can do and what its backward pass takes."""
 
     name: str
-    workspace: float
-    """Tensors of q's size and dtype that backward allocates beside dq, dk and dv, with as many keys as queries.
-
-    Measured for cuDNN. For flash: dq in fp32, and dk and dv of every query head. For torch-cpu: k, v, dk and dv of
-    every query head. For naive: an upper estimate.
-    """
+    code: str
+    """The module in this folder and the class in it."""
+    workspace_q: float
+    """Tensors of q's size and dtype that backward allocates beside dq, dk and dv. The fused kernels: dq in fp32, and
+    two fp32 numbers for each row and head."""
+    workspace_k: float = 0.0
+    """Tensors of k's size and dtype beside those, if several query heads read one key/value head."""
+    workspace_repeated: float = 0.0
+    """Tensors of k's size with as many heads as q, if several query heads read one key/value head."""
+    longest: int | None = None
+    """Rows of the longest causal call. A longer one is cut: dq, dk and dv are then summed in fp32; None: it is not."""
     scores: int = 0
     """fp32 tensors [query heads, queries, keys] that backward holds at once; the fused kernels hold none."""
-    bucket: int | None = None
-    """Lengths that documents make are cut into multiples of this many tokens; None: they stay as they are."""
     device: str | None = None
     """The only device type that it runs on; None: any."""
     dtypes: tuple[str, ...] | None = None
@@ -32,25 +37,110 @@ class KernelFacts:
     """The lowest CUDA compute capability that it runs on; None: any."""
     largest_head: int | None = None
     """The largest head size; sizes are then multiples of 8. None: any head size."""
+    compiles: bool = False
+    """Whether it compiles when it first meets a kind of call (`Kernel.prepare`)."""
+    package: str | None = None
+    """The package that it needs, as `pip` names it; None: torch alone."""
+    extra: str | None = None
+    """The extra of this project that installs the package, in versions that were tried."""
+
+    def workspace(self, q: float, k: float, group: float, rows: int) -> float:
+        """Bytes of backward beside dq, dk and dv, given those of q and k (bf16) and the rows of q.
+
+        `group`: query heads per key/value head.
+        """
+        shared = 0.0 if group <= 1 else self.workspace_k + self.workspace_repeated * group
+        if self.longest is None or rows <= self.longest:
+            return self.workspace_q * q + shared * k
+        # The sums; beside them a call of the longest rows on half of the keys, or, at the end, dq, dk and dv
+        call = (1 + self.workspace_q) * q * self.longest / rows + (2 + shared) * k / 2
+        return 2 * q + 4 * k + max(call - q - 2 * k, 0.0)
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package that it needs is there."""
+        return self.package is None or _installed(self.package)
+
+    @property
+    def missing(self) -> str:
+        """The sentence about a package that is not there."""
+        return f"it needs the package {self.package}: pip install 'ithaca[{self.extra}]'"
 
 
-_AMPERE = (8, 0)
+@lru_cache
+def _installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+_STATISTICS = 0.03  # two fp32 numbers beside 128 bf16 ones
 
 _ENTRIES = (
-    # From 8192 tokens on cuDNN is twice as fast as flash attention
+    # Measured on an H200 at 64K tokens: the workspace of both fused kernels, to 1 %
+    KernelFacts(
+        name="flash4",
+        code="flash4.Flash4",
+        workspace_q=2 + _STATISTICS,
+        workspace_k=4.0,
+        device="cuda",
+        dtypes=HALF,
+        capability=_HOPPER,
+        largest_head=256,
+        compiles=True,
+        package="flash-attn-4",
+        extra="flash4",
+    ),
     KernelFacts(
         name="cudnn+flash",
-        workspace=3.5,
-        bucket=8192,
+        code="cudnn_flash.CudnnAndFlash",
+        workspace_q=2 + _STATISTICS,
+        workspace_repeated=2.0,
+        longest=2**16,
         device="cuda",
         dtypes=HALF,
         capability=_AMPERE,
         largest_head=128,
     ),
-    KernelFacts(name="cudnn", workspace=3.5, device="cuda", dtypes=HALF, capability=_AMPERE, largest_head=128),
-    KernelFacts(name="flash", workspace=4.0, device="cuda", dtypes=HALF, capability=_AMPERE, largest_head=256),
-    KernelFacts(name="torch-cpu", workspace=4.0, device="cpu"),
-    KernelFacts(name="naive", workspace=12.0, scores=4),
+    KernelFacts(
+        name="cudnn",
+        code="cudnn.Cudnn",
+        workspace_q=2 + _STATISTICS,
+        workspace_repeated=2.0,
+        device="cuda",
+        dtypes=HALF,
+        capability=_AMPERE,
+        largest_head=128,
+    ),
+    # dq in fp32, and dk and dv of every query head; from its code, not measured
+    KernelFacts(
+        name="flash",
+        code="flash.Flash",
+        workspace_q=2 + _STATISTICS,
+        workspace_repeated=2.0,
+        device="cuda",
+        dtypes=HALF,
+        capability=_AMPERE,
+        largest_head=256,
+    ),
+    # k, v, dk and dv of every query head
+    KernelFacts(name="torch-cpu", code="torch_cpu.TorchCpu", workspace_q=0.0, workspace_repeated=4.0, device="cpu"),
+    KernelFacts(name="naive", code="naive.Naive", workspace_q=12.0, scores=4),  # an upper estimate
 )
 
 KERNEL_FACTS: dict[str, KernelFacts] = {facts.name: facts for facts in _ENTRIES}
+
+
+def gpu_kernel(head_size: int, capability: tuple[int, int] = _HOPPER) -> KernelFacts:
+    """The kernel that `auto` takes in bf16 on a GPU of this compute capability, with the packages that are here."""
+    return next(
+        facts
+        for facts in _ENTRIES
+        if facts.device in ("cuda", None)
+        and (facts.capability or (0, 0)) <= capability
+        and (facts.largest_head is None or (head_size <= facts.largest_head and head_size % 8 == 0))
+        and facts.installed
+    )

@@ -20,11 +20,13 @@ from ithaca.base.precision import at_least_fp32
 
 class Kernel(Protocol):
     name: str
-    bucket: int | None
-    """Lengths that documents make are cut into multiples of it, because new shapes cost time (visits.py); None: not."""
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         """Why this kernel cannot run on this device, or None if it can."""
+        ...
+
+    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
+        """Do what the first calls with these heads would wait for, such as compilation."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
@@ -47,15 +49,18 @@ class Kernel(Protocol):
 
 
 class FactsKernel:
-    """A kernel that takes its name, its bucket and its limits from its entry in facts.py."""
+    """A kernel that takes its name and its limits from its entry in facts.py."""
 
     facts: ClassVar[KernelFacts]
 
     def __init__(self) -> None:
-        self.name, self.bucket = self.facts.name, self.facts.bucket
+        self.name = self.facts.name
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return refusal(self.facts, device, dtype, head_size)
+
+    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
+        """Nothing: most kernels are ready."""
 
 
 class PieceByPiece(FactsKernel, ABC):
@@ -119,6 +124,8 @@ def refusal(facts: KernelFacts, device: torch.device, dtype: torch.dtype, head_s
         return f"it computes in {' or '.join(facts.dtypes)}, the model in {short}"
     if facts.largest_head is not None and (head_size % 8 or head_size > facts.largest_head):
         return f"it takes head sizes up to {facts.largest_head} in steps of 8, the model has {head_size}"
+    if not facts.installed:
+        return facts.missing
     if facts.capability is not None:
         found = torch.cuda.get_device_capability(device)
         if found < facts.capability:

@@ -161,7 +161,7 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
             ATTENTION: 2 * q + job.queries(T) if recomputes else 0,
         }
     )
-    kernel = ring_q * (1 + job.workspace) + 2 * k
+    kernel = ring_q + job.workspace(ring_q, k) + 2 * k
     # In a walk: dq in fp32 from the second visit on, and that of the visit before
     walk = kernel + {1: 0, 2: ring_q + 2 * k, 3: 3 * ring_q + 2 * k}[min(job.chunks, 3)]
     arrived = 3 * q if ulysses > 1 else 2 * job.queries(T)

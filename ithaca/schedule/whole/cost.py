@@ -114,7 +114,7 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
     x, tokens_q = job.hidden(T), job.queries(T)
     if job.plan.checkpoint == "none":
         mlp = Counter({BLOCKS: 2 * x + 3 * T * job.spec.mlp * job.itemsize})
-        return {"the MLP": mlp, "attention": Counter({BLOCKS: 2 * x, ATTENTION: q * (2 + job.workspace) + 2 * k})}
+        return {"the MLP": mlp, "attention": Counter({BLOCKS: 2 * x, ATTENTION: 2 * q + job.workspace(q, k) + 2 * k})}
     fetched = {*job.plan.placement(job.spec.layers).x} - {"device"}
     states = (x if fetched else 0) + 2 * x  # x, dy, dx
     if not one_round(job):
@@ -127,7 +127,7 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
         {
             BLOCKS: states + job.projection_bytes() + job.own_lse(),
             EXCHANGE: 3 * q + 2 * k + _travelling_bytes(job),
-            ATTENTION: q * (1 + job.workspace) + 2 * k + (2 * q if job.axes.ring > 1 else 0),
+            ATTENTION: q + job.workspace(q, k) + 2 * k + (2 * q if job.axes.ring > 1 else 0),
         }
     )
     return {"the MLP": mlp, "attention": attention}
@@ -145,7 +145,7 @@ def _peaks_in_rounds(job: "Job", states: int) -> dict[str, Counter[str]]:
         {
             BLOCKS: states + both + job.projection_bytes(),
             EXCHANGE: 2 * sent + 3 * own + 2 * kv,
-            ATTENTION: own * (1 + job.workspace) + 2 * kv + 2 * kv * job.high // job.itemsize,
+            ATTENTION: own + job.workspace(own, kv) + 2 * kv + 2 * kv * job.high // job.itemsize,
         }
     )
     return {"the MLP": mlp, "attention": attention}

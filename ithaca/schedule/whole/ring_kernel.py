@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel
+from ithaca.attention.merge import merge
 from ithaca.attention.visits import Visit, visit_runs
-from ithaca.attention.walk import merge
 from ithaca.base.precision import at_least_fp32
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.ring import Ring, ring_runs
@@ -30,11 +30,14 @@ class RingKernel:
     """`bounds`: offsets of the documents; `gathers`: all K and V are gathered at once."""
 
     def __init__(self, kernel: Kernel, ring: Ring, layout: Layout, bounds: tuple[int, ...], gathers: bool):
-        self.name, self.bucket = kernel.name, kernel.bucket
+        self.name = kernel.name
         self._kernel, self._ring, self._layout, self._bounds, self._gathers = kernel, ring, layout, bounds, gathers
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return self._kernel.refuses(device, dtype, head_size)
+
+    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
+        self._kernel.prepare(device, dtype, heads, kv_heads, head_size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """(o, lse)"""
@@ -93,4 +96,4 @@ class RingKernel:
 
     def _visits(self, owner: int) -> list[Visit]:
         queries, keys = (ring_runs(self._layout, rank)(0) for rank in (self._ring.rank, owner))
-        return visit_runs(queries, keys, self._bounds, self._kernel.bucket)
+        return visit_runs(queries, keys, self._bounds)

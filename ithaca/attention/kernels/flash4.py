@@ -1,0 +1,141 @@
+"""FlashAttention-4 (package flash-attn-4): squares, rectangles and packed pieces of any lengths, each in one call.
+
+The fastest kernel on Hopper and Blackwell. It does not slow down with the length, so nothing is cut. It compiles when
+it first meets a kind of call (dtype, head size, heads per key/value head, causal or not, packed or not), a few seconds
+for each, and keeps what it compiled on disk for later runs (`prepare`). Backward is not deterministic.
+
+The package is a pre-release and the two functions are private. They are named here and nowhere else.
+"""
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ithaca.attention.documents import Pieces
+from ithaca.attention.kernels.facts import KERNEL_FACTS
+from ithaca.attention.kernels.seam import FactsKernel
+
+REMEMBERED = 32  # bounds of pieces that stay on the device: every layer of a step asks for the same ones
+USED = {
+    "_flash_attn_fwd": ("softmax_scale", "causal", "return_lse", "cu_seqlens_q", "max_seqlen_q"),
+    "_flash_attn_bwd": ("out", "dout", "lse", "softmax_scale", "causal", "cu_seqlens_q", "max_seqlen_q"),
+}
+
+
+class Flash4(FactsKernel):
+    facts = KERNEL_FACTS["flash4"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bounds: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+        reason = super().refuses(device, dtype, head_size)
+        return reason or _refusal_of_package(torch.cuda.get_device_capability(device)[0], head_size)
+
+    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
+        """Compile every kind of call that these heads can make, or load it from disk."""
+        q, do = (torch.randn(SHORT, heads, head_size, device=device, dtype=dtype) for _ in range(2))
+        k, v = (torch.randn(SHORT, kv_heads, head_size, device=device, dtype=dtype) for _ in range(2))
+        for pieces in KINDS:
+            o, lse = self.forward(q, k, v, pieces, 1.0)
+            self.backward(do, q, k, v, o, lse, pieces, 1.0)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
+        forward, _ = _functions()
+        options: dict[str, Any] = {"softmax_scale": scale, "causal": pieces.causal, "return_lse": True}
+        if count := pieces.equal(len(q), len(k)):
+            o, lse, *_ = forward(*(x.unflatten(0, (count, -1)) for x in (q, k, v)), **options)
+            return o.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        o, lse, *_ = forward(q, k, v, **self._packed(pieces, q), **options)
+        return o, lse
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        pieces: Pieces,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        _, backward = _functions()
+        options: dict[str, Any] = {"softmax_scale": scale, "causal": pieces.causal}
+        if count := pieces.equal(len(q), len(k)):
+            parts = [x.unflatten(0, (count, -1)) for x in (q, k, v, o, do)]
+            lse_BHT = lse.unflatten(1, (count, -1)).transpose(0, 1).contiguous()
+            dq, dk, dv = (x.flatten(0, 1) for x in backward(*parts, lse_BHT, **options)[:3])
+            return dq, dk, dv
+        dq, dk, dv, *_ = backward(q, k, v, o, do, lse.contiguous(), **self._packed(pieces, q), **options)
+        return dq, dk, dv
+
+    def _packed(self, pieces: Pieces, q: Tensor) -> dict[str, Any]:
+        """The arguments that say where pieces begin and end."""
+        assert (pieces.q_bounds[0], pieces.q_bounds[-1]) == (0, len(q)), "rows outside of all pieces"
+        options: dict[str, Any] = {}
+        for name, edges in (("q", pieces.q_bounds), ("k", pieces.k_bounds)):
+            options[f"cu_seqlens_{name}"] = self._on_device(edges, q.device)
+            options[f"max_seqlen_{name}"] = max(stop - start for start, stop in pairwise(edges))
+        return options
+
+    def _on_device(self, edges: tuple[int, ...], device: torch.device) -> Tensor:
+        """The bounds as a tensor, copied once: a copy in every call would take longer than small pieces do."""
+        key = edges, device
+        if key not in self._bounds:
+            if len(self._bounds) >= REMEMBERED:
+                self._bounds.pop(next(iter(self._bounds)))  # the one that was made first
+            on_host = torch.tensor(edges, dtype=torch.int32)
+            on_host = on_host.pin_memory() if device.type == "cuda" else on_host
+            self._bounds[key] = on_host.to(device, non_blocking=True)
+        return self._bounds[key]
+
+
+# Every kind of call: one square, one rectangle, packed triangles and packed rectangles
+SHORT = 320
+KINDS = (
+    Pieces.documents((0, SHORT)),
+    Pieces.rectangle(SHORT, SHORT, ragged=False),
+    Pieces.documents((0, 64, SHORT)),
+)
+
+
+@lru_cache(maxsize=1)
+def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The package's forward and backward. The first call loads the package, which takes seconds."""
+    # Read once, when the package is loaded; what users have set themselves stays
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path.home() / ".cache" / "ithaca" / "flash4"))
+    # It warns about its own arguments at every compilation
+    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # pyrefly: ignore
+
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
+@lru_cache(maxsize=8)
+def _refusal_of_package(major: int, head_size: int) -> str | None:
+    """Why the installed package cannot serve this head size on GPUs of this generation; None if it can."""
+    try:
+        functions = _functions()
+        from flash_attn.cute.interface import _validate_head_dims  # pyrefly: ignore
+    except Exception as problem:  # whatever a package of another version, or half of one, raises when it is loaded
+        return f"flash-attn-4 cannot be loaded ({type(problem).__name__}: {problem}): {KERNEL_FACTS['flash4'].missing}"
+    for function, (name, wanted) in zip(functions, USED.items(), strict=True):
+        unknown = [word for word in wanted if word not in inspect.signature(function).parameters]
+        if unknown:
+            return f"{name} of the installed flash-attn-4 has no {unknown[0]}: {KERNEL_FACTS['flash4'].missing}"
+    try:
+        _validate_head_dims(head_size, head_size, major, 8)
+    except AssertionError as problem:
+        return f"flash-attn-4 does not take head size {head_size} on this GPU ({problem})"
+    return None
