@@ -12,7 +12,8 @@ import torch.nn.functional as F
 import transformers
 
 import ithaca
-from ithaca.attention.walk import merge
+from ithaca.attention.kernels.facts import KERNEL_FACTS
+from ithaca.attention.merge import merge
 from ithaca.base.tiles import Tiles
 from ithaca.checkpoint.snapshot import Snapshot, training_state
 from ithaca.model.block import gated
@@ -45,7 +46,10 @@ PLANS = {
 @pytest.mark.parametrize("family", ["llama3.1", "qwen3", "smollm3"])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_bf16_error(family: str, plan: str, packed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernel", ["flash4", "cudnn+flash"])
+def test_bf16_error(family: str, plan: str, packed: bool, kernel: str, tmp_path: Path) -> None:
+    if not KERNEL_FACTS[kernel].installed:
+        pytest.skip(f"{KERNEL_FACTS[kernel].package} is not installed")
     folder = save(make_model(family, torch.bfloat16, **GPU_SIZES), tmp_path / "in")
     lengths = [100, 300, 7, 193] if packed else [600]
     tokens = torch.randint(0, 97, (2, 600))
@@ -60,9 +64,9 @@ def test_bf16_error(family: str, plan: str, packed: bool, tmp_path: Path) -> Non
             (model(part, labels=part).loss * share).backward()
         return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
 
-    options = PLANS[plan] | ({"disk": str(tmp_path)} if plan == "sweep-disk" else {})
+    options = PLANS[plan] | {"kernel": kernel} | ({"disk": str(tmp_path)} if plan == "sweep-disk" else {})
     model = ithaca.apply(ithaca.load_model(folder, "bfloat16"), ithaca.Plan(**options))
-    assert model.kernel.name == "cudnn+flash"
+    assert model.kernel.name == kernel
     model(model.shard(tokens, tokens, ids)).backward()
     exact, plain = theirs(torch.float64), theirs(torch.bfloat16)
     ours = {stored_name(n): p.grad.full_tensor().double() for n, p in model.decoder.named_parameters()}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ithaca.attention.documents import Pieces
-from ithaca.attention.kernels.choose import KERNELS, choose_kernel
+from ithaca.attention.kernels.choose import choose_kernel, make_kernel
 from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.kernels.seam import attend
 from ithaca.base.errors import PlanError
@@ -27,7 +27,7 @@ def tensors(rows: int, keys: int, heads: int, kv_heads: int, size: int, seed: in
 
 def everything(name: str, given: list[Tensor], pieces: Pieces) -> list[Tensor]:
     q, k, v, do = given
-    kernel = KERNELS[name]()
+    kernel = make_kernel(name)
     o, lse = kernel.forward(q, k, v, pieces, 0.3)
     other_strides = lse.T.contiguous().T  # as a tape of tokens gives it back
     return [o, lse, *kernel.backward(do, q, k, v, o, other_strides, pieces, 0.3)]
@@ -97,6 +97,7 @@ def capability(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
 def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     capability(monkeypatch, 9, 0)
     assert choose_kernel("auto", CPU, torch.float32, 64).name == "torch-cpu"
+    monkeypatch.setattr("ithaca.attention.kernels.facts._installed", lambda _: False)
     assert choose_kernel("auto", GPU, torch.bfloat16, 128).name == "cudnn+flash"
     assert choose_kernel("auto", GPU, torch.bfloat16, 256).name == "flash"
     assert choose_kernel("auto", GPU, torch.float64, 128).name == "naive"
@@ -117,9 +118,8 @@ def test_fused_kernels_need_ampere(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_kernel_has_facts() -> None:
-    assert list(KERNELS) == list(KERNEL_FACTS)
-    for name, kernel in KERNELS.items():
-        assert (kernel().name, kernel().bucket) == (name, KERNEL_FACTS[name].bucket)
+    for name, facts in KERNEL_FACTS.items():
+        assert make_kernel(name).name == facts.name == name
 
 
 @pytest.mark.gpu

@@ -18,7 +18,6 @@ layouts = st.builds(
     ulysses=st.integers(1, 3),
     ring=st.integers(1, 5),
 )
-grains = st.sampled_from((None, 1, 2, 3, 8))
 
 
 def document_of(bounds: tuple[int, ...]) -> Tensor:
@@ -50,22 +49,22 @@ def count(seen: Tensor, visits: list[Visit], queries: Tensor, keys: Tensor) -> N
             seen[q[rows][:, None], k[columns]] += mask.tril() if visit.pieces.causal else mask
 
 
-@given(layouts, st.sets(st.integers(0, 69)), st.booleans(), grains)
-def test_keys_stay(layout: Layout, ends: set[int], at_runs: bool, bucket: int | None) -> None:
+@given(layouts, st.sets(st.integers(0, 69)), st.booleans())
+def test_keys_stay(layout: Layout, ends: set[int], at_runs: bool) -> None:
     bounds = bounds_of(layout, ends, at_runs)
     document = document_of(bounds)
     seen = torch.zeros(layout.padded, layout.padded, dtype=torch.int64)
     for chunk, rows in enumerate(layout.chunks.slices()):
         for rank in range(layout.ring):
             runs = ring_runs(layout, rank)
-            for tile in plan_visits(layout.chunks, bounds, chunk, bucket, runs):
+            for tile in plan_visits(layout.chunks, bounds, chunk, runs):
                 assert tile.visits  # a tile that is read is seen
                 count(seen, tile.visits, torch.arange(rows.start, rows.stop), tokens_of(runs(tile.tile)))
     assert torch.equal(seen, (document[:, None] == document).tril().long())
 
 
-@given(layouts, st.sets(st.integers(0, 69)), st.booleans(), grains)
-def test_keys_travel(layout: Layout, ends: set[int], at_runs: bool, bucket: int | None) -> None:
+@given(layouts, st.sets(st.integers(0, 69)), st.booleans())
+def test_keys_travel(layout: Layout, ends: set[int], at_runs: bool) -> None:
     layout = Layout(layout.tokens, layout.tokens, layout.ulysses, layout.ring)
     bounds = bounds_of(layout, ends, at_runs)
     document = document_of(bounds)
@@ -73,5 +72,5 @@ def test_keys_travel(layout: Layout, ends: set[int], at_runs: bool, bucket: int 
     runs = [ring_runs(layout, rank)(0) for rank in range(layout.ring)]
     for queries in runs:
         for keys in runs:
-            count(seen, visit_runs(queries, keys, bounds, bucket), tokens_of(queries), tokens_of(keys))
+            count(seen, visit_runs(queries, keys, bounds), tokens_of(queries), tokens_of(keys))
     assert torch.equal(seen, (document[:, None] == document).tril().long())

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ithaca.attention.documents import Pieces
-from ithaca.attention.kernels.choose import KERNELS
+from ithaca.attention.kernels.choose import make_kernel
 from ithaca.attention.kernels.seam import softmax_scale
-from ithaca.attention.visits import Visit, plan_visits
-from ithaca.attention.walk import Walk, merge
+from ithaca.attention.merge import merge
+from ithaca.attention.visits import plan_visits
+from ithaca.attention.walk import Walk
 from ithaca.base.tiles import Tiles
 
 
@@ -28,9 +29,6 @@ def cuts(draw: st.DrawFn) -> tuple[Tiles, tuple[int, ...]]:
     return Tiles(length, draw(st.integers(smallest, 25))), (0, *sorted(inner), length)
 
 
-GRAINS = st.one_of(st.none(), st.integers(1, 6))  # what shapes are cut into, or not
-
-
 def visible(bounds: tuple[int, ...]) -> np.ndarray:
     """[tokens, tokens]: the pairs (query, key) that see each other."""
     mask = np.zeros((bounds[-1], bounds[-1]), dtype=bool)
@@ -40,12 +38,12 @@ def visible(bounds: tuple[int, ...]) -> np.ndarray:
 
 
 @settings(max_examples=150, deadline=None)
-@given(cut=cuts(), bucket=GRAINS)
-def test_each_visible_pair_is_visited_once_and_no_other(cut: tuple[Tiles, tuple[int, ...]], bucket: int | None) -> None:
+@given(cut=cuts())
+def test_each_visible_pair_is_visited_once_and_no_other(cut: tuple[Tiles, tuple[int, ...]]) -> None:
     tiles, bounds = cut
     times = np.zeros((tiles.length, tiles.length), dtype=int)
     for index in range(tiles.count):
-        for here in plan_visits(tiles, bounds, index, bucket):
+        for here in plan_visits(tiles, bounds, index):
             for visit in here.visits:
                 view = times[tiles.rows(index), tiles.rows(here.tile)][visit.rows, visit.keys]
                 # Every row and key that the kernel is given belongs to a piece: nothing is computed for nothing
@@ -59,15 +57,13 @@ def test_each_visible_pair_is_visited_once_and_no_other(cut: tuple[Tiles, tuple[
 
 
 @settings(max_examples=100, deadline=None)
-@given(cut=cuts(), bucket=GRAINS)
-def test_own_tile_first_then_the_nearest_that_a_document_reaches(
-    cut: tuple[Tiles, tuple[int, ...]], bucket: int | None
-) -> None:
+@given(cut=cuts())
+def test_own_tile_first_then_the_nearest_that_a_document_reaches(cut: tuple[Tiles, tuple[int, ...]]) -> None:
     tiles, bounds = cut
     mask = visible(bounds)
     for index in range(tiles.count):
         seen = [tile for tile in range(tiles.count) if mask[tiles.rows(index), tiles.rows(tile)].any()]
-        visits = plan_visits(tiles, bounds, index, bucket)
+        visits = plan_visits(tiles, bounds, index)
         assert [here.tile for here in visits] == sorted(seen, reverse=True)
         assert visits[0].tile == index
         assert all(here.visits for here in visits)
@@ -85,55 +81,12 @@ def comes_again(tiles: Tiles, bounds: tuple[int, ...], index: int, tile: int) ->
 
 @settings(max_examples=150, deadline=None)
 @given(cut=cuts())
-def test_uncut_visits_are_ragged_unless_their_shape_comes_again(cut: tuple[Tiles, tuple[int, ...]]) -> None:
+def test_visits_are_ragged_unless_their_shape_comes_again(cut: tuple[Tiles, tuple[int, ...]]) -> None:
     tiles, bounds = cut
     for index in range(tiles.count):
-        for here in plan_visits(tiles, bounds, index, None):
+        for here in plan_visits(tiles, bounds, index):
             (visit,) = here.visits
             assert visit.pieces.ragged == (not comes_again(tiles, bounds, index, here.tile))
-
-
-@settings(max_examples=150, deadline=None)
-@given(cut=cuts(), bucket=st.integers(1, 6))
-def test_cut_visits_have_few_shapes_or_are_thin(cut: tuple[Tiles, tuple[int, ...]], bucket: int) -> None:
-    tiles, bounds = cut
-    sides = {bucket << power for power in range(6)}
-    for index in range(tiles.count):
-        for here in plan_visits(tiles, bounds, index, bucket):
-            if comes_again(tiles, bounds, index, here.tile):
-                (visit,) = here.visits
-                assert not visit.pieces.ragged
-                continue
-            for visit in here.visits:
-                shapes = [(rows.stop - rows.start, keys.stop - keys.start) for rows, keys in visit.pieces.spans()]
-                if visit.pieces.ragged:
-                    assert all(min(shape) < bucket for shape in shapes)
-                else:
-                    ((rows, keys),) = shapes
-                    assert rows in sides | {tiles.rows_in(index)}
-                    assert keys in sides | {tiles.rows_in(here.tile)}
-
-
-def test_the_cut_of_a_triangle() -> None:
-    """Of seven grains and a row, beside a document of one row whose triangle joins that of the last row."""
-
-    def square(start: int, stop: int) -> Visit:
-        return Visit(slice(start, stop), slice(start, stop), Pieces.documents((0, stop - start)))
-
-    def rectangle(rows: slice, keys: slice, ragged: bool = False) -> Visit:
-        return Visit(rows, keys, Pieces.rectangle(rows.stop - rows.start, keys.stop - keys.start, ragged))
-
-    (own,) = plan_visits(Tiles(16, 16), (0, 15, 16), 0, bucket=2)
-    assert own.visits == [
-        square(0, 8),
-        square(8, 12),
-        rectangle(slice(8, 12), slice(0, 8)),
-        square(12, 14),
-        rectangle(slice(12, 14), slice(0, 8)),
-        rectangle(slice(12, 14), slice(8, 12)),
-        rectangle(slice(14, 15), slice(0, 14), ragged=True),
-        Visit(slice(14, 16), slice(14, 16), Pieces((0, 1, 2), (0, 1, 2), causal=True, ragged=True)),
-    ]
 
 
 class InMemory:
@@ -190,22 +143,20 @@ def walked(walk: Walk, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tens
     cut=cuts(),
     heads=st.sampled_from([(1, 1), (4, 1), (7, 1), (6, 2)]),
     name=st.sampled_from(["naive", "torch-cpu"]),
-    bucket=GRAINS,
     seed=st.integers(0, 99),
 )
 def test_tiles_equal_the_whole(
-    cut: tuple[Tiles, tuple[int, ...]], heads: tuple[int, int], name: str, bucket: int | None, seed: int
+    cut: tuple[Tiles, tuple[int, ...]], heads: tuple[int, int], name: str, seed: int
 ) -> None:
     tiles, bounds = cut
     generator = torch.Generator().manual_seed(seed)
     shapes = [(tiles.length, count, 8) for count in (heads[0], heads[1], heads[1], heads[0])]
     q, k, v, do = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     before = [tensor.clone() for tensor in (q, k, v, do)]
-    twin, pieces, scale = KERNELS["naive"](), Pieces.documents(bounds), softmax_scale(q)
+    twin, pieces, scale = make_kernel("naive"), Pieces.documents(bounds), softmax_scale(q)
     o, lse = twin.forward(q, k, v, pieces, scale)
     wanted = [o, lse, *twin.backward(do, q, k, v, o, lse, pieces, scale)]
-    kernel = KERNELS[name]()
-    kernel.bucket = bucket
+    kernel = make_kernel(name)
     found = walked(Walk(kernel, tiles, bounds), q, k, v, do)
     for what, ours, theirs in zip(("o", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
         assert ours.shape == theirs.shape, what
@@ -218,7 +169,6 @@ def test_what_visits_give_is_summed_in_fp32() -> None:
 
     class Constants:
         name = "constants"
-        bucket = None
 
         def refuses(self, *_: object) -> None:
             return None
@@ -251,7 +201,7 @@ def test_merging_two_halves_gives_the_whole(size: float, half: int) -> None:
     """At size 300 the log-sum-exp lies hundreds apart and its exponential would overflow."""
     generator = torch.Generator().manual_seed(half)
     q, k, v = (torch.randn(n, 4, 8, generator=generator, dtype=torch.float64) for n in (5, 13, 13))
-    twin = KERNELS["naive"]()
+    twin = make_kernel("naive")
     wanted = twin.forward(size * q, k, v, Pieces.rectangle(5, 13, ragged=True), 1.0)
     parts = [
         twin.forward(size * q, k[keys], v[keys], Pieces.rectangle(5, len(k[keys]), ragged=True), 1.0)

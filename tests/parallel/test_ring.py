@@ -34,7 +34,7 @@ def group_ring() -> Ring:
 class Numbers:
     """A kernel in which a query finds and gets the number of a key, and a key that of a query; one pair at a time."""
 
-    name, bucket = "numbers", None
+    name = "numbers"
 
     def forward(self, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         return torch.full_like(q, k.flatten()[0].item()), q.new_zeros(q.shape[1], len(q), dtype=torch.float32)

@@ -304,7 +304,6 @@ def test_a_pass_that_breaks_off_leaves_the_model_usable(folders) -> None:
         """A kernel whose n-th forward call fails. (After a backward pass that fails, FSDP2 itself is of no use.)"""
 
         name = "breaking"
-        bucket = None
 
         def __init__(self, call: int):
             self.calls_left = call
