@@ -36,7 +36,8 @@ class KernelFacts:
     capability: tuple[int, int] | None = None
     """The lowest CUDA compute capability that it runs on; None: any."""
     largest_head: int | None = None
-    """The largest head size; sizes are then multiples of 8. None: any head size."""
+    """The largest head size; sizes are then multiples of `head_step`. None: any head size."""
+    head_step: int = 8
     compiles: bool = False
     """Whether it compiles when it first meets a kind of call (`Kernel.prepare`)."""
     package: str | None = None
@@ -90,6 +91,8 @@ _ENTRIES = (
         dtypes=HALF,
         capability=_HOPPER,
         largest_head=256,
+        # Its package accepts multiples of 8, but gradients of sizes 8, 72, 80 and 112 were wrong (4.0.0b36, Hopper)
+        head_step=32,
         compiles=True,
         package="flash-attn-4",
         extra="flash4",
@@ -141,6 +144,6 @@ def gpu_kernel(head_size: int, capability: tuple[int, int] = _HOPPER) -> KernelF
         for facts in _ENTRIES
         if facts.device in ("cuda", None)
         and (facts.capability or (0, 0)) <= capability
-        and (facts.largest_head is None or (head_size <= facts.largest_head and head_size % 8 == 0))
+        and (facts.largest_head is None or (head_size <= facts.largest_head and head_size % facts.head_step == 0))
         and facts.installed
     )

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.facts import KERNEL_FACTS
-from ithaca.attention.kernels.seam import FactsKernel
+from ithaca.attention.kernels.naive import Naive
+from ithaca.attention.kernels.seam import FactsKernel, Kernel, softmax_scale
+from ithaca.base.errors import PlanError
 
 REMEMBERED = 32  # bounds of pieces that stay on the device: every layer of a step asks for the same ones
 USED = {
@@ -42,12 +44,22 @@ class Flash4(FactsKernel):
         return reason or _refusal_of_package(torch.cuda.get_device_capability(device)[0], head_size)
 
     def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
-        """Compile every kind of call that these heads can make, or load it from disk."""
-        q, do = (torch.randn(SHORT, heads, head_size, device=device, dtype=dtype) for _ in range(2))
-        k, v = (torch.randn(SHORT, kv_heads, head_size, device=device, dtype=dtype) for _ in range(2))
+        """Compile every kind of call that these heads can make, or load it from disk, and compare it with `naive`.
+
+        The package compiles for GPUs and head sizes that it was never tried on, and what it gave was not always right.
+        """
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(SHORT, count, head_size) for count in (heads, kv_heads, kv_heads, heads)]
+        q, k, v, do = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
         for pieces in KINDS:
-            o, lse = self.forward(q, k, v, pieces, 1.0)
-            self.backward(do, q, k, v, o, lse, pieces, 1.0)
+            found, wanted = (_everything(kernel, q, k, v, do, pieces) for kernel in (self, Naive()))
+            for name, ours, theirs in zip(("o", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+                error = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
+                if not error <= LARGEST_ERROR:
+                    raise PlanError(
+                        f"kernel 'flash4' is wrong on this GPU with heads of {head_size}: its {name} is off by "
+                        f"{error:.2g}, and rounding explains {LARGEST_ERROR}: use plan.kernel=cudnn+flash or flash"
+                    )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
         forward, _ = _functions()
@@ -100,13 +112,21 @@ class Flash4(FactsKernel):
         return self._bounds[key]
 
 
-# Every kind of call: one square, one rectangle, packed triangles and packed rectangles
+LARGEST_ERROR = 0.02  # relative, of a call against `naive`; rounding to bf16 makes 0.002 to 0.004
+
+# Every kind of call that training makes: a square, a rectangle, packed documents
 SHORT = 320
 KINDS = (
     Pieces.documents((0, SHORT)),
     Pieces.rectangle(SHORT, SHORT, ragged=False),
     Pieces.documents((0, 64, SHORT)),
 )
+
+
+def _everything(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, do: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
+    """o, lse, dq, dk and dv of one call."""
+    o, lse = kernel.forward(q, k, v, pieces, softmax_scale(q))
+    return o, lse, *kernel.backward(do, q, k, v, o, lse, pieces, softmax_scale(q))
 
 
 @lru_cache(maxsize=1)

@@ -122,8 +122,10 @@ def refusal(facts: KernelFacts, device: torch.device, dtype: torch.dtype, head_s
     short = str(dtype).removeprefix("torch.")
     if facts.dtypes is not None and short not in facts.dtypes:
         return f"it computes in {' or '.join(facts.dtypes)}, the model in {short}"
-    if facts.largest_head is not None and (head_size % 8 or head_size > facts.largest_head):
-        return f"it takes head sizes up to {facts.largest_head} in steps of 8, the model has {head_size}"
+    if facts.largest_head is not None and (head_size % facts.head_step or head_size > facts.largest_head):
+        return (
+            f"it takes head sizes up to {facts.largest_head} in steps of {facts.head_step}, the model has {head_size}"
+        )
     if not facts.installed:
         return facts.missing
     if facts.capability is not None:
