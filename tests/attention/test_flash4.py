@@ -16,6 +16,7 @@ from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels import flash4
 from ithaca.attention.kernels.choose import choose_kernel, explain_kernel, make_kernel
 from ithaca.attention.kernels.facts import KERNEL_FACTS, _installed, gpu_kernel
+from ithaca.attention.kernels.packed import REMEMBERED
 from ithaca.base.errors import PlanError
 from tests.attention.flash4_package import _flash_attn_bwd, _flash_attn_fwd, install
 from tests.models import make_model, save
@@ -92,9 +93,9 @@ def test_bounds_are_copied_once_and_not_kept_for_ever(package: object) -> None: 
     first = kernel._on_device(pieces.q_bounds, CPU)
     kernel.forward(q, k, v, pieces, 1.0)
     assert kernel._on_device(pieces.q_bounds, CPU) is first
-    for split in range(1, flash4.REMEMBERED + 5):
+    for split in range(1, REMEMBERED + 5):
         kernel._on_device((0, split, 100), CPU)
-    assert len(kernel._bounds) == flash4.REMEMBERED
+    assert len(kernel._bounds) == REMEMBERED
 
 
 def test_auto_prefers_it(package: pytest.MonkeyPatch) -> None:

@@ -3,23 +3,21 @@
 It has about half the speed of cuDNN on Hopper, but builds nothing for a new shape. So it is for packed documents.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.facts import KERNEL_FACTS
-from ithaca.attention.kernels.seam import FactsKernel
+from ithaca.attention.kernels.packed import PackedKernel
 
 aten = torch.ops.aten
 
 
-class Flash(FactsKernel):
+class Flash(PackedKernel):
     facts = KERNEL_FACTS["flash"]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
-        q_bounds, k_bounds, q_longest, k_longest = _lengths(pieces, q)
+        q_bounds, k_bounds, q_longest, k_longest = self.lengths(pieces, q)
         o, lse, *_ = aten._flash_attention_forward(
             q, k, v, q_bounds, k_bounds, q_longest, k_longest, 0.0, pieces.causal, False, scale=scale
         )
@@ -36,7 +34,7 @@ class Flash(FactsKernel):
         pieces: Pieces,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_bounds, k_bounds, q_longest, k_longest = _lengths(pieces, q)
+        q_bounds, k_bounds, q_longest, k_longest = self.lengths(pieces, q)
         # The random state is for dropout, which is off
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
@@ -57,14 +55,3 @@ class Flash(FactsKernel):
             unused,
             scale=scale,
         )
-
-
-def _lengths(pieces: Pieces, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    assert pieces.q_bounds[0] == 0
-    assert pieces.q_bounds[-1] == q.shape[0]
-    bounds = [
-        torch.tensor(edges, dtype=torch.int32).to(q.device, non_blocking=True)
-        for edges in (pieces.q_bounds, pieces.k_bounds)
-    ]
-    longest = [max(b - a for a, b in pairwise(edges)) for edges in (pieces.q_bounds, pieces.k_bounds)]
-    return bounds[0], bounds[1], longest[0], longest[1]

@@ -12,7 +12,6 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,18 @@ from torch import Tensor
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.kernels.naive import Naive
-from ithaca.attention.kernels.seam import FactsKernel, Kernel, softmax_scale
+from ithaca.attention.kernels.packed import PackedKernel
+from ithaca.attention.kernels.seam import Kernel, softmax_scale
 from ithaca.base.errors import PlanError
 
-REMEMBERED = 32  # bounds of pieces that stay on the device: every layer of a step asks for the same ones
 USED = {
     "_flash_attn_fwd": ("softmax_scale", "causal", "return_lse", "cu_seqlens_q", "max_seqlen_q"),
     "_flash_attn_bwd": ("out", "dout", "lse", "softmax_scale", "causal", "cu_seqlens_q", "max_seqlen_q"),
 }
 
 
-class Flash4(FactsKernel):
+class Flash4(PackedKernel):
     facts = KERNEL_FACTS["flash4"]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._bounds: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         reason = super().refuses(device, dtype, head_size)
@@ -93,23 +88,8 @@ class Flash4(FactsKernel):
 
     def _packed(self, pieces: Pieces, q: Tensor) -> dict[str, Any]:
         """The arguments that say where pieces begin and end."""
-        assert (pieces.q_bounds[0], pieces.q_bounds[-1]) == (0, len(q)), "rows outside of all pieces"
-        options: dict[str, Any] = {}
-        for name, edges in (("q", pieces.q_bounds), ("k", pieces.k_bounds)):
-            options[f"cu_seqlens_{name}"] = self._on_device(edges, q.device)
-            options[f"max_seqlen_{name}"] = max(stop - start for start, stop in pairwise(edges))
-        return options
-
-    def _on_device(self, edges: tuple[int, ...], device: torch.device) -> Tensor:
-        """The bounds as a tensor, copied once: a copy in every call would take longer than small pieces do."""
-        key = edges, device
-        if key not in self._bounds:
-            if len(self._bounds) >= REMEMBERED:
-                self._bounds.pop(next(iter(self._bounds)))  # the one that was made first
-            on_host = torch.tensor(edges, dtype=torch.int32)
-            on_host = on_host.pin_memory() if device.type == "cuda" else on_host
-            self._bounds[key] = on_host.to(device, non_blocking=True)
-        return self._bounds[key]
+        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+        return dict(zip(names, self.lengths(pieces, q), strict=True))
 
 
 LARGEST_ERROR = 0.02  # relative, of a call against `naive`; rounding to bf16 makes 0.002 to 0.004

@@ -1,0 +1,41 @@
+"""Bounds of packed pieces on the device, for kernels that take pieces of any lengths in one call."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ithaca.attention.documents import Pieces
+from ithaca.attention.kernels.seam import FactsKernel
+
+REMEMBERED = 64  # bounds that stay on the device
+
+
+class PackedKernel(FactsKernel):
+    """A kernel that is told where pieces begin and end by two tensors on the device.
+
+    Every layer of a step asks for the same ones, so they are copied once: a copy in every call would take longer than
+    small pieces do, and from memory that is not pinned it would make the host wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bounds: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+    def lengths(self, pieces: Pieces, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
+        """Bounds of the rows and of the keys, int32, and the most rows and keys of a piece."""
+        assert (pieces.q_bounds[0], pieces.q_bounds[-1]) == (0, len(q)), "rows outside of all pieces"
+        sides = pieces.q_bounds, pieces.k_bounds
+        q_longest, k_longest = (max(stop - start for start, stop in pairwise(edges)) for edges in sides)
+        q_bounds, k_bounds = (self._on_device(edges, q.device) for edges in sides)
+        return q_bounds, k_bounds, q_longest, k_longest
+
+    def _on_device(self, edges: tuple[int, ...], device: torch.device) -> Tensor:
+        key = edges, device
+        if key not in self._bounds:
+            if len(self._bounds) >= REMEMBERED:
+                self._bounds.pop(next(iter(self._bounds)))  # the one that was made first
+            on_host = torch.tensor(edges, dtype=torch.int32)
+            on_host = on_host.pin_memory() if device.type == "cuda" else on_host
+            self._bounds[key] = on_host.to(device, non_blocking=True)
+        return self._bounds[key]
