@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bench.bounds import matmul_tflops
-from bench.points import Row, attention_flops, attempt, describe, packed, points_command_line, print_table, run_points
+from bench.points import Row, attempt, attention_flops, describe, packed, points_command_line, print_table, run_points
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.choose import make_kernel
 from ithaca.attention.kernels.seam import Kernel, softmax_scale
@@ -173,7 +173,8 @@ def _time(
     """Seconds of one forward and one backward call."""
     kept: list[Tensor] = []
     forward = seconds_of(lambda: kept.extend(kernel.forward(q, k, v, pieces, scale)), device)
-    return forward, seconds_of(lambda: kernel.backward(do, q, k, v, *kept, pieces, scale), device)
+    o, lse = kept
+    return forward, seconds_of(lambda: kernel.backward(do, q, k, v, o, lse, pieces, scale), device)
 
 
 def _ratios(row: Row, names: list[str]) -> dict[str, float]:
@@ -267,9 +268,7 @@ def _over(found: Row, other: Row) -> dict[str, float]:
 
 def _rate_line(row: Row) -> str:
     rates_of = {name: row[name] for name in row["kernels"] if name in row}
-    parts = [
-        f"{name} {found['forward_tflops']:.0f}/{found['backward_tflops']:.0f}" for name, found in rates_of.items()
-    ]
+    parts = [f"{name} {found['forward_tflops']:.0f}/{found['backward_tflops']:.0f}" for name, found in rates_of.items()]
     return f"{row['point']}: " + ", ".join(parts + [f"{name}: {why}" for name, why in row["refused"].items()])
 
 

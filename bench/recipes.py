@@ -15,12 +15,15 @@ allocator reserved.
 """
 
 import argparse
-import inspect
 import statistics
 import time
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib import import_module
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from bench.points import (
     Row,
@@ -54,7 +57,7 @@ TOO_SLOW = 8.0  # times the best prediction: such a candidate is left out
 BUILD = 1.0  # seconds to build a model, assumed for the estimate
 PIN = 0.65 / 2**30  # seconds to pin a byte of host memory, measured on the machine of the H200
 COMPILE = 45.0  # seconds to load torch and compile kernels, assumed for the estimate
-STEPS = ((0.3, (2, 3)), (0.8, (1, 3)), (1.5, (1, 2)), (float("inf"), (1, 1)))
+STEPS = ((0.3, (2, 3)), (0.8, (1, 3)), (1.3, (1, 2)), (float("inf"), (1, 1)))
 """Predicted seconds below which so many steps warm up and so many are timed."""
 ON_DEVICE = {"x": "device", "o": "device", "residual": "device"}
 DOCUMENTS_KNOWN = "documents" in {field.name for field in fields(Job)}
@@ -81,6 +84,11 @@ class Point:
         return packed(self.tokens, mean, seed=self.tokens) if self.packed else (0, self.tokens)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of the documents."""
+        return tuple(stop - start for start, stop in pairwise(self.bounds))
+
+    @property
     def spec(self) -> Spec:
         spec = read_spec(find_config(self.model)[0])
         return spec.with_layers(self.layers) if self.layers else spec
@@ -98,9 +106,10 @@ def _points(model: str, layers: int | None, one: str, many: str) -> list[Point]:
 POINTS: dict[str, list[Point]] = {
     "fresh": [
         *_points("smollm2-135m", None, "4K 8K 32K 64K", "8K 32K 128K 256K"),
-        *_points("smollm2-135m", 4, "256K", ""),
+        *_points("smollm2-135m", 2, "256K", ""),
         *_points("llama3.2-1b", None, "4K 16K", "8K 64K"),
-        *_points("llama3.2-1b", 8, "64K", "256K"),
+        *_points("llama3.2-1b", 8, "64K", ""),
+        *_points("llama3.2-1b", 4, "", "256K"),
         *_points("llama3.2-3b", 8, "8K 32K", "16K"),
         *_points("llama3.2-3b", 4, "", "128K"),
         *_points("llama3-8b", 4, "4K 16K", "64K"),
@@ -143,16 +152,18 @@ def _job(point: Point, plan: Plan) -> Job:
     known: dict[str, Any] = {}
     if point.packed:
         # A planner that knows no documents takes equal sequences with as many pairs of tokens instead
-        known = {"documents": point.bounds} if DOCUMENTS_KNOWN else {"sequence": round(attended_length(point.bounds))}
+        known = {"documents": point.lengths} if DOCUMENTS_KNOWN else {"sequence": round(attended_length(point.bounds))}
     return Job(spec=point.spec, plan=plan, tokens=point.tokens, **known)
 
 
 def _search(point: Point, cluster: Cluster, recipe: str | None = None) -> Plan | None:
     """The Plan that the planner picks."""
-    takes = "documents" in inspect.signature(search).parameters
-    known: dict[str, Any] = {"documents": point.bounds} if takes and point.packed else {}
+    known: dict[str, Any] = {}
+    if DOCUMENTS_KNOWN and point.packed:
+        documents = import_module("ithaca.planner.documents").Documents
+        known = {"documents": documents("packed", np.array(point.bounds), packed=False)}
     answer = search(point.spec, cluster, point.tokens, recipe, **known)
-    return answer and answer.plan
+    return answer.plan if answer else None
 
 
 def candidate(name: str, point: Point, plan: Plan, cluster: Cluster) -> Candidate:
@@ -214,7 +225,7 @@ def run_candidate(point: Point, one: Candidate, smoke: bool) -> Row:
     free_memory()
     built = time.perf_counter() - began
     warm, repeats = one.steps(smoke)
-    first = [steps.run(batch).item() for _ in range(warm)][0]
+    losses = [steps.run(batch).item() for _ in range(warm)]
     seconds = [steps.timed(batch) for _ in range(repeats)]
     return {
         "seconds": statistics.median(seconds),
@@ -222,7 +233,7 @@ def run_candidate(point: Point, one: Candidate, smoke: bool) -> Row:
         **peaks(),
         "kernel": steps.model.kernel.name,
         "build_seconds": built,
-        "first_loss": first,
+        "first_loss": losses[0],
     }
 
 
@@ -231,7 +242,7 @@ def run_point(point: Point, kind: str, cluster: Cluster, args: argparse.Namespac
     rows, every = [], candidates(point, cluster)
     for one in every:
         reason = left_out(one, every, args.pinned)
-        measured = {"left_out": reason} if reason else attempt(partial(run_candidate, point, one, args.smoke))
+        measured: Row = {"left_out": reason} if reason else attempt(partial(run_candidate, point, one, args.smoke))
         rows.append(_described(one) | measured)
         if "seconds" in measured:
             rows[-1]["step_error"] = _error(rows[-1]["seconds_predicted"], measured["seconds"])
@@ -250,8 +261,9 @@ def run_point(point: Point, kind: str, cluster: Cluster, args: argparse.Namespac
         "best": best and best["name"],
         "picked": picked and picked["name"],
         "picked_over_best": best and picked and picked["seconds"] / best["seconds"],
-        "mfu_causal": picked
-        and causal_mfu(point.spec, attended, point.tokens / picked["seconds"], cluster.gpu.flops),
+        "mfu_causal": None
+        if picked is None or args.smoke
+        else causal_mfu(point.spec, attended, point.tokens / picked["seconds"], cluster.gpu.flops),
     }
 
 
@@ -267,6 +279,12 @@ def _described(one: Candidate) -> Row:
 
 def _error(predicted: float | None, measured: float) -> float | None:
     return predicted / measured - 1 if predicted and measured else None
+
+
+def _worst(ran: list[Row], key: str) -> float | None:
+    """The largest error, with its sign."""
+    known: list[float] = [one[key] for one in ran if one[key] is not None]
+    return max(known, key=abs, default=None)
 
 
 def _percent(number: float | None) -> str:
@@ -290,7 +308,7 @@ def print_results(rows: list[Row]) -> None:
         ran = [one for one in row["candidates"] if "seconds" in one]
         picked = next(one for one in ran if one["name"] == row["picked"])
         best = next(one for one in ran if one["name"] == row["best"])
-        worst = [max((one[key] for one in ran if one[key] is not None), key=abs, default=None) for key in ERRORS]
+        worst = [_worst(ran, key) for key in ERRORS]
         lines.append(
             [
                 f"{row['set']}: {row['point']}",
@@ -315,11 +333,7 @@ ERRORS = ("step_error", "peak_error")
 def _summary(kind: str, rows: list[Row]) -> str:
     ran = [one for row in rows for one in row["candidates"] if "seconds" in one]
     picked = [one for row in rows for one in row["candidates"] if one["name"] == row["picked"]]
-    worst = [
-        _percent(max((one[key] for one in group if one[key] is not None), key=abs, default=None))
-        for group in (picked, ran)
-        for key in ERRORS
-    ]
+    worst = [_percent(_worst(group, key)) for group in (picked, ran) for key in ERRORS]
     ratios = [row["picked_over_best"] for row in rows]
     return (
         f"{kind}: {len(rows)} points, {sum(ratio <= 1.05 for ratio in ratios)} within 5 % of the best, worst "
