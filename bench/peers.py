@@ -107,7 +107,7 @@ class Theirs:
                 settings, dtype=dtype, attn_implementation=attention.removesuffix(" with cuDNN")
             )
         if checkpoint:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         self.ids = ids.to(place)

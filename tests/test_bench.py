@@ -35,7 +35,7 @@ def test_a_point_that_fails_is_recorded_and_the_next_one_runs(tmp_path: Path, ca
         raise ValueError("too wide\nby far")
 
     args = points.points_command_line("").parse_args(["--out", str(tmp_path), "--commit", "none"])
-    rows = points.run_points("x", [("one", fails), ("two", lambda: {"seconds": 1})], args, lambda row: "fine")
+    rows = points.run_points("x", [("one", fails), ("two", lambda: {"seconds": 1})], args, lambda _: "fine")
     assert rows[0] == {"point": "one", "error": "ValueError: too wide", "out_of_memory": False}
     assert rows[1] == {"point": "two", "seconds": 1}
     assert json.loads((tmp_path / "x.json").read_text())["results"] == rows
@@ -110,14 +110,9 @@ def test_the_cases_are_those_that_their_names_say() -> None:
     assert len(kernels.EIGHTEEN) == 18
     groups = {case.heads // case.kv_heads for case in kernels.ERRORS.values()}
     assert groups == {1, 2, 3, 4, 5, 6, 7, 8}
-    longest = max(
-        stop - start for case in kernels.ERRORS.values() if case.pieces.causal for start, stop in _sides(case)
-    )
-    assert longest == 70000
-
-
-def _sides(case: kernels.Case) -> list[tuple[int, int]]:
-    return [(rows.start, rows.stop) for rows, _ in case.pieces.spans()]
+    spans = [rows for case in kernels.ERRORS.values() if case.pieces.causal for rows, _ in case.pieces.spans()]
+    lengths = {rows.stop - rows.start for rows in spans}
+    assert (min(lengths), max(lengths)) == (1, 70000)
 
 
 def event(name: str, start: float, stop: float, gpu: bool, named: bool = False) -> SimpleNamespace:
