@@ -39,10 +39,26 @@ class Steps:
         self.optimizer = ithaca.make_optimizer(self.model, learning_rate=1e-5)
         self.losses: list[float] = []
 
-    def batch(self, tokens: int) -> ithaca.Batch:
-        """One sequence of random tokens."""
+    def batch(self, tokens: int, documents: tuple[int, ...] | None = None) -> ithaca.Batch:
+        """One sequence of random tokens; `documents`: the bounds of its documents."""
         ids = torch.randint(0, self.model.spec.vocab, (1, tokens))
-        return self.model.shard(ids, ids)
+        lengths = torch.tensor(documents or (0, tokens)).diff()
+        return self.model.shard(ids, ids, torch.arange(len(lengths)).repeat_interleave(lengths)[None])
+
+    def run(self, batch: ithaca.Batch) -> torch.Tensor:
+        """Run a step with no synchronisation of ours and return its loss."""
+        loss = self.model(batch)
+        loss.backward()
+        clip(self.model, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def timed(self, batch: ithaca.Batch) -> float:
+        """Seconds of a step, between one synchronisation before it and one after it."""
+        began = self.now()
+        self.run(batch)
+        return self.now() - began
 
     def step(self, batch: ithaca.Batch) -> dict[str, float]:
         """Run a step and return the seconds of its parts and of all."""
@@ -127,9 +143,9 @@ def attention_operations(steps: Steps, tokens: int) -> list[str]:
     return sorted({event.key for event in profile.key_averages() if "attention" in event.key})
 
 
-def read_source(name: str, layers: int | None) -> ModelSource:
-    """The model in bf16; with `layers`, random weights for its first layers."""
-    source = ithaca.load_model(name, "bfloat16")
+def read_source(name: str, layers: int | None, dtype: str = "bfloat16") -> ModelSource:
+    """The model in bf16 or another dtype; with `layers`, random weights for its first layers."""
+    source = ithaca.load_model(name, dtype)
     if layers is None:
         return source
     spec = source.spec.with_layers(layers)
