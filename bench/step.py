@@ -23,6 +23,7 @@ import torch
 import ithaca
 from bench.bounds import matmul_tflops
 from bench.record import command_line, read_plan, record
+from ithaca.attention.kernels.choose import choose_kernel
 from ithaca.base.allocator import ALLOCATOR_VARIABLES, use_expandable_segments
 from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.model.source import ModelSource, RandomWeights
@@ -75,6 +76,13 @@ class Steps:
         parts = zip(("forward", "backward", "optimizer"), (end - start for start, end in pairwise(marks)), strict=True)
         return {**dict(parts), "seconds": marks[-1] - marks[0]}
 
+    def use(self, kernel: str) -> None:
+        """Attend with another kernel from now on."""
+        model = self.model
+        chosen = choose_kernel(kernel, model.mesh.device, model.dtype, model.spec.head_size)
+        chosen.prepare(model.mesh.device, model.dtype, model.spec.heads, model.spec.kv_heads, model.spec.head_size)
+        model.kernel = chosen
+
     def now(self) -> float:
         synchronize(self.model.mesh.device)
         return time.perf_counter()
@@ -90,38 +98,49 @@ def _host_peak() -> int:
     return int(lines["VmHWM"].split()[0]) * 1024
 
 
-def measure(source: ModelSource, tokens: int, plan: ithaca.Plan, warm: int, repeats: int) -> dict[str, Any]:
-    """Time and memory of steps over `tokens` tokens."""
+def measure(
+    source: ModelSource, tokens: int, plan: ithaca.Plan, warm: int, repeats: int, kernels: list[str]
+) -> list[dict[str, Any]]:
+    """Time and memory of steps over `tokens` tokens, with each of some kernels on one model."""
     before = psutil.Process().memory_info().rss
     steps = Steps(source, plan)
-    steps.step(steps.batch(warm))
-    seen = attention_operations(steps, warm)
+    seen = {name: _warm_up(steps, name, warm) for name in kernels}
     began = steps.now()
     steps.model.allocate(1, tokens)
-    allocate_seconds = steps.now() - began
+    allocated = {"reserve_seconds": steps.now() - began, "host_bytes_before": before}
     batch = steps.batch(tokens)
+    return [_timed(steps, name, batch, repeats) | {"kernels_seen": seen[name]} | allocated for name in kernels]
+
+
+def _warm_up(steps: Steps, kernel: str, tokens: int) -> list[str]:
+    """Run two steps with a kernel; the names of their attention operations."""
+    steps.use(kernel)
+    steps.step(steps.batch(tokens))
+    return attention_operations(steps, tokens)
+
+
+def _timed(steps: Steps, kernel: str, batch: ithaca.Batch, repeats: int) -> dict[str, Any]:
+    """Medians over `repeats` steps with a kernel."""
+    steps.use(kernel)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     _reset_host_peak()
     taken = [steps.step(batch) for _ in range(repeats)]
     seconds = statistics.median(step["seconds"] for step in taken)
-    spec = steps.model.spec
+    spec, tokens = steps.model.spec, batch.layout.tokens
     return {
         "layers": spec.layers,
         "parameters": spec.parameters(),
         "tokens": tokens,
         "plan": {name: value for name, value in vars(steps.model.plan).items() if value is not None},
         "kernel": steps.model.kernel.name,
-        "kernels_seen": seen,
         **{name: statistics.median(step[name] for step in taken) for name in ("forward", "backward", "optimizer")},
         "seconds": seconds,
-        "reserve_seconds": allocate_seconds,
         "tokens_per_second": tokens / seconds,
         "mfu_causal": _causal_mfu(steps, batch, tokens / seconds),
         "peak_bytes_allocated": torch.cuda.max_memory_allocated(),
         "peak_bytes": torch.cuda.max_memory_reserved(),
         "host_bytes": _host_peak(),
-        "host_bytes_before": before,
         "tape_bytes_on_host": steps.model.host_bytes(1, tokens),
         "allocator": {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ},
         "tapes": steps.model.describe_tapes(),
@@ -159,6 +178,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="32K", type=parse_tokens)
     parser.add_argument("--warm", type=parse_tokens, help="tokens of the warm-up steps; default: all")
     parser.add_argument("--plan", action="append", type=read_plan, help="a Plan, as shown above; may be repeated")
+    parser.add_argument("--kernels", help="attention kernels that take turns on one model, as flash4,cudnn+flash")
     parser.add_argument("--repeats", default=1, type=int)
     parser.add_argument("--name", default="", help="added to the name of the file of results")
     args = parser.parse_args()
@@ -168,10 +188,11 @@ def main() -> None:
     name = f"step-{args.model}{layers}-{format_tokens(args.tokens)}{args.name and '-'}{args.name}"
     for plan in args.plan or [ithaca.Plan()]:
         source = read_source(args.model, args.layers)
-        result = measure(source, args.tokens, plan, args.warm or args.tokens, args.repeats)
-        results.append({"model": args.model, **result, "matmul_tflops": bound})
+        kernels = args.kernels.split(",") if args.kernels else [plan.kernel]
+        rows = measure(source, args.tokens, plan, args.warm or args.tokens, args.repeats, kernels)
+        results += [{"model": args.model, **row, "matmul_tflops": bound} for row in rows]
         record(name, results, args.out, args.commit)  # after each: the next may run out of memory or time
-        print(_lines(results[-1]), flush=True)
+        print("\n".join(map(_lines, results[-len(rows) :])), flush=True)
         gc.collect()  # modules under FSDP2 refer to each other
         torch.cuda.empty_cache()
 
@@ -185,7 +206,7 @@ def _lines(row: dict[str, Any]) -> str:
     words = ", ".join(f"{key}={value}" for key, value in plan.items())
     mfu = "" if row["mfu_causal"] is None else f"{100 * row['mfu_causal']:.1f} % causal MFU  "
     return (
-        f"{row['model']}, {format_tokens(row['tokens'])} tokens, {words}\n"
+        f"{row['model']}, {format_tokens(row['tokens'])} tokens, {row['kernel']}, {words}\n"
         f"  {row['seconds']:.2f} s (forward {row['forward']:.2f}, backward {row['backward']:.2f}, "
         f"optimizer {row['optimizer']:.2f})  {row['tokens_per_second']:.0f} tokens/s  "
         f"{mfu}GPU {format_bytes(row['peak_bytes'])} "
