@@ -196,7 +196,8 @@ class SlotTape(ABC):
             self._slots.give(tile, copied)
 
     def release(self, tile: Tensor) -> None:
-        self._engine.hold(self._leaving.pop(tile.data_ptr(), None))
+        if tile.data_ptr() in self._leaving:
+            self._engine.hold(self._leaving.pop(tile.data_ptr()))
         if self._engine.poison:
             tile.fill_(torch.nan)
         self._slots.give(tile, self._engine.computed())
