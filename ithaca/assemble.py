@@ -53,8 +53,8 @@ class Model(nn.Module):
 
     def __init__(self, source: ModelSource, plan: Plan, mesh: Mesh, substitutes: Substitutes):
         super().__init__()
-        self.source, self.plan, self.mesh = source, plan.settled(), mesh
         spec = source.spec
+        self.source, self.plan, self.mesh = source, plan.settled_for(spec), mesh
         self.plan.placement(spec.layers)  # raises the Plan's mistakes before anything is made
         self.dtype = source.compute_dtype(mesh.device)
         self.kernel = substitutes.kernel(choose_kernel(plan.kernel, mesh.device, self.dtype, spec.head_size))

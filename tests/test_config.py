@@ -1,6 +1,7 @@
 """Configuration: what is read, and the sentence for what cannot be."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ from ithaca.base.errors import ConfigError, IthacaError
 from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens, parse_bytes, parse_tokens
 from ithaca.cli import _tell_once
 from ithaca.config import read_config
+from ithaca.model.families import read_spec
+from ithaca.model.presets import PRESETS
 from ithaca.plans.plan import Plan
 from ithaca.plans.recipes import RECIPES
+
+SMALL, LLAMA = (read_spec(PRESETS[name]) for name in ("smollm2-135m", "llama3-8b"))
 
 
 def test_file_and_overrides(tmp_path: Path) -> None:
@@ -156,7 +161,28 @@ def test_a_settled_plan_says_everything_and_comes_back(recipe: str) -> None:
     plan = Plan(recipe=recipe).settled()
     assert plan.settled() == plan
     assert all(getattr(plan, name) == value for name, value in RECIPES[recipe].options.items())
-    assert Plan(recipe="sweep", chunk=100).settled().tile == 100
+    settled = Plan(recipe=recipe).settled_for(SMALL)
+    assert settled.settled_for(LLAMA) == settled  # also the tile is a number now
+    assert replace(settled, tile=None) == plan
+    assert (settled.tile is not None) == RECIPES[recipe].tiled
+
+
+@pytest.mark.parametrize(
+    ("preset", "tile"),
+    [
+        ("llama3-8b", 8192),
+        ("qwen3-32b", 8192),  # 4551 would fill the same memory
+        ("llama3.2-1b", 14 * 1024),  # 14603
+        ("smollm2-135m", 64 * 1024),  # 73115, but a chunk has no more
+    ],
+)
+def test_a_tile_takes_the_memory_of_one_of_llama3_8b(preset: str, tile: int) -> None:
+    spec = read_spec(PRESETS[preset])
+    for recipe in ("alst", "untied", "sweep"):
+        assert Plan(recipe=recipe).settled_for(spec).tile == tile
+        assert Plan(recipe=recipe, tile=8192).settled_for(spec).tile == 8192
+    assert Plan(recipe="sweep", chunk=100).settled_for(spec).tile == 100
+    assert Plan(recipe="alst", checkpoint="none", x="device").settled_for(spec).tile is None
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

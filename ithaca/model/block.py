@@ -57,12 +57,17 @@ def output_projection(spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads
     return x_TE + y_TE
 
 
-def mlp(spec: Spec, w: Weights, x_TE: Tensor) -> Tensor:
-    """x plus the gated MLP of x."""
+def mlp(spec: Spec, w: Weights, x_TE: Tensor, out: Tensor | None = None) -> Tensor:
+    """x plus the gated MLP of x; written to `out`, if given, which may be x."""
+    return torch.add(x_TE, mlp_alone(spec, w, x_TE), out=out)
+
+
+def mlp_alone(spec: Spec, w: Weights, x_TE: Tensor) -> Tensor:
+    """The gated MLP of x, which a block adds to x."""
     normed = x_TE if spec.post_norm else norm(spec, x_TE, w["post_attention_layernorm.weight"])
     gate, up = linear(w, "mlp.gate_proj", normed), linear(w, "mlp.up_proj", normed)
     y_TE = linear(w, "mlp.down_proj", gated(gate, up))
-    return x_TE + (norm(spec, y_TE, w["post_feedforward_layernorm.weight"]) if spec.post_norm else y_TE)
+    return norm(spec, y_TE, w["post_feedforward_layernorm.weight"]) if spec.post_norm else y_TE
 
 
 def final_linear(spec: Spec) -> str | None:

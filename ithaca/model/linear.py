@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 from ithaca.base.precision import at_least_fp32
 
 ALL = slice(None)
+ALIGNED = 128  # numbers: 512 bytes, as torch aligns tensors, which matrix products rely on for their speed
 Rows = slice | Sequence[slice]  # some rows of a weight: one run, or several runs one after the other
 
 
@@ -26,20 +27,25 @@ class Summed(dict[str, Tensor]):
     """Weights for backward passes over tiles. `sums` holds the gradients of the wanted ones so far.
 
     `final` names a linear layer whose output no gradient depends on (block.py, `final_linear`). It is differentiated
-    like the others, but zeros without memory stand for its output.
+    like the others, but its output is a number without meaning, repeated without memory.
+
+    All sums are parts of one tensor, `all_sums`: one operation clears them, and one scales them.
     """
 
     def __init__(self, w: Mapping[str, Tensor], wanted: Iterable[str], final: str | None = None):
         super().__init__({name: weight.detach() for name, weight in w.items()})
         self.final = final
-        self.sums = {name: torch.zeros_like(self[name], dtype=at_least_fp32(self[name].dtype)) for name in wanted}
+        self.sums, self.all_sums = _zeros({name: self[name] for name in wanted})
         # Linear layers add the gradients of matrices and biases to the sums themselves
         self._leaves = [name for name in self.sums if self[name].dim() == 1 and not name.endswith(".bias")]
         for name in self._leaves:
             self[name].requires_grad_()
 
     def differentiate(
-        self, outputs: Tensor | Sequence[GradientEdge], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
+        self,
+        outputs: Tensor | Sequence[Tensor] | Sequence[GradientEdge],
+        inputs: Sequence[Tensor],
+        upstream: Sequence[Tensor],
     ) -> list[Tensor]:
         """The gradients of the inputs. Also adds the gradients of weights that the outputs depend on to the sums."""
         leaves = [self[name] for name in self._leaves]
@@ -52,7 +58,7 @@ class Summed(dict[str, Tensor]):
 
 def linear(w: Mapping[str, Tensor], name: str, x: Tensor, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
     """x times some rows and columns of a named weight; the bias, where there is one, comes with the first column."""
-    weight = take_rows(w[f"{name}.weight"][:, columns], rows)
+    weight = take_rows(_columns(w[f"{name}.weight"], columns), rows)
     bias = w.get(f"{name}.bias") if not columns.start else None
     bias = None if bias is None else take_rows(bias, rows)
     if not isinstance(w, Summed):
@@ -60,6 +66,18 @@ def linear(w: Mapping[str, Tensor], name: str, x: Tensor, rows: Rows = ALL, colu
     weight_sum = w.sums.get(f"{name}.weight")
     bias_sum = None if bias is None else w.sums.get(f"{name}.bias")
     return _Linear.apply(x, weight, bias, weight_sum, bias_sum, (rows, columns), name != w.final)
+
+
+def _zeros(like: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Zeros in at least fp32 for every tensor, as parts of one tensor, which comes with them."""
+    if not like:
+        return {}, None
+    first, *others = like.values()
+    assert all(tensor.dtype == first.dtype for tensor in others)
+    room = [-(-tensor.numel() // ALIGNED) * ALIGNED for tensor in like.values()]
+    whole = torch.zeros(sum(room), dtype=at_least_fp32(first.dtype), device=first.device)
+    pairs = zip(like.items(), whole.split(room), strict=True)
+    return {name: part[: tensor.numel()].view(tensor.shape) for (name, tensor), part in pairs}, whole
 
 
 class _Linear(torch.autograd.Function):
@@ -76,7 +94,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sums, ctx.part = (weight_sum, bias_sum), part
-        return F.linear(x, weight, bias) if computed else x.new_zeros(1, 1).expand(len(x), len(weight))
+        return F.linear(x, weight, bias) if computed else x.new_empty(1, 1).expand(len(x), len(weight))
 
     @staticmethod
     @once_differentiable
@@ -96,7 +114,18 @@ class _Linear(torch.autograd.Function):
 
 def take_rows(x: Tensor, rows: Rows) -> Tensor:
     """Rows of a tensor: a view of one run, a copy of several. Slices, unlike indices, need nothing on the device."""
-    return x[rows] if isinstance(rows, slice) else torch.cat([x[run] for run in rows])
+    if isinstance(rows, slice):
+        return x if _covers(rows, len(x)) else x[rows]
+    return torch.cat([x[run] for run in rows])
+
+
+def _columns(x: Tensor, columns: slice) -> Tensor:
+    return x if _covers(columns, x.shape[1]) else x[:, columns]
+
+
+def _covers(part: slice, length: int) -> bool:
+    """Whether a slice is everything. Then it is not taken: autograd would copy its gradient into zeros."""
+    return part.indices(length) == (0, length, 1)
 
 
 def _put_rows(x: Tensor, rows: Rows, values: Tensor) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ithaca.base.errors import InputError, PlanError
@@ -110,7 +111,10 @@ def _refuse_states(needed: int, ranks: int, reserved_bytes: int, free: int, reas
     raise PlanError(text + (", or ".join(ways) or "a smaller model or more nodes would fit"))
 
 
-def clip(model: Sharded, largest: float) -> float:
-    """Scale the gradients down to a norm of at most `largest`, over all ranks. Return the norm before that."""
+def clip(model: Sharded, largest: float) -> Tensor:
+    """Scale the gradients down to a norm of at most `largest`, over all ranks. Return the norm before that.
+
+    A 0-dim tensor: a number would make the host wait for the GPU.
+    """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

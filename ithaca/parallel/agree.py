@@ -61,8 +61,9 @@ def same_batch(group: dist.ProcessGroup, batch: tuple[int, int], *signs: bool) -
     `batch` is its fingerprint and the number of valid tokens that its loss is divided by. One small collective on the
     host, which waits for no device, so that it can run before every pass.
     """
-    numbers = torch.tensor([*batch, *(-number for number in batch), *map(int, signs)])
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    tensor = torch.tensor([*batch, *(-number for number in batch), *map(int, signs)])
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    numbers = tensor.tolist()
     if numbers[0] != -numbers[2]:
         raise InputError("the ranks were given different batches: model.shard needs the same whole batch on every rank")
     if numbers[1] != -numbers[3]:

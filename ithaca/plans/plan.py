@@ -5,21 +5,33 @@ from dataclasses import InitVar, dataclass, field, replace
 
 from ithaca.base.errors import PlanError, suggestion
 from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
+from ithaca.model.spec import Spec
 from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, place_layers, read_places
-from ithaca.plans.recipes import RECIPES, Recipe
+from ithaca.plans.recipes import RECIPES, TILE, Recipe
 
 CHECKPOINTS = ("none", "selective", "full")
 CHUNK = 64 * 2**10  # tokens: attention kernels run at their best from here on
 TRAVELS = ("around", "gather")
 RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "tile", "x", "o", "lse", "residual", "kv")
+MLP_NUMBERS = TILE * (5 * 14336 + 3 * 4096)  # of an MLP's backward pass over a tile of Llama3-8B; 1.4 GB in bf16
+
+
+def mlp_tile(spec: Spec) -> int:
+    """Tokens of an MLP's tile if the Plan names none: as many as take the memory of a tile of Llama3-8B.
+
+    8K tokens of a narrow model are little work, and each tile has its launches. No fewer than TILE, however wide the
+    model, and no more than a chunk, however narrow.
+    """
+    tokens = MLP_NUMBERS // (5 * spec.mlp + 3 * spec.hidden)
+    return min(max(tokens // 1024 * 1024, TILE), CHUNK)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How a model is run. Losses and gradients are the same under every Plan; memory and time differ.
 
-    An option that is not given takes the recipe's default (`settled`). An option that the recipe does not have is an
-    error. plans/recipes.py has the recipes.
+    An option that is not given takes the recipe's default (`settled`), or follows from the model (`settled_for`). An
+    option that the recipe does not have is an error. plans/recipes.py has the recipes.
     """
 
     recipe: str = "dense"
@@ -43,7 +55,8 @@ class Plan:
     there are fewer. (sweep)"""
 
     tile: int | None = field(default=None, metadata={"read": parse_tokens})
-    """Tokens of a rank that go through an MLP together. Default: 8K under `alst`, `untied`, `sweep`, otherwise all."""
+    """Tokens of a rank that go through an MLP together. Default under `alst`, `untied`, `sweep`: from 8K for Llama3-8B
+    and larger models to 64K for narrow ones (`mlp_tile`); otherwise all."""
 
     x: str | None = None
     """Where block inputs are saved: `device`, `host` or `disk`; or `rebuild`: recomputed from o (sweep). One word, or a
@@ -104,7 +117,7 @@ class Plan:
             self._check_words(name, IN_MEMORY)
         self._words("x")
         self._words("o")
-        numbers = {"heads": 8, "chunk": CHUNK, "tile": 8192, "loss_tile": 4096, "host_memory": 64 * 10**9}
+        numbers = {"heads": 8, "chunk": CHUNK, "tile": TILE, "loss_tile": 4096, "host_memory": 64 * 10**9}
         for name, works in numbers.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -117,13 +130,19 @@ class Plan:
         self._check_together()
 
     def settled(self) -> "Plan":
-        """The Plan with every option set: those that were not given take the recipe's default."""
+        """The Plan with the recipe's defaults for options that were not given. `tile` stays open: no model is known."""
         options = {name: value for name, value in RECIPES[self.recipe].options.items() if getattr(self, name) is None}
-        if self.checkpoint == "none":
-            options.pop("tile", None)  # tiles save nothing if everything is kept
-        if self.chunk is not None and options.get("tile") is not None:
-            options["tile"] = min(options["tile"], self.chunk)
         return replace(self, **options) if options else self
+
+    def settled_for(self, spec: Spec) -> "Plan":
+        """The Plan with every option set, for a model."""
+        plan = self.settled()
+        return replace(plan, tile=min(mlp_tile(spec), plan.chunk or CHUNK)) if plan.tiles_by_default else plan
+
+    @property
+    def tiles_by_default(self) -> bool:
+        """Whether the MLP runs in tiles whose size follows from the model. They save nothing if everything is kept."""
+        return self.tile is None and self.entry.tiled and self.checkpoint != "none"
 
     @property
     def entry(self) -> Recipe:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-TILE = 8192  # tokens: an MLP's matrix products run at their best from here on
+TILE = 8192  # tokens: an MLP's matrix products of a large model run at their best from here on
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,14 @@ class Recipe:
 
     summary: str
     schedule: str  # the folder in schedule/ that runs it and says what it costs
-    options: Mapping[str, Any]  # each with its default; None: follows from the batch
+    options: Mapping[str, Any]  # each with its default; None: follows from the batch, or from the model
     ulysses: bool  # Ulysses ranks can share a sequence
     ring: bool  # ring ranks can
     head_rounds: bool = False  # attention takes `heads` query heads at a time
+    tiled: bool = False  # the MLP runs in tiles if the Plan names none; their size follows from the model
     tries: tuple[Mapping[str, Any], ...] = ()
-    """Options that the planner tries, from least computing to least memory. Empty, for schedule `sweep` alone: the
-    planner places x, o, K and V of each layer itself."""
+    """Options that the planner tries, from least computing to least memory, with the model's tile where blocks are
+    checkpointed. Empty, for schedule `sweep` alone: the planner places x, o, K and V of each layer itself."""
 
     def allows(self, ulysses: int, ring: int) -> bool:
         """Whether so many Ulysses × ring ranks can share a sequence."""
@@ -33,9 +34,9 @@ class Recipe:
 _KEPT = {"checkpoint": "full", "tile": None, "x": "device"}
 _KEPT_TRIES = (
     {"checkpoint": "none", "x": "device"},
-    {"checkpoint": "selective", "x": "device", "tile": TILE},
-    {"checkpoint": "full", "x": "device", "tile": TILE},
-    {"checkpoint": "full", "x": "host", "tile": TILE},
+    {"checkpoint": "selective", "x": "device"},
+    {"checkpoint": "full", "x": "device"},
+    {"checkpoint": "full", "x": "host"},
 )
 _RING = {**_KEPT, "travel": "around"}
 
@@ -45,7 +46,7 @@ RECIPES: dict[str, Recipe] = {
         schedule="sweep",
         options={
             "chunk": None,
-            "tile": TILE,
+            "tile": None,
             "x": "host",
             "o": "host",
             "lse": "device",
@@ -54,6 +55,7 @@ RECIPES: dict[str, Recipe] = {
         },
         ulysses=True,
         ring=True,
+        tiled=True,
     ),
     "dense": Recipe(
         "blocks run over whole sequences, each on one rank",
@@ -74,10 +76,11 @@ RECIPES: dict[str, Recipe] = {
     "untied": Recipe(
         "Ulysses with a few heads at a time (UPipe)",
         schedule="whole",
-        options={"heads": None, "tile": TILE, "x": "host"},
+        options={"heads": None, "tile": None, "x": "host"},
         ulysses=True,
         ring=False,
         head_rounds=True,
+        tiled=True,
         tries=({"x": "device"}, {"x": "host"}),
     ),
     "hybrid": Recipe(
@@ -99,9 +102,10 @@ RECIPES: dict[str, Recipe] = {
     "alst": Recipe(
         "Ulysses with a tiled MLP and block inputs in host memory (ALST)",
         schedule="whole",
-        options={"checkpoint": "full", "tile": TILE, "x": "host"},
+        options={"checkpoint": "full", "tile": None, "x": "host"},
         ulysses=True,
         ring=False,
+        tiled=True,
         tries=_KEPT_TRIES,
     ),
 }

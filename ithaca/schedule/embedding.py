@@ -24,7 +24,7 @@ class _Embed(torch.autograd.Function):
     def forward(ctx: Any, table: Tensor, tokens: Tensor, tapes: Pass, tile: int) -> Tensor:
         xs = tapes.x(0)
         for index, rows in enumerate(xs.tiles.slices()):
-            xs.write(index, xs.blank(index).copy_(F.embedding(tokens[rows], table)))
+            xs.write(index, xs.blank(index).copy_(F.embedding(tokens[rows], table)), again=True)
         ctx.save_for_backward(tokens)
         ctx.shape, ctx.tapes, ctx.tile = table.shape, tapes, tile
         return table.new_zeros((), dtype=at_least_fp32(table.dtype))
@@ -37,7 +37,7 @@ class _Embed(torch.autograd.Function):
         gradients = ctx.tapes.residual
         dtable = torch.zeros(ctx.shape, dtype=scale.dtype, device=scale.device)
         for index, rows in enumerate(gradients.tiles.slices()):
-            gradient, ids = gradients.read(index, toward=1), tokens[rows]
+            gradient, ids = gradients.read(index, toward=1, changed=False), tokens[rows]
             for part in Tiles(len(ids), ctx.tile).slices():
                 dtable.index_add_(0, ids[part], gradient[part].to(dtable.dtype))
             gradients.release(gradient)

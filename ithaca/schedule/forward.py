@@ -25,7 +25,7 @@ from ithaca.parallel.sharding import opened
 from ithaca.plans.plan import Plan
 from ithaca.schedule.embedding import embed
 from ithaca.schedule.loss import head_logits, tape_loss, tiled_loss
-from ithaca.schedule.sweep.run import SweepCall, run_sweep
+from ithaca.schedule.sweep.run import Rotations, SweepCall, run_sweep
 from ithaca.schedule.tapes import Pass
 from ithaca.schedule.whole.attention import Attention
 from ithaca.schedule.whole.ring_kernel import RingKernel
@@ -98,6 +98,7 @@ def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     layout, ring = context.layout, context.ring
     walk = Walk(context.kernel, layout.chunks, batch.bounds, ring_runs(layout, ring.rank), context.visits)
     ((split,),) = context.rounds
+    rotations = Rotations(decoder.rotary, batch.positions, tapes.residual.tiles)
     carrier = decoder.embed(lambda table: embed(table, batch.tokens, tapes, tile))
 
     def weights_of(layer: int) -> AbstractContextManager[dict[str, Tensor]]:
@@ -109,8 +110,7 @@ def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
             layer,
             tapes,
             walk,
-            decoder.rotary,
-            batch.positions,
+            rotations,
             tile,
             context.exchange,
             ring,
@@ -131,7 +131,7 @@ def _read_all(context: ForwardContext) -> Tensor:
     tape = context.tapes.residual
     tiles = []
     for index in range(tape.tiles.count):
-        tile = tape.read(index, toward=1)
+        tile = tape.read(index, toward=1, changed=False)
         tiles.append(tile.clone())
         tape.release(tile)
     return torch.cat(tiles)

@@ -53,7 +53,7 @@ class Job:
     layers_run: int | None = None  # the first layers alone run and the others are only held, as in a rehearsal
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "plan", self.plan.settled())
+        object.__setattr__(self, "plan", self.plan.settled_for(self.spec))
 
     @property
     def costs(self) -> "Schedule":

@@ -121,9 +121,9 @@ class _TapeLoss(torch.autograd.Function):
         tiler = _Tiler(spec, weight, head, need_weight, need_head, tile)
         tape = tapes.residual
         for index, rows in enumerate(tape.tiles.slices()):
-            x = tape.read(index, toward=1)
+            x = tape.read(index, toward=1, changed=need_x)
             tiler.add(x, labels[rows], x if need_x else None)
-            tape.write(index, x) if need_x else tape.release(x)
+            tape.write(index, x, again=True) if need_x else tape.release(x)
         ctx.grads, ctx.tapes = (tiler.dweight, tiler.dhead), tapes
         return tiler.loss
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ithaca.base.tiles import Tiles
-from ithaca.model.block import Weights, final_linear, mlp, output_projection, project
+from ithaca.model.block import Weights, final_linear, mlp, mlp_alone, output_projection, project
 from ithaca.model.linear import Summed
 from ithaca.model.rotary import Rotation
 from ithaca.model.spec import Heads, Spec
@@ -25,22 +25,29 @@ def summed(spec: Spec, w: Weights, wanted: Iterable[str]) -> Summed:
 def post_attention(spec: Spec, w: Weights, x: Tensor, o: Tensor, y: Tensor, tile: int) -> None:
     """Write the block's output, output projection and MLP of x and o, to y. y may be x."""
     for part in Tiles(len(x), tile).slices():
-        y[part] = _post_attention(spec, w, x[part], o[part])
+        mlp(spec, w, output_projection(spec, w, x[part], o[part], Heads.all(spec)), out=y[part])
 
 
 def post_attention_backward(
-    spec: Spec, w: Summed, x: Tensor, o: Tensor, dy: Tensor, dx: Tensor, do: Tensor, tile: int
-) -> None:
-    """Write the gradients of x and o to dx and do. dx may be dy."""
+    spec: Spec, w: Summed, x: Tensor, o: Tensor, dy: Tensor, tile: int, dx: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and o. That of x is written to `dx`, if given, which may be dy."""
+    if tile >= len(x):
+        found_dx, do = _tile_backward(spec, w, x, o, dy)
+        return (found_dx if dx is None else dx.copy_(found_dx)), do
+    dx, do = torch.empty_like(dy) if dx is None else dx, torch.empty_like(o)
     for part in Tiles(len(x), tile).slices():
-        inputs = [tensor[part].detach().requires_grad_() for tensor in (x, o)]
-        with torch.enable_grad():
-            y = _post_attention(spec, w, *inputs)
-        dx[part], do[part] = w.differentiate(y, inputs, (dy[part],))
+        dx[part], do[part] = _tile_backward(spec, w, x[part], o[part], dy[part])
+    return dx, do
 
 
-def _post_attention(spec: Spec, w: Weights, x: Tensor, o: Tensor) -> Tensor:
-    return mlp(spec, w, output_projection(spec, w, x, o, Heads.all(spec)))
+def _tile_backward(spec: Spec, w: Summed, x: Tensor, o: Tensor, dy: Tensor) -> list[Tensor]:
+    x, o = (tensor.detach().requires_grad_() for tensor in (x, o))
+    with torch.enable_grad():
+        middle = output_projection(spec, w, x, o, Heads.all(spec))
+        y = mlp_alone(spec, w, middle)
+    # The block's result is their sum, whose gradient is that of both
+    return w.differentiate((middle, y), (x, o), (dy, dy))
 
 
 class Projection:

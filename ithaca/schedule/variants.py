@@ -1,13 +1,14 @@
 """What the planner should try: the Plans of a recipe for one length, from the fastest to the one that holds least."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
+from typing import Any
 
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
-from ithaca.plans.plan import CHUNK, Plan
+from ithaca.plans.plan import CHUNK, Plan, mlp_tile
 from ithaca.plans.recipes import RECIPES, TILE
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import Memory, step_memory
@@ -35,7 +36,8 @@ def recipe_fits(recipe: str, spec: Spec, axes: Axes, tokens: int, budget: Budget
     """Every way in which a recipe fits the budget of a rank, fastest first."""
     entry = RECIPES[recipe]
     if not entry.tries:  # a sweep, whose tensors are placed here
-        plans = [Plan(recipe=recipe, chunk=size, tile=min(TILE, size)) for size in _chunks(tokens, axes.context)]
+        tile = mlp_tile(spec)
+        plans = [Plan(recipe=recipe, chunk=size, tile=min(tile, size)) for size in _chunks(tokens, axes.context)]
         # The smallest chunk takes the least memory: if it does not fit, none does
         if effort in (Effort.LEAST, Effort.LEAST_ONCE):
             plans = plans[-1:]
@@ -43,9 +45,19 @@ def recipe_fits(recipe: str, spec: Spec, axes: Axes, tokens: int, budget: Budget
             return
     else:
         places = ("device", "host")
-        plans = [Plan(recipe=recipe, optimizer=place, **options) for place in places for options in entry.tries]
+        tries = list(_with_tiles(entry.tries, spec))
+        plans = [Plan(recipe=recipe, optimizer=place, **options) for place in places for options in tries]
     for plan in plans:
         yield from fitting_plans(plan, spec, axes, tokens, budget, effort)
+
+
+def _with_tiles(tries: Iterable[Mapping[str, Any]], spec: Spec) -> Iterator[dict[str, Any]]:
+    """The tries with the model's tile, unless everything is kept, which tiles would not change. Last, the least one."""
+    options: Mapping[str, Any] = {}
+    for options in tries:
+        yield dict(options) if options.get("checkpoint") == "none" else {**options, "tile": mlp_tile(spec)}
+    if mlp_tile(spec) > TILE:
+        yield {**options, "tile": TILE}
 
 
 def fitting_plans(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort) -> Iterator[Fit]:

@@ -73,10 +73,10 @@ class Disk:
         piece.use = fetching
         return fetching
 
-    def store(self, place: int, tile: Tensor) -> Mark:
-        """Begin to write a tile to a place in the file; its slot is free at the returned mark."""
+    def store(self, place: int, tile: Tensor, stays: bool) -> Mark:
+        """Begin to write a tile to a place in the file; its slot is free at the returned mark, unless it stays."""
         piece = self._take()
-        copied = self._engine.copy_out(piece.shaped(tile), tile, after=(self._engine.computed(),))
+        copied = self._engine.copy_out(piece.shaped(tile), tile, after=(self._engine.computed(),), stays=stays)
         written = self._out.submit(_write, self._engine, self._file, place, piece.blocks(tile), copied)
         piece.use, self._written[place] = _Storing(written), written
         return copied
@@ -200,8 +200,8 @@ class DiskTape(SlotTape):
     def _arrived(self, coming: Fetching) -> Mark:
         return coming.wait()
 
-    def _store(self, index: int, tile: Tensor) -> Mark:
-        return self.disk.store(self.stretch.place(index), tile)
+    def _store(self, index: int, tile: Tensor, stays: bool) -> Mark:
+        return self.disk.store(self.stretch.place(index), tile, stays)
 
     def _dropped(self, coming: Fetching) -> Mark | None:
         return coming.drop()

@@ -35,8 +35,8 @@ class Engine(ABC):
         """Queue a copy to the device, to begin after these marks."""
 
     @abstractmethod
-    def copy_out(self, target: Tensor, source: Tensor, after: Sequence[Mark | None]) -> Mark:
-        """Queue a copy to the host; the source's slot is free at the mark."""
+    def copy_out(self, target: Tensor, source: Tensor, after: Sequence[Mark | None], stays: bool = False) -> Mark:
+        """Queue a copy to the host; the source's slot is free at the mark. `stays`: it will be read there again."""
 
     @abstractmethod
     def computed(self) -> Mark | None:
@@ -71,8 +71,8 @@ class CudaEngine(Engine):
     def copy_in(self, target: Tensor, source: Tensor, after: Sequence[Mark | None]) -> Mark:
         return self._copy(self._in, target, source, after, spoil=False)
 
-    def copy_out(self, target: Tensor, source: Tensor, after: Sequence[Mark | None]) -> Mark:
-        return self._copy(self._out, target, source, after, spoil=self.poison)
+    def copy_out(self, target: Tensor, source: Tensor, after: Sequence[Mark | None], stays: bool = False) -> Mark:
+        return self._copy(self._out, target, source, after, spoil=self.poison and not stays)
 
     def _copy(
         self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Sequence[Mark | None], spoil: bool
@@ -116,8 +116,8 @@ class ThreadEngine(Engine):
     def copy_in(self, target: Tensor, source: Tensor, after: Sequence[Mark | None]) -> Mark:
         return self._copy("in", target, source, after, spoil=False)
 
-    def copy_out(self, target: Tensor, source: Tensor, after: Sequence[Mark | None]) -> Mark:
-        return self._copy("out", target, source, after, spoil=self.poison)
+    def copy_out(self, target: Tensor, source: Tensor, after: Sequence[Mark | None], stays: bool = False) -> Mark:
+        return self._copy("out", target, source, after, spoil=self.poison and not stays)
 
     def _copy(self, way: str, target: Tensor, source: Tensor, after: Sequence[Mark | None], spoil: bool) -> Mark:
         done = threading.Event()

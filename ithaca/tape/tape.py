@@ -15,6 +15,9 @@ through slots, tile-sized tensors on the device; `read` and `prefetch` queue the
     a tile arrives in a slot         after the tile was last written out, and after the slot is free
     a slot is free                   after the computation released its tile, or after the tile was copied out
     a tile is copied out             after it is computed
+
+If a tape has one tile, one that is written to be read again at once (`again`) stays in its slot: it is copied out, but
+not back. Then a fifth rule holds: the computation changes it, or frees its slot, after it was copied out.
 """
 
 import math
@@ -66,8 +69,11 @@ class Slots:
 class Tape(Protocol):
     tiles: Tiles
 
-    def read(self, index: int, toward: int = 0) -> Tensor:
-        """Tile `index`. With `toward` ±1, also begin to fetch its neighbour in that direction."""
+    def read(self, index: int, toward: int = 0, changed: bool = True) -> Tensor:
+        """Tile `index`. With `toward` ±1, also begin to fetch its neighbour in that direction.
+
+        A caller that will not change the tile says `changed=False` and need not wait until it was copied out.
+        """
         ...
 
     def prefetch(self, index: int) -> None:
@@ -76,7 +82,9 @@ class Tape(Protocol):
 
     def blank(self, index: int) -> Tensor: ...
 
-    def write(self, index: int, tile: Tensor) -> None: ...
+    def write(self, index: int, tile: Tensor, again: bool = False) -> None:
+        """Store a tile. `again`: it is the next that is read."""
+        ...
 
     def release(self, tile: Tensor) -> None: ...
 
@@ -106,7 +114,7 @@ class _Memory:
 class DeviceTape(_Memory):
     """One tensor on the device; tiles are views of it."""
 
-    def read(self, index: int, toward: int = 0) -> Tensor:  # noqa: ARG002
+    def read(self, index: int, toward: int = 0, changed: bool = True) -> Tensor:  # noqa: ARG002
         return self.place(index)
 
     def prefetch(self, index: int) -> None:
@@ -115,7 +123,7 @@ class DeviceTape(_Memory):
     def blank(self, index: int) -> Tensor:
         return self.place(index)
 
-    def write(self, index: int, tile: Tensor) -> None:
+    def write(self, index: int, tile: Tensor, again: bool = False) -> None:  # noqa: ARG002
         assert tile.data_ptr() == self.blank(index).data_ptr()
 
     def release(self, tile: Tensor) -> None:
@@ -132,6 +140,8 @@ class SlotTape(ABC):
         self.tiles = tiles
         self._slots, self._engine = slots, slots.engine
         self._arriving: dict[int, tuple[Tensor, Any]] = {}  # tile -> its slot, and what `_fetch` returned
+        self._staying: dict[int, tuple[Tensor, Mark]] = {}  # tile -> its slot, and the mark of its copy out
+        self._leaving: dict[int, Mark] = {}  # the address of such a tile that is read -> the same mark
 
     @abstractmethod
     def _fetch(self, index: int, tile: Tensor, free: Mark | None) -> Any:
@@ -146,10 +156,17 @@ class SlotTape(ABC):
         """The mark at which the slot is free when the tile will not be read after all."""
 
     @abstractmethod
-    def _store(self, index: int, tile: Tensor) -> Mark:
-        """Begin to store tile `index`; its slot is free at the returned mark."""
+    def _store(self, index: int, tile: Tensor, stays: bool) -> Mark:
+        """Begin to store tile `index`; its slot is free at the returned mark, unless the tile stays in it."""
 
-    def read(self, index: int, toward: int = 0) -> Tensor:
+    def read(self, index: int, toward: int = 0, changed: bool = True) -> Tensor:
+        if index in self._staying:
+            tile, copied = self._staying.pop(index)
+            if changed:
+                self._engine.hold(copied)
+            else:
+                self._leaving[tile.data_ptr()] = copied
+            return tile
         self.prefetch(index)
         tile, coming = self._arriving.pop(index)
         if toward:
@@ -158,7 +175,7 @@ class SlotTape(ABC):
         return tile
 
     def prefetch(self, index: int) -> None:
-        if index in self._arriving or not 0 <= index < self.tiles.count:
+        if index in self._arriving or index in self._staying or not 0 <= index < self.tiles.count:
             return
         tile, free = self._slots.take(self.tiles.rows_in(index))
         self._arriving[index] = tile, self._fetch(index, tile, free)
@@ -168,11 +185,19 @@ class SlotTape(ABC):
         self._engine.hold(free)
         return tile
 
-    def write(self, index: int, tile: Tensor) -> None:
+    def write(self, index: int, tile: Tensor, again: bool = False) -> None:
         assert index not in self._arriving, "a tile is written while its old content is being fetched"
-        self._slots.give(tile, self._store(index, tile))
+        assert tile.data_ptr() not in self._leaving, "a tile is written that was read as one that does not change"
+        stays = again and self.tiles.count == 1
+        copied = self._store(index, tile, stays)
+        if stays:
+            self._staying[index] = tile, copied
+        else:
+            self._slots.give(tile, copied)
 
     def release(self, tile: Tensor) -> None:
+        if tile.data_ptr() in self._leaving:
+            self._engine.hold(self._leaving.pop(tile.data_ptr()))
         if self._engine.poison:
             tile.fill_(torch.nan)
         self._slots.give(tile, self._engine.computed())
@@ -180,7 +205,10 @@ class SlotTape(ABC):
     def drop(self) -> None:
         for tile, coming in self._arriving.values():
             self._slots.give(tile, self._dropped(coming))
-        self._arriving.clear()
+        for tile, copied in self._staying.values():
+            self._slots.give(tile, copied)
+        for waiting in (self._arriving, self._staying, self._leaving):
+            waiting.clear()
 
 
 class HostTape(_Memory, SlotTape):
@@ -200,8 +228,9 @@ class HostTape(_Memory, SlotTape):
     def _dropped(self, coming: Mark) -> Mark:
         return coming
 
-    def _store(self, index: int, tile: Tensor) -> Mark:
-        self._written[index] = self._engine.copy_out(self.place(index), tile, after=(self._engine.computed(),))
+    def _store(self, index: int, tile: Tensor, stays: bool) -> Mark:
+        after = (self._engine.computed(),)
+        self._written[index] = self._engine.copy_out(self.place(index), tile, after=after, stays=stays)
         return self._written[index]
 
 

@@ -217,8 +217,8 @@ class TrainingRun:
 
     def _update(self, batches: list[Batch], rate: float) -> tuple[float, float]:
         """Update the weights. Return the step's loss and the norm of its gradients."""
-        loss = self._backward(batches)
-        norm = clip(self.model, self.config.train.clip)
+        tensors = self._backward(batches), clip(self.model, self.config.train.clip)
+        loss, norm = (tensor.item() for tensor in tensors)  # the host waits for the GPU here, after clipping is queued
         if not math.isfinite(loss) or not math.isfinite(norm):
             self._fail(loss, norm)
         for group in self.optimizer.param_groups:
@@ -228,8 +228,8 @@ class TrainingRun:
         self.optimizer.zero_grad()
         return loss, norm
 
-    def _backward(self, batches: list[Batch]) -> float:
-        """Return the step's loss and leave its gradients on the parameters, both as of one large batch.
+    def _backward(self, batches: list[Batch]) -> torch.Tensor:
+        """Return the step's loss, 0-dim, and leave its gradients on the parameters, both as of one large batch.
 
         Passes without a label are left out: their loss and gradients are zero.
         """
@@ -242,7 +242,7 @@ class TrainingRun:
             losses.append(loss.detach())
         # Zeros in the places of the passes left out, so that the sum rounds as if they had run
         zero, found = torch.zeros_like(losses[0]), iter(losses)
-        return torch.stack([next(found) if batch.valid_tokens else zero for batch in passes]).sum().item()
+        return torch.stack([next(found) if batch.valid_tokens else zero for batch in passes]).sum()
 
     def _ring_work(self, batches: list[Batch]) -> RingWork | None:
         """Return how the attention work of this rank's sequences spreads over its ring; None without a ring or work."""

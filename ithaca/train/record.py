@@ -15,6 +15,7 @@ from ithaca.base.errors import ConfigError
 from ithaca.config import Config, parse_config
 from ithaca.data.reader import TokenFile
 from ithaca.model.spec import Spec
+from ithaca.plans.recipes import TILE
 from ithaca.train.start import data_change
 
 
@@ -24,7 +25,7 @@ def make_record(config: Config, data: TokenFile, model: Model) -> dict[str, Any]
         "data": data.identity(),
         "config": config.toml(),
         "model": _describe(model.spec),
-        "computed": _computed(model),
+        "computed": _computed(config, model),
     }
 
 
@@ -44,8 +45,10 @@ def check_record(manifest: dict[str, Any], config: Config, data: TokenFile, mode
         )
     if changes := config.changes(record):
         warnings.append(f"changed since the checkpoint of step {step}: {', '.join(changes)}")
-    now = _computed(model)
+    now = _computed(config, model)
     before = manifest.get("computed", now)
+    if "tile" not in before and record.plan and record.plan.tiles_by_default and model.plan.tile:
+        before = {**before, "tile": str(min(TILE, int(now["tile"])))}  # an old checkpoint: the same for every model
     if moved := [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]:
         warnings.append(
             f"the run computes otherwise than at the checkpoint of step {step}, so losses may differ a little: "
@@ -78,13 +81,15 @@ def _leaves(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _computed(model: Model) -> dict[str, str]:
+def _computed(config: Config, model: Model) -> dict[str, str]:
     """Return what decides how sums are rounded, besides the configuration."""
-    grid = model.mesh
+    grid, train = model.mesh, config.train
+    tokens = (train.micro_batch or train.batch or 1) * (train.tokens or 1)  # of a pass, which a tile may be longer than
     return {
         "ranks": str(grid.size),
         "device": grid.device.type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "kernel": model.kernel.name,
         "torch": torch.__version__,
+        "tile": str(min(model.plan.tile, tokens)) if model.plan.tile else "all",
     }

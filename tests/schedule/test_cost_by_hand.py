@@ -34,7 +34,7 @@ def phases_of(plan: Plan, tokens: int, ulysses: int, ring: int = 1, spec: Spec =
 @pytest.mark.parametrize("again", [False, True])
 def test_a_sweep_over_both_axes(again: bool) -> None:
     """Chunks of 64K over 2 × 2 ranks, four of them under way beside one that is at work."""
-    found = phases_of(Plan(recipe="sweep", chunk=64 * K, o="recompute" if again else "host"), M, 2, 2)
+    found = phases_of(Plan(recipe="sweep", chunk=64 * K, tile=8 * K, o="recompute" if again else "host"), M, 2, 2)
     T = 16 * K
     q, k = T * 2 * 16 * 128 * BF16, T * 2 * 4 * 128 * BF16  # of half of the heads, and the tokens of two ranks
     local, gathered = T * Q * BF16, 2 * q

@@ -277,6 +277,61 @@ def test_a_written_slot_is_poisoned_after_its_copy(engine: ThreadEngine) -> None
     assert tile.isnan().all()
 
 
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("poison", [False, True])
+def test_a_single_tile_stays_in_its_slot(engine: ThreadEngine, poison: bool, changed: bool) -> None:
+    """It is read where it was written, copied out once and never back, and what comes after waits for the copy."""
+    engine.poison, ways = poison, list[str]()
+    slots, memory = Slots(engine, 4, (3,), torch.float64, 1), torch.zeros(4, 3, dtype=torch.float64)
+
+    def before_copy() -> None:
+        ways.append(threading.current_thread().name)
+        time.sleep(0.02)
+
+    engine.before_copy = before_copy
+    tape = HostTape(memory, Tiles(4, 4), slots)
+    written = tape.blank(0).fill_(7)
+    tape.write(0, written, again=True)
+    tape.prefetch(0)
+    tile = tape.read(0, changed=changed)
+    assert tile.data_ptr() == written.data_ptr()
+    assert torch.equal(tile, torch.full_like(tile, 7))
+    if changed:
+        tile.fill_(9)
+        tape.write(0, tile)
+        engine.settle()
+        assert torch.equal(memory, torch.full_like(memory, 9))
+    else:
+        tape.release(tile)
+        tape.blank(0).fill_(8)
+        engine.settle()
+        assert torch.equal(memory, torch.full_like(memory, 7))
+    assert ways == ["copy-out"] * (1 + changed)
+
+
+def test_a_tile_that_stays_is_changed_after_its_copy(engine: ThreadEngine) -> None:
+    slots, memory = Slots(engine, 4, (3,), torch.float64, 1), torch.zeros(4, 3, dtype=torch.float64)
+    engine.before_copy = lambda: time.sleep(0.02)
+    tape = HostTape(memory, Tiles(4, 4), slots)
+    tape.write(0, tape.blank(0).fill_(7), again=True)
+    tape.release(tape.read(0).fill_(9))
+    engine.settle()
+    assert torch.equal(memory, torch.full_like(memory, 7))
+
+
+def test_a_tile_that_stays_is_dropped_with_its_pass(engine: ThreadEngine) -> None:
+    tape = HostTape(torch.zeros(4, 3), Tiles(4, 4), Slots(engine, 4, (3,), torch.float32, 1))
+    tape.write(0, tape.blank(0).fill_(7), again=True)
+    tape.drop()
+    tape.release(tape.blank(0))
+
+
+def test_one_of_several_tiles_does_not_stay(engine: ThreadEngine) -> None:
+    tape, slots = host_tape(engine, 2)
+    tape.write(0, tape.blank(0).fill_(7), again=True)
+    assert slots.held == 0
+
+
 def test_nothing_is_poisoned_unasked(engine: ThreadEngine) -> None:
     tape, _ = host_tape(engine, 2)
     tile, other = tape.read(0), tape.read(1)

@@ -203,6 +203,38 @@ def test_another_mesh_is_said(folder: Folder) -> None:
     )
 
 
+def computed(folder: Folder, step: int, **changes: str | None) -> dict[str, str]:
+    """What a checkpoint's manifest has under "computed", with changes written to it; None takes an entry out."""
+    files = CheckpointFolder(folder.path / "run" / "checkpoints")
+    manifest = files.manifest(step)
+    assert manifest is not None
+    found = {**manifest["computed"], **changes}
+    manifest["computed"] = {name: value for name, value in found.items() if value is not None}
+    text = json.dumps({**manifest, "sha256": text_sha256(manifest)})
+    (files.path(step) / "manifest.json").write_text(text)
+    return manifest["computed"]
+
+
+def test_another_tile_is_said(folder: Folder) -> None:
+    """An old checkpoint has none: its tile was 8K, and the tokens of a pass go into one as they do now."""
+    assert folder.train("plan.recipe=alst", new=True).code == 0
+    assert "tile" not in computed(folder, 4, tile=None)
+    end = folder.train("train.steps=5")
+    assert end.code == 0, end.err
+    assert "computes otherwise" not in end.out
+    assert computed(folder, 5, tile="24")
+    said = folder.train("train.steps=6").out
+    assert "computes otherwise than at the checkpoint of step 5, so losses may differ a little: tile 24 -> 256" in said
+
+
+def test_a_named_tile_goes_on(folder: Folder) -> None:
+    assert folder.train("plan.recipe=alst", "plan.tile=24", new=True).code == 0
+    end = folder.train("train.steps=5")
+    assert end.code == 0, end.err
+    assert "computes otherwise" not in end.out
+    assert computed(folder, 5)["tile"] == "24"
+
+
 def test_open_options_come_from_the_checkpoint(folder: Folder) -> None:
     """A configuration that leaves tokens and batch open continues with the checkpoint's."""
     assert folder.train(new=True).code == 0

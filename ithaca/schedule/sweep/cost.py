@@ -240,19 +240,21 @@ def copies(job: "Job", places: tuple[str, ...]) -> Copies:
     local = local_tokens(job)
     x, o = job.hidden(local), job.queries(local)
     lse = local * job.axes.ulysses * len(job.heads.q) * job.high
+    again = float(job.chunks > 1)  # a single tile that is read at once stays in its slot
     total = Copies()
     for layer in range(spec.layers):
         if placement.x[layer] in places:
             # Written by the layer below, and read forward
-            total += Copies(into=(1 + _backward_reads(job, layer)) * x, out=x)
+            total += Copies(into=(again + _backward_reads(job, layer)) * x, out=x)
         elif placement.x[layer] not in KEPT and plan.residual in places:
-            total += Copies(into=x, out=x)  # it passes through the residual tape
+            total += Copies(into=again * x, out=x)  # it passes through the residual tape
         if placement.o[layer] in places:
             total += Copies(into=o, out=o)
         if placement.o[layer] != RECOMPUTE and plan.lse in places:
             total += Copies(into=lse, out=lse)
     if plan.residual in places:
-        total += Copies(into=(spec.layers + 2) * x, out=(spec.layers + 2) * x)  # every block, the loss, the embedding
+        # Every block, the loss, the embedding
+        total += Copies(into=again * (spec.layers + 2) * x, out=(spec.layers + 2) * x)
     if plan.kv in places:
         total += _kv_copies(job)
     return total + _rebuild_copies(job, places)
@@ -277,7 +279,8 @@ def _kv_copies(job: "Job") -> Copies:
     backward = Copies(into=(visits + 1 / layers) * kv, out=kv * (layers - 1) / layers)
     recomputed = job.plan.placement(layers).o.count(RECOMPUTE) / layers
     backward += Copies(into=(visits + 1) * kv * recomputed)  # a chunk attends twice, and reads its own tile again
-    gradients = Copies(into=(visits + 1) * sums, out=(visits + 1) * sums)
+    gradients = (visits + 1) * sums * (job.chunks > 1)  # those of a single chunk need no tape
+    gradients = Copies(into=gradients, out=gradients)
     layer = forward + backward + gradients
     return Copies(layers * layer.into, layers * layer.out)
 

@@ -46,11 +46,15 @@ class KVTiles:
 
 
 class KVGradients:
-    """dK and dV of every tile, in at least fp32. Chunks run in reverse and add to those of earlier tiles."""
+    """dK and dV of every tile, in at least fp32. Chunks run in reverse and add to those of earlier tiles.
+
+    If there is one tile, and one part of its gradients is all of them, that part waits in the kernel's own tensors.
+    """
 
     def __init__(self, tapes: list[Tape]):
         self._tapes = tapes
         self._begun: set[int] = set()
+        self._only: tuple[Tensor, Tensor] | None = None
 
     def prefetch(self, index: int) -> None:
         if index in self._begun:
@@ -58,14 +62,34 @@ class KVGradients:
                 tape.prefetch(index)
 
     def add(self, index: int, keys: slice, dk: Tensor, dv: Tensor) -> None:
-        for tape, part in zip(self._tapes, (dk, dv), strict=True):
-            total = tape.read(index) if index in self._begun else tape.blank(index).zero_()
-            total[keys] += part
+        tiles = self._tapes[0].tiles
+        whole = keys.indices(tiles.rows_in(index)) == (0, tiles.rows_in(index), 1)
+        if whole and tiles.count == 1 and not self._begun and self._only is None:
+            self._only = dk, dv
+            return
+        if self._only is not None:
+            only, self._only = self._only, None
+            self._add(index, slice(None), only, whole=True)
+        self._add(index, keys, (dk, dv), whole)
+
+    def _add(self, index: int, keys: slice, parts: tuple[Tensor, Tensor], whole: bool) -> None:
+        for tape, part in zip(self._tapes, parts, strict=True):
+            if index in self._begun:
+                total = tape.read(index)
+                total[keys] += part
+            elif whole:
+                total = tape.blank(index).copy_(part)
+            else:
+                total = tape.blank(index).zero_()
+                total[keys] += part
             tape.write(index, total)
         self._begun.add(index)
 
     def take(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dK and dV of a tile that no later chunk will add to."""
+        if self._only is not None:
+            (dk, dv), self._only = self._only, None
+            return dk.to(dtype), dv.to(dtype)
         whole = []
         for tape in self._tapes:
             total = tape.read(index)

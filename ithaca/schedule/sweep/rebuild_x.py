@@ -26,7 +26,7 @@ AdvanceFrom = Callable[[int], AbstractContextManager[Advance]]  # of a layer, wh
 class XReader(Protocol):
     """How a backward pass reads x: a tape, or chunks that are rebuilt in passing."""
 
-    def read(self, index: int, toward: int = 0) -> Tensor: ...
+    def read(self, index: int, toward: int = 0, changed: bool = True) -> Tensor: ...
 
     def prefetch(self, index: int) -> None: ...
 
@@ -74,7 +74,7 @@ class _PassingX:
         self._home = tapes.x(layer - 1) if layer - 1 in rebuild.homes else None
         self._below: dict[int, tuple[int, Tensor]] = {}  # by the address of the x that was rebuilt from it
 
-    def read(self, index: int, toward: int = 0) -> Tensor:
+    def read(self, index: int, toward: int = 0, changed: bool = True) -> Tensor:  # noqa: ARG002
         source = self._xs.read(index, toward)
         x, y = source, torch.empty_like(source)
         for layer, advance in self._steps.items():

@@ -37,6 +37,7 @@ from torch.autograd.function import once_differentiable
 
 from ithaca.attention.walk import Walk
 from ithaca.base.owners import BLOCKS, owned_by
+from ithaca.base.tiles import Tiles
 from ithaca.model.block import Weights, project
 from ithaca.model.linear import Summed
 from ithaca.model.rotary import Rotary, Rotation
@@ -53,6 +54,22 @@ from ithaca.schedule.tapes import Pass
 ChunkSteps = Iterator[None]  # the work of a chunk; it yields where it has sent something and must wait
 
 
+class Rotations:
+    """Cosines and sines of a chunk's tokens. The last ones are kept: the layers of a single chunk share them."""
+
+    def __init__(self, rotary: Rotary, positions: Tensor, tiles: Tiles):
+        """`positions`: of the local tokens, which are cut into these tiles."""
+        self._rotary, self._positions, self._tiles = rotary, positions, tiles
+        self._last: tuple[tuple[int, torch.dtype], Rotation] | None = None
+
+    def at(self, chunk: int, dtype: torch.dtype) -> Rotation:
+        if self._last is None or self._last[0] != (chunk, dtype):
+            self._last = None  # freed before the next one is made
+            rotation = self._rotary.at(self._positions[self._tiles.rows(chunk)], dtype)
+            self._last = (chunk, dtype), rotation
+        return self._last[1]
+
+
 @dataclass(frozen=True)
 class SweepCall:
     """What one block needs beside its weights."""
@@ -61,8 +78,7 @@ class SweepCall:
     layer: int
     tapes: Pass
     walk: Walk  # over the chunks of the whole sequence
-    rotary: Rotary
-    positions: Tensor  # of the local tokens
+    rotations: Rotations
     tile: int
     exchange: Exchange
     ring: Ring
@@ -81,10 +97,7 @@ class SweepCall:
         return hops(self.exchange.ranks, self.ring.ranks)
 
     def rotation(self, chunk: int, dtype: torch.dtype) -> Rotation | None:
-        if not self.spec.rope_layers[self.layer]:
-            return None
-        positions = self.positions[self.tapes.residual.tiles.rows(chunk)]
-        return self.rotary.at(positions, dtype)
+        return self.rotations.at(chunk, dtype) if self.spec.rope_layers[self.layer] else None
 
     def project(self, w: Summed, chunk: int, x: Tensor) -> Projection:
         return Projection(self.spec, w, x, self.rotation(chunk, x.dtype), Heads.all(self.spec))
@@ -118,8 +131,8 @@ class _Sweep(torch.autograd.Function):
         with owned_by(BLOCKS):
             w = summed(ctx.call.spec, given, [name for name, needed in zip(names, wanted, strict=True) if needed])
             _backward(ctx.call, w)
-        for total in w.sums.values():
-            total *= scale
+        if w.all_sums is not None:
+            w.all_sums *= scale
         return scale, None, None, *(w.sums.get(name) for name in names)
 
 
@@ -132,7 +145,7 @@ def _forward(call: SweepCall, w: Weights) -> None:
 
 def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> ChunkSteps:
     xs, ys, kept = call.tapes.x(call.layer), call.tapes.x(call.layer + 1), call.tapes.o_and_lse(call.layer)
-    x = xs.read(chunk, toward=1)
+    x = xs.read(chunk, toward=1, changed=False)
     q, *kv = project(call.spec, w, x, call.rotation(chunk, x.dtype), Heads.all(call.spec))
     coming = call.exchange.to_heads(call.split, (q,), kv)
     del q, kv
@@ -151,12 +164,14 @@ def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> Ch
     del o, merging
     yield from _let_others_run(call.exchange)
     (o,), _ = going.wait()
-    for tape, tile in zip(kept, (o, lse.T), strict=False):
-        tape.write(chunk, tape.blank(chunk).copy_(tile))
+    for tape, tensor in zip(kept, (o, lse), strict=False):
+        tile = tape.blank(chunk)
+        tile.view(tensor.shape).copy_(tensor)  # the log-sum-exp by heads, as kernels have it
+        tape.write(chunk, tile)
     y = ys.blank(chunk)
     post_attention(call.spec, w, x, o, y, call.tile)
     xs.release(x)
-    ys.write(chunk, y)
+    ys.write(chunk, y, again=True)
 
 
 def _backward(call: SweepCall, w: Summed) -> None:
@@ -175,15 +190,21 @@ def _chunk_backward(
     call: SweepCall, w: Summed, chunk: int, xs: XReader, keys: "_RebuiltKV", sums: KVGradients
 ) -> ChunkSteps:
     kept, residuals = call.tapes.o_and_lse(call.layer), call.tapes.residual
-    x, *tiles, residual = (tape.read(chunk, toward=-1) for tape in (xs, *kept, residuals))
+    x, *tiles = (tape.read(chunk, toward=-1, changed=False) for tape in (xs, *kept))
+    alone = call.walk.tiles.count == 1  # then the gradient takes another slot, and need not wait for this one
+    residual = residuals.read(chunk, toward=-1, changed=not alone)
     if kept:
         projection, (o, lse) = None, tiles
-        lse, arrived = lse.T, ()
+        lse, arrived = lse.view(lse.shape[::-1]), ()
     else:
         projection = call.project(w, chunk, x)
         arrived, o, lse = _recompute_attention(call, chunk, projection, keys)
-    do = torch.empty_like(o)
-    post_attention_backward(call.spec, w, x, o, residual, residual, do, call.tile)
+    dx, do = post_attention_backward(
+        call.spec, w, x, o, residual, call.tile, residuals.blank(chunk) if alone else residual
+    )
+    if alone:
+        residuals.release(residual)
+    residual = dx
     if projection is None:  # after the MLP, which takes most memory
         projection = call.project(w, chunk, x)
         coming = keys.send(chunk, (projection.q, o, do), projection.kv)
@@ -211,7 +232,7 @@ def _chunk_backward(
     yield from _let_others_run(call.exchange)
     (dq,), dkv = going.wait()
     residual += projection.backward(dq, *dkv)
-    residuals.write(chunk, residual)
+    residuals.write(chunk, residual, again=True)
     xs.release(x)
 
 

@@ -113,7 +113,9 @@ class _Outputs:
 
 
 class BackwardAttention:
-    """The same attention in a block's backward pass: gives `o`, saved or recomputed; the caller fills `do`."""
+    """The same attention in a block's backward pass: gives `o`, saved or recomputed; the caller sets `do`."""
+
+    do: Tensor
 
     def __init__(self, call: Attention, w: Summed, x: Tensor, rotation: Rotation | None, kept: Sequence[Tensor]):
         self._call, self._w, self._x, self._turn = call, w, x, rotation
@@ -125,7 +127,6 @@ class BackwardAttention:
             self.o = self._hold()
         else:
             self.o, self._lses = call.forward(w, x, rotation)
-        self.do = torch.empty_like(self.o)
 
     def _project(self, q: Sequence[int], kv: Sequence[int]) -> Projection:
         return Projection(self._call.spec, self._w, self._x, self._turn, Heads(q, kv))

@@ -75,8 +75,7 @@ class _Checkpointed(torch.autograd.Function):
         w = summed(spec, dict(zip(names, weights, strict=True)), wanted)
         x = kept.pop(0) if call.tapes is None else _get(call.tapes.x(call.layer))
         attention = BackwardAttention(call.attention, w, x, call.rotation, kept)
-        dx = torch.empty_like(dy)
-        post_attention_backward(spec, w, x, attention.o, dy, dx, attention.do, call.tile or len(x))
+        dx, attention.do = post_attention_backward(spec, w, x, attention.o, dy, call.tile or len(x))
         attention.backward(dx)
         return dx, None, None, *(w.sums.get(name) for name in names)
 

@@ -37,9 +37,9 @@ def counted(plan: Plan) -> tuple[int, int, Job]:
     engine, found = model.engine, {"in": 0, "out": 0}
 
     def counting(name: str, copy: Any) -> Any:
-        def counts(target: Tensor, source: Tensor, after: Any) -> Mark:
+        def counts(target: Tensor, source: Tensor, **how: Any) -> Mark:
             found[name] += source.nbytes
-            return copy(target, source, after=after)
+            return copy(target, source, **how)
 
         return counts
 
@@ -49,9 +49,10 @@ def counted(plan: Plan) -> tuple[int, int, Job]:
     return found["in"], found["out"], model.reservation.job(TOKENS)
 
 
+@pytest.mark.parametrize("chunk", [CHUNK, TOKENS])
 @pytest.mark.parametrize("name", PLACES)
-def test_copies_of_a_step(name: str) -> None:
-    into, out, job = counted(Plan(recipe="sweep", chunk=CHUNK, tile=8, **DEVICE | PLACES[name]))
+def test_copies_of_a_step(name: str, chunk: int) -> None:
+    into, out, job = counted(Plan(recipe="sweep", chunk=chunk, tile=8, **DEVICE | PLACES[name]))
     stated = copies(job, ("host", "disk"))
     assert (stated.into, stated.out) == (into, out)
     assert copies(job, ("disk",)).most == 0
