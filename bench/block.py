@@ -16,10 +16,9 @@ state of this rank's tokens. Causal MFU is relative to the GPU's own peak, witho
 """
 
 import gc
-import re
 import statistics
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -27,11 +26,12 @@ import torch
 from bench.bounds import matmul_tflops
 from bench.record import command_line, read_plan, record
 from ithaca.attention.documents import attended_length
-from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
+from ithaca.base.sizes import format_bytes, format_tokens
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.mesh import Mesh
+from ithaca.planner.documents import parse_documents
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.rehearse import Scene, loopback_mesh, play
 
@@ -50,7 +50,7 @@ def measure(scene: Scene, grid: Mesh, repeats: int) -> dict[str, Any]:
         report["over_bare"] = (report["forward_seconds"] + report["backward_seconds"]) / report["bare_seconds"]
     bounds = scene.documents or (0, scene.tokens)
     dtype = torch.bfloat16 if grid.gpu else torch.float32
-    job = scene.job(read_spec(find_config(scene.model)[0]), dtype)
+    job = scene.job(read_spec(find_config(scene.model)[0]), dtype, report["kernel"])
     return report | {
         "documents": len(bounds) - 1,
         "attended": attended_length(bounds),
@@ -108,13 +108,7 @@ def line(row: dict[str, Any]) -> str:
 
 def read_documents(text: str) -> tuple[int, ...]:
     """'192K+64x1K' -> the bounds of these documents."""
-    bounds = [0]
-    for part in text.split("+"):
-        match = re.fullmatch(r"(?:(\d+)x)?(\w+)", part)
-        if not match:
-            raise SystemExit(f"'{part}' is not a document: write 192K, or 64x1K for many")
-        bounds += [bounds[-1] + parse_tokens(match[2]) * (i + 1) for i in range(int(match[1] or 1))]
-    return tuple(bounds)
+    return (0, *accumulate(parse_documents(text)))
 
 
 def main() -> None:

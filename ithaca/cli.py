@@ -152,6 +152,9 @@ def plan(
     tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M; max: the longest that fits.")] = "max",
     host: Annotated[str | None, typer.Option(help="Memory of each node, as 1.9TB; by default what is usual.")] = None,
     disk: Annotated[str, typer.Option(help="Disk of each node for saved activations, as 28TB; 0: none.")] = "0",
+    documents: Annotated[
+        str | None, typer.Option(help="Packed documents, as 64x4K, 192K+64x1K or a token file. Default: one.")
+    ] = None,
     recipe: Annotated[str | None, typer.Option(help="The recipe; by default the fastest that fits.")] = None,
     meshes: Annotated[
         bool, typer.Option("--meshes", help="Compare all meshes: which GPUs share a sequence, and what they send.")
@@ -179,7 +182,7 @@ def plan(
         found, hardware = measure_here(measure), measure
         gpus = f"8x{found}" if gpus is None else gpus
     output = Output(as_json=json, verbose=verbose, meshes=meshes, picture=picture)
-    run(model, gpus, tokens, host, disk, recipe, hardware, output, node_gpus)
+    run(model, gpus, tokens, host, disk, recipe, hardware, output, node_gpus, documents)
 
 
 @app.command()
@@ -191,6 +194,9 @@ def rehearse(
     tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M.")] = "1M",
     layers: Annotated[
         int | None, typer.Option(help="Layers to run. The memory of the others is held. Default: all.")
+    ] = None,
+    documents: Annotated[
+        str | None, typer.Option(help="Packed documents, as 64x4K, 192K+64x1K or a token file. Default: one.")
     ] = None,
     recipe: Annotated[str, typer.Option(help="The recipe.")] = "sweep",
     set_: Annotated[
@@ -215,7 +221,8 @@ def rehearse(
     from ithaca.rehearsal.command import run
 
     limit = parse_bytes(cap) if cap else None
-    run(model, ranks, parse_tokens(tokens), layers, recipe, set_ or [], limit, memory_only, bare, hardware, json)
+    length = parse_tokens(tokens)
+    run(model, ranks, length, layers, recipe, set_ or [], limit, memory_only, bare, hardware, json, documents)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.model.spec import Spec
+from ithaca.planner.documents import read_documents
 from ithaca.planner.hardware import MOST_ON_A_NODE, Cluster, Gpu, Machine, parse_gpus, read_gpus
 from ithaca.planner.mesh_table import compare_meshes, mesh_lines, mesh_object
 from ithaca.planner.meshes import impossible
@@ -44,6 +45,7 @@ def run(
     hardware: Path | None,
     output: Output,
     node_gpus: int | None = None,
+    documents: str | None = None,
 ) -> None:
     """`ithaca plan`. `hardware`: a file of GPUs, given by the user or just written by --measure."""
     if output.picture:
@@ -58,10 +60,11 @@ def run(
     if recipe is not None:
         Plan(recipe=recipe)  # an unknown recipe is refused before anything is searched
     cluster = read_cluster(USUAL if gpus is None else gpus, hardware, host, disk, node_gpus)
-    question = Question(model, read_spec(find_config(model)[0]), cluster, length, recipe)
+    packed = None if documents is None else read_documents(documents)
+    question = Question(model, read_spec(find_config(model)[0]), cluster, length, recipe, packed)
     most = longest(question.spec, cluster, recipe)
     wanted = length or most
-    answer = search(question.spec, cluster, wanted, recipe) if wanted else None
+    answer = search(question.spec, cluster, wanted, recipe, documents=packed) if wanted else None
     if answer is None:
         _refuse(question, most, output.as_json)
     elif output.meshes:
@@ -81,7 +84,7 @@ def _refuse(question: Question, most: int, as_json: bool) -> None:
 def _print_answer(question: Question, answer: Answer, most: int, output: Output) -> None:
     limit = binding(question.spec, question.cluster, question.recipe, most)
     if output.picture:
-        draw(question.model, question.spec, question.cluster, most, output.picture)
+        draw(question.model, question.spec, question.cluster, most, output.picture, question.documents)
     if output.as_json:
         print(json.dumps(as_object(question, answer, most, limit), indent=2))
     else:
@@ -92,7 +95,7 @@ def _print_meshes(question: Question, sharing: int | None, as_json: bool) -> Non
     assert question.tokens is not None
     assert question.recipe is not None
     spec, cluster, plan = question.spec, question.cluster, Plan(recipe=question.recipe)
-    compared = compare_meshes(spec, cluster, question.tokens, question.recipe, sharing)
+    compared = compare_meshes(spec, cluster, question.tokens, question.recipe, sharing, question.documents)
     reasons = [*impossible(spec, plan, cluster.machine, sharing)]
     if as_json:
         print(json.dumps(mesh_object(question, compared, reasons), indent=2))

@@ -2,7 +2,8 @@
 
 The table of GPUs is `hardware.toml` beside this file. Every number has its source. A TOML file of the user, in the same
 form, adds GPUs or replaces numbers. If the rate of a kernel was not measured on a GPU, the planner assumes the share of
-the peak that the kernel reaches on the H200, and says so.
+the peak that the kernel reaches on the H200, and says so. Files of older releases have one `attention_forward` and one
+`attention_backward` for a GPU: these were measured with `cudnn+flash`.
 """
 
 import re
@@ -22,10 +23,36 @@ from ithaca.tape.budget import KEPT_BACK
 from ithaca.tape.spec import Budget
 
 MEASURED_ON = "H200-141GB"
+EXAMPLE = '["H200-141GB".attention.flash4]'
 NEEDED = 'write a number and its source, as [55e9, "measured"]'
 LARGEST = 1e24  # the largest number that the table may hold; larger ones would overflow later
 HERE = "measured by --measure"  # the source of a number that was measured on the user's own GPU
-RATES = ("matmul", "attention_forward", "attention_backward")
+DIRECTIONS = ("forward", "backward", "forward_64", "backward_64")
+OLD_KERNEL = "cudnn+flash"  # the kernel of rates that name none
+OLD_RATES = {"attention_forward": "forward", "attention_backward": "backward"}
+NARROW = 64  # features of a head: up to here the rates of head size 64 count
+AMPERE = 8.0
+
+
+@dataclass(frozen=True)
+class AttentionRates:
+    """FLOP/s of one attention kernel; backward has 2.5 times the FLOPs of forward."""
+
+    kernel: str
+    forward: float
+    backward: float
+    forward_64: float  # with heads of 64 features
+    backward_64: float
+
+    def of(self, head_size: int) -> tuple[float, float]:
+        """Forward and backward."""
+        forward, backward = (getattr(self, name) for name in rate_names(head_size))
+        return forward, backward
+
+
+def rate_names(head_size: int) -> tuple[str, ...]:
+    """The names of the rates, forward and backward, for a head size."""
+    return DIRECTIONS[2:] if head_size <= NARROW else DIRECTIONS[:2]
 
 
 @dataclass(frozen=True)
@@ -41,22 +68,47 @@ class Gpu:
     host: float
     ram: float
     matmul: float
-    attention_forward: float
-    attention_backward: float
+    capability: tuple[int, int]  # CUDA compute capability
+    attention: tuple[AttentionRates, ...]
     sources: Mapping[str, str] = field(compare=False)
 
+    def rates(self, kernel: str) -> AttentionRates | None:
+        """The rates of an attention kernel; None if the table has none of that name."""
+        return next((rates for rates in self.attention if rates.kernel == kernel), None)
 
-NUMBERS = tuple(item.name for item in fields(Gpu) if item.name not in ("name", "sources"))
+
+NUMBERS = tuple(item.name for item in fields(Gpu) if item.name not in ("name", "capability", "attention", "sources"))
 
 
 def read_gpus(more: Path | None = None) -> dict[str, Gpu]:
     """All known GPUs by name: the table's, and those of another file."""
     tables = dict(_own_table())
     for name, table in (_read(more) if more else {}).items():
-        tables[name] = {**tables.get(name, {}), **table}
-    ours = tables[MEASURED_ON]
-    measured = {number: _figure(MEASURED_ON, number, ours[number])[0] for number in ("flops", *RATES)}
+        known = tables.get(name, {})
+        attention = {**known.get("attention", {}), **_attention_tables(name, table)}
+        numbers = {number: value for number, value in table.items() if number not in OLD_RATES}
+        tables[name] = {**known, **numbers, "attention": attention}
+    # A user's file may leave rates of the H200 out as well: they follow from our own
+    measured = _gpu(MEASURED_ON, tables[MEASURED_ON], _gpu(MEASURED_ON, _own_table()[MEASURED_ON], None))
     return {name: _gpu(name, table, measured) for name, table in tables.items()}
+
+
+def _attention_tables(name: str, table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The rates of each attention kernel in a user's table, also if it is of an older release."""
+    tables = table.get("attention", {})
+    if not isinstance(tables, dict):
+        raise PlanError(f"attention of GPU '{name}' is {tables}: write a table for each kernel, as {EXAMPLE}")
+    measured = _own_table()[MEASURED_ON]["attention"]
+    for kernel, rates in tables.items():
+        if kernel not in measured:
+            raise PlanError(f"GPU '{name}' has rates of an unknown kernel '{kernel}': {suggestion(kernel, measured)}")
+        if not isinstance(rates, dict):
+            raise PlanError(f"attention.{kernel} of GPU '{name}' is {rates}: write a table, as {EXAMPLE}")
+    old = {}
+    for number in OLD_RATES.keys() & table.keys():
+        figure, source = _figure(name, number, table[number])
+        old[OLD_RATES[number]] = [figure, f"{source}; the file names no kernel, so it is that of {OLD_KERNEL}"]
+    return {**({OLD_KERNEL: old} if old else {}), **tables}
 
 
 def parse_gpus(text: str, known: Mapping[str, Gpu]) -> tuple[int, Gpu]:
@@ -113,23 +165,65 @@ def causal_mfu(spec: Spec, attended: float, tokens_per_second: float, peak: floa
     return tokens_per_second * spec.flops_per_token(attended) / peak
 
 
-def _gpu(name: str, table: Mapping[str, Any], measured: Mapping[str, float]) -> Gpu:
-    """The GPU of a table; `measured`: peak and rates of the GPU from which missing rates are derived."""
+def _gpu(name: str, table: Mapping[str, Any], measured: Gpu | None) -> Gpu:
+    """The GPU of a table; `measured`: the one from which missing rates are derived, None if none is missing."""
     numbers: dict[str, float] = {}
     sources: dict[str, str] = {}
     for number in NUMBERS:
         if number in table:
             numbers[number], sources[number] = _figure(name, number, table[number])
-        elif number in RATES and "flops" in numbers:
-            share = measured[number] / measured["flops"]
-            numbers[number] = share * numbers["flops"]
-            sources[number] = f"assumed: {100 * share:.0f} % of the peak, as measured on the {MEASURED_ON}"
+        elif number == "matmul" and "flops" in numbers and measured:
+            numbers[number] = numbers["flops"] * measured.matmul / measured.flops
+            sources[number] = _assumed(measured.matmul / measured.flops)
         else:
             raise PlanError(f"GPU '{name}' has no {number}: {NEEDED}")
-    unknown = [word for word in table if word not in NUMBERS]
+    known = (*NUMBERS, "capability", "attention")
+    unknown = [word for word in table if word not in known]
     if unknown:
-        raise PlanError(f"GPU '{name}' has an unknown number '{unknown[0]}': {suggestion(unknown[0], NUMBERS)}")
-    return Gpu(name, **numbers, sources=sources)
+        raise PlanError(f"GPU '{name}' has an unknown number '{unknown[0]}': {suggestion(unknown[0], known)}")
+    capability, sources["capability"] = _figure(name, "capability", table.get("capability", [AMPERE, "assumed"]))
+    major, minor = f"{capability:.1f}".split(".")
+    attention = []
+    given = table.get("attention", {})
+    for kernel in [rates.kernel for rates in measured.attention] if measured else given:
+        rates, found = _kernel_rates(name, kernel, given.get(kernel, {}), numbers["flops"], measured)
+        attention.append(rates)
+        sources |= {f"attention.{kernel}.{number}": source for number, source in found.items()}
+    return Gpu(name, **numbers, capability=(int(major), int(minor)), attention=tuple(attention), sources=sources)
+
+
+def _kernel_rates(
+    name: str, kernel: str, given: Mapping[str, Any], flops: float, measured: Gpu | None
+) -> tuple[AttentionRates, dict[str, str]]:
+    """The rates of one kernel and their sources.
+
+    A missing one of head size 64 follows from that of 128. If neither is given, both follow from this GPU's peak.
+    """
+    unknown = [word for word in given if word not in DIRECTIONS]
+    if unknown:
+        hint = suggestion(unknown[0], DIRECTIONS)
+        raise PlanError(f"attention.{kernel} of GPU '{name}' has an unknown rate '{unknown[0]}': {hint}")
+    rates: dict[str, float] = {}
+    sources: dict[str, str] = {}
+    for number in DIRECTIONS:
+        wide = number.removesuffix("_64")
+        if number in given:
+            rates[number], sources[number] = _figure(name, f"attention.{kernel}.{number}", given[number])
+            continue
+        assert measured is not None
+        there = measured.rates(kernel)
+        if wide in given:
+            ratio = getattr(there, number) / getattr(there, wide)
+            rates[number] = ratio * rates[wide]
+            sources[number] = f"assumed: {100 * ratio:.0f} % of head size 128, as measured on the {MEASURED_ON}"
+        else:
+            share = getattr(there, number) / measured.flops
+            rates[number], sources[number] = share * flops, _assumed(share)
+    return AttentionRates(kernel, **rates), sources
+
+
+def _assumed(share: float) -> str:
+    return f"assumed: {100 * share:.0f} % of the peak, as measured on the {MEASURED_ON}"
 
 
 def _figure(name: str, number: str, value: Any) -> tuple[float, str]:

@@ -9,6 +9,7 @@ from typing import Any
 from ithaca.base.sizes import format_bytes, format_number, format_seconds, format_tokens
 from ithaca.model.spec import Spec
 from ithaca.parallel.head_split import HeadSplit, imbalance
+from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import Cluster
 from ithaca.planner.meshes import Choice, cannot_share, mesh_shapes, weigh
 from ithaca.planner.report import Question, train_lines
@@ -20,7 +21,14 @@ ROWS = 12  # meshes in the printed table
 Compared = list[tuple[Choice, Answer | None]]
 
 
-def compare_meshes(spec: Spec, cluster: Cluster, tokens: int, recipe: str, sharing: int | None = None) -> Compared:
+def compare_meshes(
+    spec: Spec,
+    cluster: Cluster,
+    tokens: int,
+    recipe: str,
+    sharing: int | None = None,
+    documents: Documents | None = None,
+) -> Compared:
     """Every mesh that the recipe allows with its answer: first the mesh that `search` takes, then the others by speed.
 
     A mesh on which nothing fits has no answer, comes last, and is timed with the recipe's defaults. `sharing`: only the
@@ -31,12 +39,16 @@ def compare_meshes(spec: Spec, cluster: Cluster, tokens: int, recipe: str, shari
     shapes = [shape for size in sizes for shape in mesh_shapes(spec, default, cluster.machine, size)]
     if not shapes and sharing:
         raise cannot_share(spec, default, cluster.machine, sharing)
-    best = best_of(spec, cluster, tokens, sharing, recipe) if sharing else search(spec, cluster, tokens, recipe)
+    if sharing:
+        best = best_of(spec, cluster, tokens, sharing, recipe, documents=documents)
+    else:
+        best = search(spec, cluster, tokens, recipe, documents=documents)
+    lengths = documents.lengths(tokens) if documents else None
     found: Compared = []
     for shape in shapes:
-        answer = search(spec, cluster, tokens, recipe, mesh=shape)
+        answer = search(spec, cluster, tokens, recipe, mesh=shape, documents=documents)
         plan = default if answer is None else answer.plan
-        found.append((weigh(spec, plan, cluster.gpu, cluster.machine, tokens, *shape), answer))
+        found.append((weigh(spec, plan, cluster.gpu, cluster.machine, tokens, *shape, documents=lengths), answer))
 
     def order(item: tuple[Choice, Answer | None]) -> tuple[bool, bool, float]:
         choice, answer = item

@@ -108,10 +108,19 @@ def impossible(spec: Spec, plan: Plan, machine: Machine, sharing: int | None = N
             yield f"{ulysses} × {ring}: recipe '{plan.recipe}' has no {kind} ranks"
 
 
-def weigh(spec: Spec, plan: Plan, gpu: Gpu, machine: Machine, tokens: int, ulysses: int, ring: int) -> Choice:
-    """One mesh: what its links carry and how long a step takes."""
+def weigh(
+    spec: Spec,
+    plan: Plan,
+    gpu: Gpu,
+    machine: Machine,
+    tokens: int,
+    ulysses: int,
+    ring: int,
+    documents: tuple[int, ...] | None = None,
+) -> Choice:
+    """One mesh: what its links carry and how long a step takes. `documents`: lengths of those in the sequence."""
     axes = Axes(shard=machine.ranks // (ulysses * ring), ring=ring, ulysses=ulysses)
-    job = Job(spec=spec, plan=plan, tokens=tokens, axes=axes)
+    job = Job(spec=spec, plan=plan, tokens=tokens, documents=documents, axes=axes)
     to_ulysses, to_ring = busiest(job, machine)
     kv = [tape for tape in job.tapes if tape.option == "kv"]
     return Choice(

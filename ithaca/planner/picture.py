@@ -5,6 +5,7 @@ from pathlib import Path
 from ithaca.base.errors import PlanError
 from ithaca.base.sizes import format_tokens
 from ithaca.model.spec import Spec
+from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import Cluster
 from ithaca.planner.search import STEP, search
 
@@ -18,7 +19,7 @@ def check_kind(file: Path) -> None:
         raise PlanError(f"--picture {file} cannot be drawn: use a name that ends with .png, .svg or .pdf")
 
 
-def draw(model: str, spec: Spec, cluster: Cluster, most: int, file: Path) -> None:
+def draw(model: str, spec: Spec, cluster: Cluster, most: int, file: Path, documents: Documents | None = None) -> None:
     """Draw lengths up to `most` tokens, doubled each time, into the file."""
     import matplotlib as mpl  # only when needed: it takes long to load
 
@@ -28,7 +29,8 @@ def draw(model: str, spec: Spec, cluster: Cluster, most: int, file: Path) -> Non
     lengths = [length for length in (FIRST * 2**power for power in range(32)) if length < most] + [most]
     figure, (memory, speed) = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for recipe in SHOWN:
-        answers = [answer for length in lengths if (answer := search(spec, cluster, length, recipe))]
+        found = (search(spec, cluster, length, recipe, documents=documents) for length in lengths)
+        answers = [answer for answer in found if answer]
         if not answers:
             continue
         x = [answer.tokens for answer in answers]

@@ -13,13 +13,13 @@ from ithaca.base import owners
 from ithaca.base.sizes import format_bytes, format_count, format_number, format_seconds, format_tokens
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
-from ithaca.planner.hardware import HERE, MARGIN, MOST_GPUS, RATES, RUNTIME, Cluster, Gpu, causal_mfu
+from ithaca.planner.assumptions import assumptions, kernel_text, used_numbers
+from ithaca.planner.documents import Documents
+from ithaca.planner.hardware import MOST_GPUS, Cluster, causal_mfu
 from ithaca.planner.search import LEAST_MEMORY, STEP, Answer, binding, longest, search
-from ithaca.planner.seconds import DISK
 from ithaca.plans.places import REBUILD, RECOMPUTE
 from ithaca.plans.plan import RECIPE_OPTIONS, Plan
 from ithaca.plans.recipes import RECIPES
-from ithaca.tape.budget import KEPT_BACK
 
 PLACES = {
     "device": "on the GPU",
@@ -67,6 +67,7 @@ class Question:
     cluster: Cluster
     tokens: int | None  # None: the longest context that fits
     recipe: str | None  # None: the fastest
+    documents: Documents | None = None  # what each sequence is packed with; None: it is one document
     running: bool = False  # a run asks while it starts, not `ithaca plan`
 
     @property
@@ -87,6 +88,7 @@ def explain(question: Question, answer: Answer, most: int, limit: str, verbose: 
     return [
         f"{question.model} at {format_tokens(answer.tokens)} tokens on {question.gpus}: fits with recipe "
         f"'{answer.plan.recipe}'{_sharing(answer.axes)}",
+        *([f"Documents: {question.documents.describe(answer.tokens)}"] if question.documents else []),
         "",
         *_memory_lines(question, answer),
         *saved_lines(question.spec, answer),
@@ -95,7 +97,7 @@ def explain(question: Question, answer: Answer, most: int, limit: str, verbose: 
         "",
         *_limit_lines(question, answer, most, limit),
         "",
-        *_assumption_lines(question, verbose),
+        *_assumption_lines(question, answer, verbose),
         *train_lines(question, answer),
     ]
 
@@ -175,6 +177,7 @@ def _time_lines(question: Question, answer: Answer) -> list[str]:
         "optimizer": seconds.optimizer,
     }
     beside = {
+        "launching GPU operations": seconds.launching,
         "messages": seconds.exchange,
         "copies to and from " + ("host and disk" if question.cluster.disk else "the host"): seconds.copies,
         "gathering weights": seconds.weights,
@@ -221,7 +224,7 @@ def alternatives(question: Question, answer: Answer, most: int) -> list[str]:
     """The nearest other answers: a longer context, more GPUs, fewer GPUs."""
     spec, cluster, recipe = question.spec, question.cluster, question.recipe
     found = []
-    if most > answer.tokens and (other := search(spec, cluster, most, recipe)):
+    if most > answer.tokens and (other := search(spec, cluster, most, recipe, documents=question.documents)):
         found.append(f"{format_tokens(most)} take {format_seconds(other.seconds.step)} a step")
     if "o" in RECIPES[recipe or LEAST_MEMORY].options:  # attention can run once, and it need not
         again = longest(spec, cluster, recipe, recomputing=True, from_=most) if most else 0
@@ -231,7 +234,7 @@ def alternatives(question: Question, answer: Answer, most: int) -> list[str]:
     for count, more in ((2 * cluster.count, True), (cluster.count // 2, False)):
         if not 1 <= count <= MOST_GPUS or (count > cluster.node_gpus and count % cluster.node_gpus):
             continue
-        other = search(spec, cluster.resized(count), answer.tokens, recipe)
+        other = search(spec, cluster.resized(count), answer.tokens, recipe, documents=question.documents)
         each = other.seconds.step / other.sequences if other else 0.0
         if other and (not more or each < now):
             word = "Faster" if more else "Fewer GPUs"
@@ -244,37 +247,23 @@ def alternatives(question: Question, answer: Answer, most: int) -> list[str]:
 
 def mfu(question: Question, answer: Answer) -> float:
     """Causal MFU of the answer, by this GPU's own peak."""
-    return causal_mfu(question.spec, answer.tokens, answer.rate, question.cluster.gpu.flops)
+    attended = question.documents.attended(answer.tokens) if question.documents else answer.tokens
+    return causal_mfu(question.spec, attended, answer.rate, question.cluster.gpu.flops)
 
 
-def _assumption_lines(question: Question, verbose: bool) -> list[str]:
-    cluster = question.cluster
-    sources = {*cluster.gpu.sources.values()}
+def _assumption_lines(question: Question, answer: Answer, verbose: bool) -> list[str]:
+    spec, cluster, documents = question.spec, question.cluster, question.documents
+    sources = {cluster.gpu.sources[name] for name in used_numbers(spec, cluster, answer)}
+    kernel = f"Attention kernel: {kernel_text(spec, cluster, answer, documents)}"
+    lines = [] if question.running else [kernel]  # a run says what kernel it has
     if verbose:
-        texts = [text for text in assumptions(cluster.gpu, cluster.machine.nodes) if "data sheet" not in text]
-        return ["Assumed, or measured on another GPU:", *(f"  {text}" for text in texts), ""]
+        published = ("data sheet", "table of CUDA GPUs")
+        found = assumptions(spec, cluster, answer)
+        texts = [text for text in found if not any(words in text for words in published)]
+        return [*lines, "Assumed, or measured on another GPU:", *(f"  {text}" for text in texts), ""]
     if len(sources) == 1:
-        return [f"The speed of this GPU is {sources.pop()}", ""]
-    return [] if question.running else ["Some speeds and reserves are assumed: --verbose lists them", ""]
-
-
-def assumptions(gpu: Gpu, nodes: int) -> list[str]:
-    """The numbers that were not measured on this GPU, each with its source."""
-    names = [name for name in gpu.sources if name != "across" or nodes > 1]
-    found = [f"{_figure(gpu, name)}: {gpu.sources[name]}" for name in names if gpu.sources[name] != HERE]
-    return [
-        *found,
-        f"{format_bytes(RUNTIME)} of each GPU for the driver and NCCL, {MARGIN:.0%} of it for errors of prediction",
-        f"{KEPT_BACK:.0%} of host memory kept free",
-        f"{DISK / 1e9:g} GB/s to and from each node's disk",
-    ]
-
-
-def _figure(gpu: Gpu, name: str) -> str:
-    value, title = getattr(gpu, name), name.replace("_", " ")
-    if name in ("flops", *RATES):
-        return f"{title} {value / 1e12:.4g} TFLOP/s"
-    return f"{title} {value / 1e9:.4g} GB" + ("" if name in ("memory", "ram") else "/s")
+        return [*lines, f"The speed of this GPU is {sources.pop()}", ""]
+    return [] if question.running else [*lines, "Some speeds and reserves are assumed: --verbose lists them", ""]
 
 
 def train_lines(question: Question, answer: Answer) -> list[str]:
@@ -331,6 +320,8 @@ def as_object(question: Question, answer: Answer, most: int, limit: str) -> dict
         "recomputed_attention_layers": answer.recomputed(question.spec),
         "plan": plan_options(answer.plan),
         "mesh": {"shard": axes.shard, "ring": axes.ring, "ulysses": axes.ulysses},
+        "kernel": answer.kernel,
+        "documents": len(question.documents.lengths(answer.tokens)) if question.documents else 1,
         "memory": {
             "states": memory["states"],
             "activations": answer.memory.total - sum(memory.values()),
@@ -345,7 +336,10 @@ def as_object(question: Question, answer: Answer, most: int, limit: str) -> dict
         "seconds_by_part": {name: value for name, value in vars(seconds).items() if name != "step"},
         "tokens_per_second_per_gpu": answer.rate,
         "mfu_causal": mfu(question, answer),
-        "assumed": assumptions(question.cluster.gpu, question.cluster.machine.nodes),
+        "assumed": [
+            f"attention kernel {kernel_text(question.spec, question.cluster, answer, question.documents)}",
+            *assumptions(question.spec, question.cluster, answer),
+        ],
         "alternatives": alternatives(question, answer, most),
         "train": train_line(question, answer),
     }

@@ -8,9 +8,11 @@ the ways that its schedule offers (schedule/variants.py). It compares the Plans 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from ithaca.attention.kernels.facts import gpu_kernel
 from ithaca.base.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
+from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import Cluster
 from ithaca.planner.meshes import SAME as SAME_MESH
 from ithaca.planner.meshes import Shapes, ranked_meshes
@@ -40,6 +42,7 @@ class Answer:
     sequences: int  # sequences in a pass, over all GPUs
     memory: Memory
     seconds: Seconds
+    kernel: str  # the attention kernel that `plan.kernel=auto` is on this GPU, here
 
     @property
     def rate(self) -> float:
@@ -59,11 +62,13 @@ def search(
     recipe: str | None = None,
     mesh: tuple[int, int] | None = None,
     sequences: int | None = None,
+    documents: Documents | None = None,
 ) -> Answer | None:
     """The fastest Plan for this length; None if nothing fits.
 
     `mesh`: (ulysses, ring), if that is decided already. `sequences`: the sequences in a pass over all GPUs, at least
-    one for each group of GPUs that share one; if it is not given, exactly one for each group.
+    one for each group of GPUs that share one; if it is not given, exactly one for each group. `documents`: what each
+    sequence is packed with; if they are not given, it is one document.
     """
     if not SHORTEST <= tokens <= LONGEST:
         raise PlanError(f"--tokens {tokens} is out of range: give {SHORTEST} (a tile of attention) to {LONGEST}")
@@ -73,13 +78,13 @@ def search(
         if mesh is None and sequences is not None and shard > sequences:
             continue
         rows = -(-(sequences or 1) // shard)
-        if answer := best_of(spec, cluster, tokens, sharing, recipe, mesh, rows):
+        if answer := best_of(spec, cluster, tokens, sharing, recipe, mesh, rows, documents):
             found.append(replace(answer, sequences=sequences or shard))
         slower = len(found) > 1 and found[-1].rate <= found[-2].rate and not found[-1].recomputed(spec)
         if slower and sharing >= cluster.machine.gpus:
             break  # sharing over more nodes only adds messages
     best = _preferred(found)
-    return best and _refined(spec, cluster, best)
+    return best and _refined(spec, cluster, best, documents)
 
 
 def fitting(
@@ -90,31 +95,39 @@ def fitting(
     mesh: tuple[int, int],
     effort: Effort,
     rows: int = 1,
+    documents: Documents | None = None,
 ) -> Iterator[Answer]:
     """The ways in which a recipe fits on one mesh; `rows`: sequences for each group of GPUs that share them."""
     ulysses, ring = mesh
     axes = Axes(shard=cluster.count // (ulysses * ring), ring=ring, ulysses=ulysses)
-    for plan, memory in recipe_fits(recipe, spec, axes, rows * tokens, cluster.budget, effort):
-        seconds = _pass_seconds(spec, cluster, plan, tokens, rows, axes)
-        answer = Answer(plan, tokens, axes, rows, rows * axes.shard, memory, seconds)
+    kernel = gpu_kernel(spec.head_size, cluster.gpu.capability).name
+    for plan, memory in recipe_fits(recipe, spec, axes, rows * tokens, cluster.budget, effort, kernel):
+        seconds = pass_seconds(spec, cluster, plan, tokens, rows, axes, documents)
+        # A run chooses the kernel again: where it trains, other packages may be installed
+        answer = Answer(replace(plan, kernel="auto"), tokens, axes, rows, rows * axes.shard, memory, seconds, kernel)
         yield answer
         if not answer.recomputed(spec):
             return  # the variants that follow use less memory and are no faster
 
 
-def _pass_seconds(spec: Spec, cluster: Cluster, plan: Plan, tokens: int, rows: int, axes: Axes) -> Seconds:
+def pass_seconds(
+    spec: Spec, cluster: Cluster, plan: Plan, tokens: int, rows: int, axes: Axes, documents: Documents | None
+) -> Seconds:
     """The time of a pass over several sequences, which do not attend to each other."""
-    job = Job(spec=spec, plan=plan, tokens=rows * tokens, sequence=tokens, axes=axes)
+    lengths = documents.lengths(tokens) if documents else (tokens,)
+    job = Job(spec=spec, plan=plan, tokens=rows * tokens, documents=rows * lengths, axes=axes)
     return predict_seconds(job, cluster.gpu, cluster.machine)
 
 
-def _refined(spec: Spec, cluster: Cluster, answer: Answer) -> Answer:
+def _refined(spec: Spec, cluster: Cluster, answer: Answer, documents: Documents | None) -> Answer:
     """The same answer with every choice of saved tensors tried."""
-    found = refit(answer.plan, spec, answer.axes, answer.rows * answer.tokens, cluster.budget)
+    named = replace(answer.plan, kernel=answer.kernel)
+    found = refit(named, spec, answer.axes, answer.rows * answer.tokens, cluster.budget)
     if found is None:
         return answer
-    seconds = _pass_seconds(spec, cluster, found[0], answer.tokens, answer.rows, answer.axes)
-    return replace(answer, plan=found[0], memory=found[1], seconds=seconds)
+    plan, memory = found
+    seconds = pass_seconds(spec, cluster, plan, answer.tokens, answer.rows, answer.axes, documents)
+    return replace(answer, plan=replace(plan, kernel="auto"), memory=memory, seconds=seconds)
 
 
 def best_of(
@@ -125,24 +138,33 @@ def best_of(
     recipe: str | None,
     mesh: tuple[int, int] | None = None,
     rows: int = 1,
+    documents: Documents | None = None,
 ) -> Answer | None:
     """The fastest answer if this many GPUs share a sequence."""
     found = []
     for name in [recipe] if recipe else [name for name in RECIPES if _suits(name, sharing, mesh)]:
         meshes = (mesh,) if mesh else ranked_meshes(spec, cluster, name, tokens, sharing)
-        if answer := _best_on(spec, cluster, tokens, name, meshes, rows):
+        if answer := _best_on(spec, cluster, tokens, name, meshes, rows, documents):
             found.append(answer)
     return _preferred(found)
 
 
-def _best_on(spec: Spec, cluster: Cluster, tokens: int, recipe: str, meshes: Shapes, rows: int) -> Answer | None:
+def _best_on(
+    spec: Spec,
+    cluster: Cluster,
+    tokens: int,
+    recipe: str,
+    meshes: Shapes,
+    rows: int,
+    documents: Documents | None,
+) -> Answer | None:
     """The fastest answer of a recipe on the first of these meshes that fits, or on the first that attends only once."""
     found: Answer | None = None
     for mesh in meshes:
         once = fitting(spec, cluster, tokens, recipe, mesh, Effort.LEAST_ONCE, rows)
         if found and not _runs_once(spec, next(once, None)):
             continue
-        answers = fitting(spec, cluster, tokens, recipe, mesh, Effort.FEW, rows)
+        answers = fitting(spec, cluster, tokens, recipe, mesh, Effort.FEW, rows, documents)
         best = max(answers, key=lambda answer: answer.rate, default=None)
         if best and (found is None or best.rate > SAME_MESH * found.rate):
             found = best

@@ -1,15 +1,18 @@
 """The time of a step, by part: the work that the schedule states, divided by the rates of kernels and links.
 
-    attention    forward, 2.5 times as much backward, forward again if it is recomputed; merging the outputs of tiles
-    linear       matrix products, and the bytes that norms, gates, rotary and residuals read and write
+    attention    forward, 2.5 times as much backward, forward again if it is recomputed; merging the outputs of tiles.
+                 By the kernel that runs and the lengths of documents (attention_rates.py)
+    linear       matrix products, the bytes that norms, gates, rotary and residuals read and write, and a least time for
+                 every GPU operation
+    launching    the host, which launches one operation after the other; hidden behind all but small models
     exchange     messages between ranks that share a sequence, by link; the schedule says how much of it is hidden
     copies       tapes in host memory and on disk, in the busier direction; hidden behind the rest
     weights      gathered for each pass, gradients reduced in fp32, over all ranks; hidden behind all but short blocks
     optimizer    reads and writes 28 bytes per parameter of the shard, or copies moments from the host and back
 
-Three factors were measured on the H200: attention is slower with heads of up to 64 features; one kernel call over a
-whole sequence is slower than a walk over tiles; small operations between a block's products add to their time. Padding
-is left out.
+Measured on the H200: small operations between a block's products add to their time, an operation takes some
+microseconds of the GPU even if it has nothing to do, and of the host to be launched. Products of narrow models (hidden
+576) run at the rate of wide ones as long as they have many tokens. Padding is left out.
 
 Links: ranks are numbered along a node, Ulysses ranks first (parallel/mesh.py). C Ulysses ranks lie on one node if C
 divides its GPUs, and the ring then goes across nodes. The schedule lists the messages; here they are split by where
@@ -25,14 +28,17 @@ from math import lcm
 from ithaca.model.spec import Spec
 from ithaca.parallel.head_split import HeadSplit
 from ithaca.parallel.layout import Layout
+from ithaca.planner.attention_rates import attention_seconds
 from ithaca.planner.hardware import Gpu, Machine
 from ithaca.plans.plan import Plan
 from ithaca.schedule.costs import Message, Peers, traffic
 from ithaca.schedule.job import BF16, FP32, Job
 
-NARROW_HEADS = {"forward": 451 / 589, "backward": 419 / 516}  # rate of head size 64 over that of 128, on an H200
-ONE_CALL = 522 / 589  # forward rate of one call over 512K over that of tiles of 64K
-BETWEEN = 1.12  # the time of a block's products with everything between them, over the products and bytes alone
+# H200, SmolLM2-135M at 64K under `sweep`: 0.5445 s for 13,825 operations that the GPU has done in 0.33 s
+LAUNCH = 0.5445 / 13825
+# The same with 5,891 operations keeps the GPU busy for 0.297 s
+LEAST = (0.33 - 0.297) / (13825 - 5891)
+BETWEEN = 1.1  # the time of a block's products with everything between them, over the products and bytes alone
 DISK = 4e9  # bytes/s that a node's disk writes, and as many that it reads: assumed
 
 
@@ -43,6 +49,7 @@ class Seconds:
     attention_forward: float
     attention_backward: float
     linear: float
+    launching: float
     exchange: float
     copies: float
     weights: float
@@ -58,21 +65,18 @@ class Seconds:
 def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
     """The time of a step of a job on some GPUs."""
     work = job.costs.work(job)
-    narrow = job.spec.head_size <= 64
-    forward_rate = gpu.attention_forward * (NARROW_HEADS["forward"] if narrow else 1.0)
-    forward_rate *= ONE_CALL if work.one_call else 1.0
-    backward_rate = gpu.attention_backward * (NARROW_HEADS["backward"] if narrow else 1.0)
+    forward, backward = attention_seconds(job, work, gpu)
     merging = work.merged / gpu.bandwidth
-    forward = work.attention_runs * (work.attention / forward_rate + merging)
-    backward = 2.5 * work.attention / backward_rate + merging
-    linear = BETWEEN * (work.linear / gpu.matmul + work.moved / gpu.bandwidth)
+    forward, backward = work.attention_runs * (forward + merging), backward + merging
+    linear = BETWEEN * (work.linear / gpu.matmul + work.moved / gpu.bandwidth) + LEAST * work.launches
+    launching = LAUNCH * work.launches
     ulysses, ring = exchange_seconds(job, machine)
     copies = max(work.host.most / gpu.host, work.disk.most * machine.gpus / DISK)
     weights = _weights(job.spec, job.plan, machine)
     optimizer = _optimizer(job.spec, job.plan, gpu, machine)
-    exposed = job.costs.exposed(job, forward + backward + linear, ulysses, ring)
+    exposed = job.costs.exposed(job, max(forward + backward + linear, launching), ulysses, ring)
     step = optimizer + max(exposed, copies, ulysses + ring, weights)
-    return Seconds(forward, backward, linear, ulysses + ring, copies, weights, optimizer, step)
+    return Seconds(forward, backward, linear, launching, ulysses + ring, copies, weights, optimizer, step)
 
 
 def _weights(spec: Spec, plan: Plan, machine: Machine) -> float:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ithaca.config import read_config
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
+from ithaca.planner.documents import read_documents
 from ithaca.planner.hardware import Machine, parse_gpus, read_gpus
 from ithaca.planner.meshes import choose
 from ithaca.plans.plan import Plan
@@ -30,6 +32,7 @@ def run(
     bare: bool,
     hardware: Path | None,
     as_json: bool,
+    documents: str | None = None,
 ) -> None:
     """Run `ithaca rehearse MODEL --ranks P --tokens S` and print its report."""
     config = read_config(None, [f"plan.recipe={recipe}", *sets])
@@ -42,6 +45,8 @@ def run(
     axes = _axes(model, ranks, tokens, config.plan, dict(vars(config.mesh)), mesh_given)
     if bare and memory_only:
         raise ConfigError("--bare times the kernels that --memory-only leaves out: give one of the two")
+    packed = None if documents is None else read_documents(documents)
+    bounds = None if packed is None else (0, *accumulate(packed.lengths(tokens)))
     read_gpus(hardware)  # report a mistake in this file before the step, not after it
     from ithaca.rehearsal.rehearse import Scene, rehearse  # imports torch, which takes seconds
 
@@ -55,8 +60,11 @@ def run(
         bare=bare,
         hardware=hardware,
         axes=axes,
+        documents=bounds,
     )
     report = rehearse(scene)
+    if packed:
+        report["documents_packed"] = packed.describe(tokens)
     if not report["fits"]:
         if as_json:
             print(json.dumps(report, indent=2))
@@ -99,6 +107,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         f"{report['model']}: {format_tokens(report['tokens'])} tokens, recipe '{report['recipe']}', rank 0 of "
         f"{report['ranks']}{mesh and f' ({mesh})'}, {report['layers']} of "
         f"{format_count(report['model_layers'], 'layer')}, on this {device}",
+        *([f"Documents: {report['documents_packed']}"] if "documents_packed" in report else []),
         f"Memory at its peak: {format_bytes(report['peak_bytes'])}"
         + _predicted(report["peak_bytes_predicted"], format_bytes),
     ]
@@ -115,7 +124,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
             f"Step of {format_count(report['layers'], 'layer')}, without links between GPUs: "
             f"{format_seconds(report['seconds'])}" + _predicted(report["seconds_predicted"], format_seconds)
         )
-        lines.append(f"  {parts}; attention kernels {format_seconds(report['attention_seconds'])}")
+        attention = format_seconds(report["attention_seconds"])
+        lines.append(f"  {parts}; attention kernels ({report['kernel']}) {attention}")
     if "over_bare" in report:
         lines.append(
             f"Kernels and matrix products alone: {format_seconds(report['bare_seconds'])}; forward and backward take "

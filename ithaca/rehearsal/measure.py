@@ -1,8 +1,9 @@
 """Measures the rates of this machine's GPU and writes them as a table in the form of hardware.toml.
 
 Each number is a median of repeated runs on random data, after the clock has settled under load. The matrix products are
-those of a block's MLP: two as in the forward pass, and one weight gradient that is added in fp32. One GPU cannot
-measure the links between GPUs, so the table leaves them out.
+those of a block's MLP: two as in the forward pass, and one weight gradient that is added in fp32. Attention is measured
+with each kernel that runs here, at head sizes 128 and 64. One GPU cannot measure the links between GPUs, so the table
+leaves them out.
 """
 
 from pathlib import Path
@@ -10,8 +11,8 @@ from pathlib import Path
 import torch
 
 from ithaca.attention.documents import Pieces
-from ithaca.attention.kernels.choose import choose_kernel
-from ithaca.attention.kernels.seam import softmax_scale
+from ithaca.attention.kernels.choose import make_kernel
+from ithaca.attention.kernels.seam import Kernel, softmax_scale
 from ithaca.base.errors import PlanError
 from ithaca.model.linear import add_product
 from ithaca.planner.hardware import HERE, nearest, read_gpus
@@ -19,7 +20,9 @@ from ithaca.rehearsal.kernel_bound import median_seconds
 
 COMPUTE_SECONDS, COPY_SECONDS = 2.0, 0.5  # how long each call is repeated
 TOKENS, HIDDEN, MLP = 8192, 4096, 14336  # a tile of Llama3-8B
-CHUNK, HEADS, HEAD_SIZE = 65536, 4, 128  # a chunk of Llama3-8B under `sweep` on 8 ranks, with one key/value head
+CHUNK, HEADS = 65536, 4  # a chunk of Llama3-8B under `sweep` on 8 ranks, with one key/value head
+KERNELS = ("flash4", "cudnn+flash")
+HEAD_SIZES = {"": 128, "_64": 64}  # ending of a rate's name: head size
 VISITS = {True: 2, False: 15}  # causal: visits. The proportion of triangles and full squares over 16 chunks
 COPIED = 2**28  # elements of a copy
 
@@ -32,13 +35,30 @@ def measure_here(file: Path) -> str:
     properties = torch.cuda.get_device_properties(device)
     gpu = nearest(properties.name, properties.total_memory, read_gpus())
     rates = {"host": _host_rate(device), "bandwidth": _bandwidth(device), "matmul": _matmul_rate(device)}
-    rates |= _attention_rates(device)
-    lines = [f'["{gpu.name}"]', *(f'{name} = [{rate:.4g}, "{HERE}"]' for name, rate in rates.items())]
+    lines = [f'["{gpu.name}"]', *_rate_lines(rates)]
+    for kernel in KERNELS:
+        if found := _kernel_rates(kernel, device):
+            lines += ["", f'["{gpu.name}".attention."{kernel}"]', *_rate_lines(found)]
     try:
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as problem:
         raise PlanError(f"--measure {file} cannot be written ({problem.strerror})") from None
     return gpu.name
+
+
+def _rate_lines(rates: dict[str, float]) -> list[str]:
+    return [f'{name} = [{rate:.4g}, "{HERE}"]' for name, rate in rates.items()]
+
+
+def _kernel_rates(name: str, device: torch.device) -> dict[str, float]:
+    """FLOP/s of an attention kernel; nothing if it does not run here."""
+    rates: dict[str, float] = {}
+    for ending, head_size in HEAD_SIZES.items():
+        kernel = make_kernel(name)
+        if kernel.refuses(device, torch.bfloat16, head_size) is None:
+            forward, backward = _attention_rates(kernel, head_size, device)
+            rates |= {f"forward{ending}": forward, f"backward{ending}": backward}
+    return rates
 
 
 def _matmul_rate(device: torch.device) -> float:
@@ -57,11 +77,11 @@ def _matmul_rate(device: torch.device) -> float:
     return 3 * 2 * TOKENS * HIDDEN * MLP / median_seconds(work, COMPUTE_SECONDS, device)
 
 
-def _attention_rates(device: torch.device) -> dict[str, float]:
+def _attention_rates(kernel: Kernel, head_size: int, device: torch.device) -> tuple[float, float]:
     """FLOP/s of attention, forward and backward, over the triangles and squares that 16 chunks visit."""
-    q = torch.randn(CHUNK, HEADS, HEAD_SIZE, device=device, dtype=torch.bfloat16)
-    k, v = (torch.randn(CHUNK, 1, HEAD_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
-    kernel, scale = choose_kernel("auto", device, torch.bfloat16, HEAD_SIZE), softmax_scale(q)
+    q = torch.randn(CHUNK, HEADS, head_size, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(CHUNK, 1, head_size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    scale = softmax_scale(q)
     bounds = (0, CHUNK)
     forward = backward = flops = 0.0
     for causal, visits in VISITS.items():
@@ -75,8 +95,8 @@ def _attention_rates(device: torch.device) -> dict[str, float]:
             COMPUTE_SECONDS,
             device,
         )
-        flops += visits * (2 if causal else 4) * CHUNK**2 * HEADS * HEAD_SIZE
-    return {"attention_forward": flops / forward, "attention_backward": 2.5 * flops / backward}
+        flops += visits * (2 if causal else 4) * CHUNK**2 * HEADS * head_size
+    return flops / forward, 2.5 * flops / backward
 
 
 def _bandwidth(device: torch.device) -> float:

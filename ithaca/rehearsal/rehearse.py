@@ -8,7 +8,8 @@ tensor for its owner."""
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ithaca.assemble import Model, Substitutes, apply
 from ithaca.attention.documents import attended_length
+from ithaca.attention.kernels.choose import choose_kernel
 from ithaca.attention.kernels.seam import Kernel
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import PlanError
@@ -61,12 +63,13 @@ class Scene:
     bare: bool = False  # time its kernels and products alone as well
     dtype: str = "auto"  # of the computation
 
-    def job(self, spec: Spec, dtype: torch.dtype) -> Job:
-        """The rank of the whole job, of which some layers run."""
+    def job(self, spec: Spec, dtype: torch.dtype, kernel: str) -> Job:
+        """The rank of the whole job, of which some layers run. `kernel`: the attention kernel that runs."""
         return Job(
             spec=spec,
-            plan=self.plan,
+            plan=replace(self.plan, kernel=kernel),
             tokens=self.tokens,
+            documents=tuple(stop - start for start, stop in pairwise(self.documents)) if self.documents else None,
             axes=self.axes,
             itemsize=dtype.itemsize,
             rank=0,
@@ -81,7 +84,8 @@ def rehearse(scene: Scene, device: str | None = None, say: Callable[[str], None]
         return play(scene, grid, say)
     except torch.OutOfMemoryError as problem:
         spec = _held_spec(scene)
-        predicted = step_memory(scene.job(spec, torch.bfloat16))
+        kernel = choose_kernel(scene.plan.kernel, grid.device, torch.bfloat16, spec.head_size).name
+        predicted = step_memory(scene.job(spec, torch.bfloat16, kernel))
         return {
             "model": scene.model,
             "tokens": scene.tokens,
@@ -156,7 +160,7 @@ def _hold_absent(scene: Scene, spec: Spec, model: Model) -> list[Tensor]:
             f"checkpoint='none' keeps everything of {absent} layers that --layers {model.spec.layers} leaves out: "
             f"rehearse all {spec.layers}"
         )
-    job, running = (scene.job(which, model.dtype) for which in (spec, model.spec))
+    job, running = (scene.job(which, model.dtype, model.kernel.name) for which in (spec, model.spec))
     tensors = []
     for owner, size in absent_layers(job, running).items():
         with owned_by(owner):
@@ -240,7 +244,7 @@ def _peaks(meter: Meter, device: torch.device) -> dict[str, int]:
 
 def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], seconds: dict[str, float]) -> dict[str, Any]:
     plan, grid, axes = model.plan, model.mesh, scene.axes
-    job = scene.job(spec, model.dtype)
+    job = scene.job(spec, model.dtype, model.kernel.name)
     predicted = step_memory(job) if grid.gpu else None
     return {
         "model": scene.model,
@@ -251,6 +255,8 @@ def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], second
         "model_layers": spec.layers,
         "recipe": plan.recipe,
         "plan": {name: value for name, value in vars(plan).items() if value is not None},
+        "kernel": model.kernel.name,
+        "documents": len(scene.documents) - 1 if scene.documents else 1,
         "device": grid.device.type,
         "peak_bytes": sum(peak.values()),
         "peak_bytes_allocated": sum(peak.values()) - peak.get(ALLOCATOR, 0),
@@ -276,7 +282,7 @@ def _this_gpu(scene: Scene, device: torch.device) -> Gpu | None:
 
 def _predicted_seconds(scene: Scene, model: Model, gpu: Gpu) -> float:
     """Messages loop back through this GPU's memory, and no other rank shares its disk."""
-    job, link = scene.job(model.spec, model.dtype), gpu.bandwidth / 2
+    job, link = scene.job(model.spec, model.dtype, model.kernel.name), gpu.bandwidth / 2
     return predict_seconds(job, gpu, Machine(nodes=scene.axes.size, gpus=1, inside=link, across=link)).step
 
 
@@ -286,10 +292,9 @@ def _speed(scene: Scene, model: Model, seconds: dict[str, float]) -> dict[str, f
     rate = scene.tokens / step / scene.axes.context
     gpu = _this_gpu(scene, model.mesh.device)
     attended = attended_length(scene.documents) if scene.documents else scene.tokens
-    one_document = scene.documents is None or len(scene.documents) == 2  # all that predictions know
     return {
         "seconds": step,
-        "seconds_predicted": _predicted_seconds(scene, model, gpu) if gpu and one_document else None,
+        "seconds_predicted": _predicted_seconds(scene, model, gpu) if gpu else None,
         **{f"{part}_seconds": taken for part, taken in seconds.items()},
         "tokens_per_second_per_gpu": rate,
         "mfu_causal": causal_mfu(model.spec, attended, rate, gpu.flops) if gpu else None,

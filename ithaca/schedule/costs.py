@@ -1,7 +1,11 @@
 """The terms in which a schedule states its cost: messages between ranks, and the work of a step. No torch.
 
 A message names tensors, not bytes, because heads may not divide evenly over ranks. `Peers` says from whose view, and to
-whom, bytes are counted. `Work` is what takes time on one rank, as FLOPs and bytes.
+whom, bytes are counted. `Work` is what takes time on one rank, as FLOPs, bytes and GPU operations.
+
+GPU operations (kernels, copies, fills) count because the host launches them one by one: steps of small models wait for
+it. They were counted in profiles of whole steps on an H200 (SmolLM2-135M at 64K, Llama3.2-1B at 8K and 32K, kernel
+`flash4`), which differ in layers, tiles and schedule, so that each constant below is a difference of two of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -102,19 +106,50 @@ class Work:
 
     attention: float  # FLOPs of one forward pass of attention; backward has 2.5 times as many
     attention_runs: float  # forward passes of attention in a step: 1, or more where it is recomputed
-    one_call: bool  # attention is one kernel call over all tokens, not a walk over tiles
+    call: float  # tokens of a document as a kernel call sees it, on average over FLOPs
     merged: float  # bytes that merging outputs of tiles reads and writes, forward; as many backward
     linear: float  # FLOPs of matrix products
     moved: float  # device bytes that norms, gates, rotary and residuals read and write
+    launches: float  # GPU operations
     host: Copies  # over the link to the host: tapes in host memory and on disk
     disk: Copies
 
 
+PER_TILE = 38  # GPU operations of an MLP tile, forward, again and backward: 13,825 with 8 tiles, 5,891 with one
+PER_SHARDED_LAYER = 48  # FSDP2's copies of a layer's weights and gradients, for both passes
+PER_LOSS_TILE = 25  # 2,503 with 8 tiles of the loss, 2,355 with 2
+PER_MESSAGE = 4  # packing, sending, unpacking: assumed
+PER_OPTIMIZER = 10
+TOGETHER = 21e6  # parameters that one of torch's foreach kernels takes: 183 launches for 1.24e9, 27 for 0.135e9
+FOREACH = 3  # such kernels in a step
+
+
+def other_launches(job: "Job") -> float:
+    """GPU operations of a step outside the blocks' computing: loss, messages, weights, optimizer."""
+    layers, shard = job.spec.layers, job.spec.parameters() / job.axes.parameter
+    messages = sum(message.count for way in job.costs.messages(job, 0) for message in way)
+    loss = job.chunks * -(-job.block_tokens // job.plan.loss_tile)
+    optimizer = FOREACH * -(-shard // TOGETHER) + PER_OPTIMIZER
+    return layers * (PER_SHARDED_LAYER + PER_MESSAGE * messages) + PER_LOSS_TILE * loss + optimizer
+
+
+def mlp_tiles(job: "Job") -> int:
+    """Tiles of the MLP in what goes through a block together."""
+    return -(-job.block_tokens // job.tile)
+
+
 def attention_flops(job: "Job") -> float:
-    """Causal attention forward, half of the square, of the rank with most heads."""
+    """Causal attention forward, half of each document's square, of the rank with most heads."""
     spec = job.spec
     uneven = max(map(len, job.split.q)) * job.axes.ulysses / spec.heads
-    return 2 * spec.layers * spec.heads * spec.head_size * (job.sequence or job.tokens) * local_tokens(job) * uneven
+    attended = sum(length**2 for length in job.document_lengths) / job.tokens
+    return 2 * spec.layers * spec.heads * spec.head_size * attended * local_tokens(job) * uneven
+
+
+def call_length(job: "Job", longest: int) -> float:
+    """Tokens of a document that one kernel call sees, at most `longest`, on average over attention's FLOPs."""
+    lengths = job.document_lengths
+    return sum(length**2 * min(length, longest) for length in lengths) / sum(length**2 for length in lengths)
 
 
 def local_tokens(job: "Job") -> int:
@@ -144,13 +179,17 @@ def linear_flops(job: "Job", again: float) -> float:
     return local_tokens(job) * per_token
 
 
+NORM_WIDTH = 3072  # features below which the gradient of a norm's weight is no faster: 3 ns a row on an H200
+
+
 def moved_bytes(job: "Job", runs: int) -> float:
     """Device bytes beside the products, counted in tensors of each width; `runs`: forward passes of a block."""
     spec = job.spec
     q, kv = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
-    hidden = 8 * runs + 14  # norms, residuals; backward, also of the norms
+    hidden = 8 * runs + 23  # norms, residuals; backward, also of the norms, and sums of the inputs' gradients
     heads = 4 * runs + 12  # rotary, packing for the exchange; the same backward
     mlp = 3 * runs + 6
     block = hidden * spec.hidden + heads * (q + 2 * kv) / 2 + mlp * spec.mlp
+    block += 4 * max(spec.hidden, NORM_WIDTH)  # gradients of both norms' weights
     # Logits are read twice and written once
     return local_tokens(job) * job.itemsize * (spec.layers * block + 3 * spec.vocab)

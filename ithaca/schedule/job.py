@@ -10,7 +10,7 @@ functions. Planner, memory check, rehearsal and benchmarks take their figures fr
     passing_bytes(job)                    weights of other layers that a block gathers beside its own
     peaks(job)                            bytes by owner at the peaks within a block
     messages(job, layer)                  what a block sends, forward and backward
-    work(job)                             FLOPs and bytes of a step
+    work(job)                             FLOPs, bytes and GPU operations of a step
     exposed(job, computing, ulysses, ring)    seconds of computing with the part of the exchange that it cannot hide
 """
 
@@ -47,7 +47,7 @@ class Job:
     plan: Plan
     tokens: int  # of one pass, over the ranks that share a sequence
     axes: Axes = ONE_RANK
-    sequence: int | None = None  # tokens of each of several sequences in the pass; None: it is one
+    documents: tuple[int, ...] | None = None  # lengths of the pass's documents, in order; None: it is one
     itemsize: int = BF16  # bytes of a number of the computation
     rank: int | None = None  # among the Ulysses ranks; None: the one with most heads
     layers_run: int | None = None  # the first layers alone run and the others are only held, as in a rehearsal
@@ -68,6 +68,11 @@ class Job:
     def layers_running(self) -> int:
         """Layers that run."""
         return self.spec.layers if self.layers_run is None else self.layers_run
+
+    @property
+    def document_lengths(self) -> tuple[int, ...]:
+        """Lengths of the documents of the pass."""
+        return self.documents or (self.tokens,)
 
     @cached_property
     def layout(self) -> Layout:
@@ -129,10 +134,13 @@ class Job:
             return KERNEL_FACTS[self.plan.kernel]
         return gpu_kernel(self.spec.head_size)
 
-    def workspace(self, q: int, k: int) -> float:
-        """Bytes that backward of the attention kernel takes for itself, given those of q and k."""
+    def workspace(self, q: int, k: int, group: float | None = None) -> float:
+        """Bytes that backward of the attention kernel takes for itself, given those of q and k.
+
+        `group`: query heads per key/value head, if they are not all heads of a rank.
+        """
         rows = self.block_tokens * self.axes.ulysses
-        return self.kernel.workspace(q, k, self.spec.heads / self.spec.kv_heads, rows)
+        return self.kernel.workspace(q, k, self.spec.heads / self.spec.kv_heads if group is None else group, rows)
 
     # Bytes of tensors of some tokens, all heads
     def hidden(self, tokens: int) -> int:

@@ -32,12 +32,14 @@ class Effort(Enum):
     LEAST_ONCE = "least_once"  # the same, without recomputed attention
 
 
-def recipe_fits(recipe: str, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort) -> Iterator[Fit]:
-    """Every way in which a recipe fits the budget of a rank, fastest first."""
+def recipe_fits(
+    recipe: str, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort, kernel: str = "auto"
+) -> Iterator[Fit]:
+    """Every way in which a recipe fits the budget of a rank, fastest first. The Plans name the kernel."""
     entry = RECIPES[recipe]
     if not entry.tries:  # a sweep, whose tensors are placed here
-        tile = mlp_tile(spec)
-        plans = [Plan(recipe=recipe, chunk=size, tile=min(tile, size)) for size in _chunks(tokens, axes.context)]
+        tile, sizes = mlp_tile(spec), _chunks(tokens, axes.context)
+        plans = [Plan(recipe=recipe, kernel=kernel, chunk=size, tile=min(tile, size)) for size in sizes]
         # The smallest chunk takes the least memory: if it does not fit, none does
         if effort in (Effort.LEAST, Effort.LEAST_ONCE):
             plans = plans[-1:]
@@ -45,8 +47,8 @@ def recipe_fits(recipe: str, spec: Spec, axes: Axes, tokens: int, budget: Budget
             return
     else:
         places = ("device", "host")
-        tries = list(_with_tiles(entry.tries, spec))
-        plans = [Plan(recipe=recipe, optimizer=place, **options) for place in places for options in tries]
+        named, tries = {"recipe": recipe, "kernel": kernel}, list(_with_tiles(entry.tries, spec))
+        plans = [Plan(**named, optimizer=place, **options) for place in places for options in tries]
     for plan in plans:
         yield from fitting_plans(plan, spec, axes, tokens, budget, effort)
 

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ithaca.model.source import ModelSource, describe_model, load_model
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import least, together, together_with
 from ithaca.parallel.mesh import Mesh
+from ithaca.planner.documents import Documents, file_documents
 from ithaca.planner.hardware import RUNTIME, Cluster, nearest, read_gpus
 from ithaca.planner.report import Question, explain, refusal
 from ithaca.planner.search import binding, longest, search
@@ -60,7 +62,7 @@ def settle(config: Config, run: RunFolder, grid: Mesh, memory: FreeMemory) -> tu
     tokens = config.train.tokens or saved.tokens or default
     batch = config.train.batch or saved.batch
     config = replace(config, train=replace(config.train, tokens=tokens, batch=batch))
-    chosen = choose_plan(config, _spec(config, run), grid, tokens, memory)
+    chosen = choose_plan(config, _spec(config, run), grid, tokens, memory, lambda: _documents(config, run))
     sharing = chosen[1].ring * chosen[1].ulysses
     batch = batch or (config.train.micro_batch or 1) * (grid.size // sharing)
     config = replace(config, train=replace(config.train, batch=batch))
@@ -75,7 +77,20 @@ def _spec(config: Config, run: RunFolder) -> Spec:
     return load_model(model.source, model.dtype, model.seed).spec
 
 
-def choose_plan(config: Config, spec: Spec, grid: Mesh, tokens: int, memory: FreeMemory) -> Chosen:
+def _documents(config: Config, run: RunFolder) -> Documents:
+    """Return the documents of the data, for the planner."""
+    source = config.data.source
+    return file_documents(open_tokens(Path(source), run.path) if source else standard_library())
+
+
+def choose_plan(
+    config: Config,
+    spec: Spec,
+    grid: Mesh,
+    tokens: int,
+    memory: FreeMemory,
+    find_documents: Callable[[], Documents | None] = lambda: None,
+) -> Chosen:
     """Return the configured Plan and mesh. The planner chooses the Plan if none is set, and the mesh if none is."""
     if config.plan is not None:
         return config.plan, config.mesh, []
@@ -87,9 +102,10 @@ def choose_plan(config: Config, spec: Spec, grid: Mesh, tokens: int, memory: Fre
     axes = None if mesh == MeshSection() else (mesh.ulysses, mesh.ring)
     given = config.train.micro_batch or config.train.batch
     sequences = -(-given // mesh.replicate) if given else None  # None: one for each group of ranks that share one
-    answer = search(spec, cluster, tokens, mesh=axes, sequences=sequences)
+    documents = find_documents()
+    answer = search(spec, cluster, tokens, mesh=axes, sequences=sequences, documents=documents)
     most = longest(spec, cluster)
-    asked = Question(config.model.source, spec, cluster, tokens, None, running=True)
+    asked = Question(config.model.source, spec, cluster, tokens, None, documents, running=True)
     if answer is None:
         raise PlanError(_refusal(asked, most, axes, given))
     lines = explain(asked, answer, most, binding(spec, cluster, None, most))

@@ -7,7 +7,17 @@ import pytest
 from ithaca.base.errors import PlanError
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
-from ithaca.planner.hardware import NUMBERS, RATES, causal_mfu, nearest, parse_gpus, peak_flops, read_gpus
+from ithaca.planner.hardware import (
+    DIRECTIONS,
+    NUMBERS,
+    AttentionRates,
+    Gpu,
+    causal_mfu,
+    nearest,
+    parse_gpus,
+    peak_flops,
+    read_gpus,
+)
 
 WANTED = ("A100-40GB", "A100-80GB", "H100-80GB", "H200-141GB", "B200-180GB", "GH200-96GB", "RTX4090-24GB", "L40S-48GB")
 
@@ -17,11 +27,16 @@ def test_every_number_has_a_source() -> None:
     assert set(WANTED) == set(known)
     for name, gpu in known.items():
         assert gpu.name == name
-        assert set(gpu.sources) == set(NUMBERS)
+        kernels = [rates.kernel for rates in gpu.attention]
+        assert kernels == ["flash4", "cudnn+flash", "flash"]
+        rates = {f"attention.{kernel}.{number}" for kernel in kernels for number in DIRECTIONS}
+        assert set(gpu.sources) == {*NUMBERS, "capability", *rates}
         assert all(gpu.sources.values())
         nominal = float(name.split("-")[1].removesuffix("GB")) * 1e9
         assert nominal <= gpu.memory < 1.1 * nominal
-        assert gpu.attention_backward < gpu.attention_forward < gpu.matmul < gpu.flops
+        assert all(rates.backward < rates.forward < gpu.matmul < gpu.flops for rates in gpu.attention)
+        assert all(rates.forward_64 < rates.forward for rates in gpu.attention)
+        assert (8, 0) <= gpu.capability <= (12, 0)
         assert gpu.across <= gpu.inside
         assert all(0 < getattr(gpu, number) < 1e17 for number in NUMBERS)
         assert gpu.ram > gpu.memory
@@ -32,6 +47,65 @@ def test_what_was_not_measured_is_called_assumed() -> None:
     share = measured.matmul / measured.flops
     assert gpu.sources["matmul"] == f"assumed: {100 * share:.0f} % of the peak, as measured on the H200-141GB"
     assert gpu.matmul == pytest.approx(312e12 * share)
+    for there, here in zip(measured.attention, gpu.attention, strict=True):
+        assert here.kernel == there.kernel
+        for number in DIRECTIONS:
+            share = getattr(there, number) / measured.flops
+            assert getattr(here, number) == pytest.approx(312e12 * share)
+            said = gpu.sources[f"attention.{here.kernel}.{number}"]
+            assert said == f"assumed: {100 * share:.0f} % of the peak, as measured on the H200-141GB"
+
+
+def rates_of(gpu: Gpu, kernel: str) -> AttentionRates:
+    found = gpu.rates(kernel)
+    assert found is not None
+    return found
+
+
+def test_rates_belong_to_a_kernel_and_a_head_size() -> None:
+    gpu = read_gpus()["H200-141GB"]
+    assert rates_of(gpu, "flash4").of(128) == rates_of(gpu, "flash4").of(96) == (655e12, 617e12)
+    assert rates_of(gpu, "flash4").of(64) == rates_of(gpu, "flash4").of(32) == (518e12, 523e12)
+    assert rates_of(gpu, "cudnn+flash").of(128) == (597e12, 541e12)
+    assert gpu.rates("naive") is None
+    assert (gpu.capability, read_gpus()["L40S-48GB"].capability) == ((9, 0), (8, 9))
+
+
+def test_a_file_of_an_older_release(tmp_path: Path) -> None:
+    """Its two rates are those of `cudnn+flash` at head size 128; all else stays."""
+    file, own = tmp_path / "old.toml", read_gpus()["H200-141GB"]
+    file.write_text("""["H200-141GB"]
+attention_forward = [500e12, "measured by --measure"]
+attention_backward = [400e12, "measured by --measure"]
+""")
+    gpu = read_gpus(file)["H200-141GB"]
+    before, now = (rates_of(each, "cudnn+flash") for each in (own, gpu))
+    assert (now.forward, now.backward) == (500e12, 400e12)
+    assert now.forward_64 == pytest.approx(500e12 * before.forward_64 / before.forward)
+    assert now.backward_64 == pytest.approx(400e12 * before.backward_64 / before.backward)
+    assert rates_of(gpu, "flash4") == rates_of(own, "flash4")
+    said = "measured by --measure; the file names no kernel, so it is that of cudnn+flash"
+    assert gpu.sources["attention.cudnn+flash.forward"] == said
+    # What is derived for other GPUs follows
+    assert rates_of(read_gpus(file)["A100-80GB"], "cudnn+flash").forward == pytest.approx(500e12 * 312 / 989)
+
+
+def test_a_file_of_today(tmp_path: Path) -> None:
+    file = tmp_path / "new.toml"
+    file.write_text("""["A100-80GB"]
+capability = [9.0, "a made-up one"]
+["A100-80GB".attention."flash4"]
+forward = [1e14, "mine"]
+backward = [2e14, "mine"]
+forward_64 = [3e14, "mine"]
+""")
+    gpu, like = read_gpus(file)["A100-80GB"], rates_of(read_gpus()["H200-141GB"], "flash4")
+    found = rates_of(gpu, "flash4")
+    assert (found.forward, found.backward, found.forward_64) == (1e14, 2e14, 3e14)
+    assert found.backward_64 == pytest.approx(2e14 * like.backward_64 / like.backward)
+    assert gpu.sources["attention.flash4.backward_64"].startswith("assumed: 85 % of head size 128")
+    assert gpu.capability == (9, 0)
+    assert rates_of(gpu, "cudnn+flash") == rates_of(read_gpus()["A100-80GB"], "cudnn+flash")
 
 
 def test_counts_and_names() -> None:
@@ -110,7 +184,7 @@ def test_a_gpu_of_another_file_is_found_by_its_driver(tmp_path: Path) -> None:
 
 def made_up() -> str:
     """Numbers of a GPU, without those that can be derived."""
-    return "\n".join(f'{name} = [1e9, "made up"]' for name in NUMBERS if name not in RATES)
+    return "\n".join(f'{name} = [1e9, "made up"]' for name in NUMBERS if name != "matmul")
 
 
 def test_another_file(tmp_path: Path) -> None:
@@ -141,6 +215,22 @@ def test_another_file(tmp_path: Path) -> None:
             '["H100-80GB"]\nmemroy = [5, "s"]',
             "GPU 'H100-80GB' has an unknown number 'memroy': did you mean 'memory'",
         ),
+        ('["H200-141GB"]\nattention = 5', "attention of GPU 'H200-141GB' is 5: write a table for each kernel, as"),
+        (
+            '["H200-141GB".attention]\nflash4 = 5',
+            "attention.flash4 of GPU 'H200-141GB' is 5: write a table, as .*H200-141GB.*.attention.flash4",
+        ),
+        ('["H200-141GB".attention.flash5]', "has rates of an unknown kernel 'flash5': did you mean 'flash"),
+        ('["H200-141GB".attention.naive]', "an unknown kernel 'naive': known are flash4, cudnn.flash, flash"),
+        (
+            '["H200-141GB".attention.flash4]\nforwards = [5, "s"]',
+            "attention.flash4 of GPU 'H200-141GB' has an unknown rate 'forwards': did you mean 'forward'",
+        ),
+        (
+            '["H200-141GB".attention.flash4]\nforward = 5',
+            "attention.flash4.forward of GPU 'H200-141GB' is 5: write a number and its source",
+        ),
+        ('["H200-141GB"]\nattention_forward = 5', "attention_forward of GPU 'H200-141GB' is 5: write a number"),
         ("x = 1", "'x' in '.*' is not a GPU: write a table of numbers"),
         ("[", "cannot be read as TOML"),
         (f"x = {20_000 * '['}", "cannot be read as TOML"),

@@ -26,8 +26,11 @@ POINTS = [
 
 
 def job_of(seen: dict[str, Any], layers_run: int | None = None) -> Job:
-    """What was run. Records before the option was renamed call `residual` `gradient`."""
-    spec, options = read_spec(find_config(seen["model"])[0]), dict(seen["plan"])
+    """What was run. Records before the option was renamed call `residual` `gradient`.
+
+    They were made with `cudnn+flash` when it made one call over a whole document, as `cudnn` does.
+    """
+    spec, options = read_spec(find_config(seen["model"])[0]), {**seen["plan"], "kernel": "cudnn"}
     if "gradient" in options:
         options["residual"] = options.pop("gradient")
     if layers_run is None:

@@ -186,7 +186,7 @@ def test_a_gpu_that_is_in_no_table_is_rehearsed_on_all_the_same(monkeypatch: pyt
     scene = Scene(model="tiny", plan=Plan(recipe="sweep"), tokens=2048, axes=Axes(ulysses=2))
     spec, seconds = read_spec(PRESETS["tiny"]), dict.fromkeys(("forward", "backward", "optimizer"), 1.0)
     model: Any = SimpleNamespace(
-        mesh=SimpleNamespace(device=torch.device("cuda")), plan=scene.plan, spec=spec, dtype=torch.bfloat16
+        mesh=SimpleNamespace(device=torch.device("cuda")), spec=spec, dtype=torch.bfloat16, kernel=CUDNN
     )
     found = {}
     for name in ("Tesla V100-SXM2-32GB", "NVIDIA A100-SXM4-80GB"):
@@ -199,14 +199,17 @@ def test_a_gpu_that_is_in_no_table_is_rehearsed_on_all_the_same(monkeypatch: pyt
     assert a100["mfu_causal"] == pytest.approx(2048 / 3 / 2 * spec.flops_per_token(2048) / 312e12)
     documents = rehearse._speed(replace(scene, documents=(0, 1024, 2048)), model, seconds)
     assert documents["mfu_causal"] == pytest.approx(2048 / 3 / 2 * spec.flops_per_token(1024) / 312e12)
-    assert documents["seconds_predicted"] is None  # predictions are for one document
+    assert documents["seconds_predicted"] < a100["seconds_predicted"]  # half of the attention
 
 
-def predicted(monkeypatch: pytest.MonkeyPatch, **options: Any) -> float | None:
+CUDNN = SimpleNamespace(name="cudnn+flash")
+
+
+def predicted(monkeypatch: pytest.MonkeyPatch, kernel: Any = CUDNN, **options: Any) -> float:
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=141 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     scene = Scene(model="llama3-8b", tokens=2**20, **options)
-    model: Any = SimpleNamespace(plan=scene.plan, spec=read_spec(PRESETS["llama3-8b"]), dtype=torch.bfloat16)
+    model: Any = SimpleNamespace(spec=read_spec(PRESETS["llama3-8b"]), dtype=torch.bfloat16, kernel=kernel)
     gpu = rehearse._this_gpu(scene, torch.device("cuda"))
     assert gpu is not None
     return rehearse._predicted_seconds(scene, model, gpu)
@@ -214,6 +217,23 @@ def predicted(monkeypatch: pytest.MonkeyPatch, **options: Any) -> float | None:
 
 def test_more_ranks_than_a_node_has_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert predicted(monkeypatch, plan=Plan(recipe="sweep"), axes=Axes(ring=125, ulysses=8))
+
+
+def test_the_kernel_that_runs_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where `auto` would take another one."""
+    plan = Plan(recipe="sweep")
+    slow, fast, again = (
+        predicted(monkeypatch, SimpleNamespace(name=name), plan=plan) for name in ("cudnn+flash", "flash4", "flash4")
+    )
+    assert fast == again < 0.95 * slow
+
+
+def test_a_rehearsal_of_documents(nursery: Nursery, tmp_path: Path) -> None:
+    """The pattern is repeated to fill the sequence, and the batch is made of it."""
+    found = rehearsed(nursery, tmp_path, "dense", "--documents", "256+2x64")
+    assert found["documents"] == 16
+    assert found["documents_packed"].startswith("16 in each sequence (256+2x64, 384 tokens, repeated to 2K)")
+    assert found["kernel"] == "torch-cpu"
 
 
 def test_a_disk_is_predicted_as_this_rank_s_own(monkeypatch: pytest.MonkeyPatch) -> None:

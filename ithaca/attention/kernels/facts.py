@@ -137,13 +137,17 @@ _ENTRIES = (
 KERNEL_FACTS: dict[str, KernelFacts] = {facts.name: facts for facts in _ENTRIES}
 
 
-def gpu_kernel(head_size: int, capability: tuple[int, int] = _HOPPER) -> KernelFacts:
-    """The kernel that `auto` takes in bf16 on a GPU of this compute capability, with the packages that are here."""
-    return next(
+def gpu_kernels(head_size: int, capability: tuple[int, int] = _HOPPER) -> list[KernelFacts]:
+    """The kernels that can run in bf16 on a GPU of this compute capability, if their packages are installed."""
+    return [
         facts
         for facts in _ENTRIES
         if facts.device in ("cuda", None)
         and (facts.capability or (0, 0)) <= capability
         and (facts.largest_head is None or (head_size <= facts.largest_head and head_size % facts.head_step == 0))
-        and facts.installed
-    )
+    ]
+
+
+def gpu_kernel(head_size: int, capability: tuple[int, int] = _HOPPER) -> KernelFacts:
+    """The kernel that `auto` takes of these, with the packages that are here."""
+    return next(facts for facts in gpu_kernels(head_size, capability) if facts.installed)

@@ -24,6 +24,8 @@ messages each way: (R − 1) · L · h (2 D b + f) forward (q, o, lse) and (R �
 lse, dq)."""
 
 from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE
@@ -33,6 +35,7 @@ from ithaca.parallel.layout import Layout
 from ithaca.plans.places import KEPT, RECOMPUTE
 from ithaca.plans.plan import Plan
 from ithaca.schedule.costs import (
+    PER_TILE,
     TO_EACH,
     TO_HEADS,
     TO_TOKENS,
@@ -41,10 +44,13 @@ from ithaca.schedule.costs import (
     Work,
     attention_flops,
     block_products,
+    call_length,
     last_product,
     linear_flops,
     local_tokens,
+    mlp_tiles,
     moved_bytes,
+    other_launches,
 )
 from ithaca.schedule.sweep.rebuild import passing_layers, rebuild_passes, rebuilds_of
 from ithaca.tape.spec import TapeSpec
@@ -58,6 +64,12 @@ X_SLOTS, RESIDUAL_SLOTS = 4, 4
 O_SLOTS, O_SLOTS_PASSING = 2, 4  # an x that is rebuilt chunk by chunk is read through the o of several layers
 LSE_SLOTS = 2
 KV_SLOTS, KV_GRADIENT_SLOTS = 8, 6
+
+# Operations of a chunk beside its tiles': 5,891 in 30 layers of one chunk and one tile. A visit to another chunk has
+# as large a part of them as of the operations on a CPU (tests/schedule/test_launches.py)
+PER_CHUNK, PER_VISIT = 96, 16
+ATTENDING_AGAIN = 6  # a visit that is recomputed: likewise
+REBUILDING = 12  # a tile of an x that is rebuilt: the forward third of a tile
 
 
 def hops(ulysses: int, ring: int) -> int:
@@ -210,7 +222,7 @@ def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:
 
 
 def work(job: "Job") -> Work:
-    """FLOPs and bytes of a step."""
+    """FLOPs, bytes and GPU operations of a step."""
     spec, placement = job.spec, job.plan.placement(job.spec.layers)
     kv = spec.kv_heads * spec.head_size
     project, rest = block_products(job)
@@ -220,18 +232,53 @@ def work(job: "Job") -> Work:
     attention = attention_flops(job)
     uneven = max(map(len, job.split.q)) * job.axes.ulysses / spec.heads
     # At each visit but the first a sum in fp32 is read and written, and a part in bf16 read
-    visits = (job.chunks - 1) / 2
+    visits = visits_of(job).rows / job.tokens
     per_token = spec.layers * visits * job.axes.ring * spec.heads * spec.head_size * (2 * job.high + job.itemsize)
     return Work(
         attention=attention,
         attention_runs=1 + placement.o.count(RECOMPUTE) / spec.layers,
-        one_call=False,
+        call=call_length(job, job.layout.chunks.size),
         merged=per_token * local_tokens(job) * uneven,
         linear=linear_flops(job, again),
         moved=moved_bytes(job, runs=2),
+        launches=_launches(job) + other_launches(job),
         host=copies(job, ("host", "disk")),
         disk=copies(job, ("disk",)),
     )
+
+
+def _launches(job: "Job") -> float:
+    """GPU operations of all blocks, forward and backward."""
+    placement, tiles = job.plan.placement(job.spec.layers), mlp_tiles(job) * job.chunks
+    visits, recomputed = visits_of(job).count, placement.o.count(RECOMPUTE)
+    layer = PER_CHUNK * job.chunks + PER_TILE * tiles + PER_VISIT * visits
+    again = ATTENDING_AGAIN * (job.chunks + visits) * recomputed
+    return job.spec.layers * layer + again + REBUILDING * tiles * rebuild_passes(placement, job.spec)
+
+
+@dataclass(frozen=True)
+class Visits:
+    """Visits of chunks to earlier ones, in one layer."""
+
+    count: int
+    rows: int  # tokens that attend, summed over visits
+
+
+def visits_of(job: "Job") -> Visits:
+    """A chunk visits an earlier one if a document reaches from there, with the tokens of that document alone."""
+    return _visits(job.document_lengths, job.layout.chunks.size)
+
+
+@lru_cache(maxsize=64)  # the planner's search asks for the same ones many times
+def _visits(lengths: tuple[int, ...], size: int) -> Visits:
+    start = count = rows = 0
+    for length in lengths:
+        stop = start + length
+        reached = (stop - 1) // size - start // size  # chunks after the one in which the document begins
+        count += reached * (reached + 1) // 2
+        rows += reached * (reached - 1) // 2 * size + reached * (stop - (stop - 1) // size * size)
+        start = stop
+    return Visits(count, rows)
 
 
 def copies(job: "Job", places: tuple[str, ...]) -> Copies:
@@ -271,7 +318,7 @@ def _backward_reads(job: "Job", layer: int) -> float:
 
 def _kv_copies(job: "Job") -> Copies:
     """K and V, and the sums of their gradients, of all layers: each chunk visits those of all chunks before it."""
-    layers, visits = job.spec.layers, (job.chunks - 1) / 2  # visits to other tiles, by each tile
+    layers, visits = job.spec.layers, visits_of(job).count / job.chunks  # visits to other tiles, by each tile
     kv = 2 * local_tokens(job) * job.axes.ulysses * len(job.heads.kv) * job.spec.head_size * job.itemsize
     sums = kv * job.high // job.itemsize
     forward = Copies(into=visits * kv, out=kv)

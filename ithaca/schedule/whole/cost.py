@@ -38,6 +38,7 @@ from ithaca.parallel.layout import Layout
 from ithaca.plans.places import KEPT
 from ithaca.plans.plan import Plan
 from ithaca.schedule.costs import (
+    PER_TILE,
     TO_EACH,
     TO_HEADS,
     TO_NEXT,
@@ -47,10 +48,13 @@ from ithaca.schedule.costs import (
     Work,
     attention_flops,
     block_products,
+    call_length,
     last_product,
     linear_flops,
     local_tokens,
+    mlp_tiles,
     moved_bytes,
+    other_launches,
 )
 from ithaca.tape.spec import TapeSpec
 
@@ -59,6 +63,10 @@ if TYPE_CHECKING:
 
 X_SLOTS = 3  # tiles of an x on the device: one in use, one ahead, one on its way out
 X_TILE = 8192  # tokens copied at a time if the Plan has no tile
+# Operations of a layer beside FSDP2's and its tiles': 4,398 in 30 layers that keep everything, 4,728 with `selective`
+KEEPING_ALL, CHECKPOINTED = 84, 57
+AGAIN = 5  # attention forward again, under `full`: assumed
+PER_ROUND = 30  # a head round: packing, attention and both again backward; assumed
 
 
 def layout(plan: Plan, axes: Axes, tokens: int, shorten: bool) -> Layout:  # noqa: ARG001
@@ -145,7 +153,7 @@ def _peaks_in_rounds(job: "Job", states: int) -> dict[str, Counter[str]]:
         {
             BLOCKS: states + both + job.projection_bytes(),
             EXCHANGE: 2 * sent + 3 * own + 2 * kv,
-            ATTENTION: own + job.workspace(own, kv) + 2 * kv + 2 * kv * job.high // job.itemsize,
+            ATTENTION: own + job.workspace(own, kv, own / kv) + 2 * kv + 2 * kv * job.high // job.itemsize,
         }
     )
     return {"the MLP": mlp, "attention": attention}
@@ -204,7 +212,7 @@ def _group_backward(group: tuple[HeadSplit, ...]) -> list[Message]:
 
 
 def work(job: "Job") -> Work:
-    """FLOPs and bytes of a step."""
+    """FLOPs, bytes and GPU operations of a step."""
     keeps_all = job.plan.checkpoint == "none"
     project, rest = block_products(job)
     again = 0.0 if keeps_all else project + rest - last_product(job)
@@ -213,13 +221,23 @@ def work(job: "Job") -> Work:
     return Work(
         attention=attention_flops(job),
         attention_runs=1 + float(job.plan.checkpoint not in ("none", "selective")),
-        one_call=True,
+        call=call_length(job, job.tokens),
         merged=0.0,
         linear=linear_flops(job, again),
         moved=moved_bytes(job, runs=1 if keeps_all else 2),
+        launches=job.spec.layers * _layer_launches(job) + other_launches(job),
         host=_copies(job, ("host", "disk")),
         disk=_copies(job, ("disk",)),
     )
+
+
+def _layer_launches(job: "Job") -> float:
+    """GPU operations of a block, forward and backward."""
+    if job.plan.checkpoint == "none":
+        return KEEPING_ALL
+    rounds = sum(map(len, job.rounds)) - 1
+    again = AGAIN if job.plan.checkpoint != "selective" else 0
+    return CHECKPOINTED + again + PER_TILE * mlp_tiles(job) + PER_ROUND * rounds
 
 
 def _copies(job: "Job", places: Iterable[str]) -> Copies:

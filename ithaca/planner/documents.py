@@ -1,0 +1,105 @@
+"""The documents of a packed sequence, as `--documents` names them: 64x4K, 192K+64x1K, or a token file.
+
+A pattern is repeated until it fills a sequence, and its last document is cut. A token file is packed as in training
+(data/sample.py): its documents form a circle, and a sequence is a window of it. Of some windows, evenly spread, the one
+with the average attention stands for all. Cost: one pass over the bounds, 8 bytes a document. Tokens are not read.
+"""
+
+import re
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from ithaca.base.errors import ConfigError, PlanError
+from ithaca.base.sizes import format_tokens, parse_tokens
+from ithaca.data.reader import TokenFile, open_tokens
+
+WINDOWS = 64  # of a token file that are looked at
+MOST = 2**20  # documents in a sequence
+EXAMPLE = "write 64x4K, 192K+64x1K or the name of a token file"
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Documents laid end to end, which sequences of any length are made of."""
+
+    name: str  # as the user gave it
+    bounds: np.ndarray  # int64, of all documents
+    packed: bool  # of a token file: a sequence begins anywhere
+    _found: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def lengths(self, tokens: int) -> tuple[int, ...]:
+        """The lengths of the documents in a sequence of so many tokens."""
+        if tokens not in self._found:
+            self._found[tokens] = self._average(tokens) if self.packed else self._window(0, tokens)
+        return self._found[tokens]
+
+    def attended(self, tokens: int) -> float:
+        """Σ length² / tokens: the sequence length S in the FLOP count of a packed sequence."""
+        return sum(length**2 for length in self.lengths(tokens)) / tokens
+
+    def describe(self, tokens: int) -> str:
+        """The documents of a sequence in a line."""
+        count = len(self.lengths(tokens))
+        if self.packed:
+            how = f"an average sequence of {self.name}"
+        elif self.bounds[-1] == tokens:
+            how = self.name
+        else:
+            change = "repeated" if self.bounds[-1] < tokens else "cut"
+            how = f"{self.name}, {format_tokens(int(self.bounds[-1]))} tokens, {change} to {format_tokens(tokens)}"
+        return f"{count} in each sequence ({how}); a token sees {self.attended(tokens) / 2:,.0f} others on average"
+
+    def _average(self, tokens: int) -> tuple[int, ...]:
+        found = [self._window(int(self.bounds[-1]) * index // WINDOWS, tokens) for index in range(WINDOWS)]
+        squares = [sum(length**2 for length in lengths) for lengths in found]
+        mean = sum(squares) / WINDOWS
+        return found[min(range(WINDOWS), key=lambda index: abs(squares[index] - mean))]
+
+    def _window(self, start: int, tokens: int) -> tuple[int, ...]:
+        """The lengths between two offsets. Behind the last document the first follows."""
+        size, stop = int(self.bounds[-1]), start + tokens
+        laps = range(start // size, -(-stop // size))
+        if (count := len(laps) * len(self.bounds)) > 2 * MOST and tokens // size * (len(self.bounds) - 1) > MOST:
+            raise PlanError(
+                f"--documents {self.name} makes about {count} documents of {format_tokens(tokens)} tokens: give longer "
+                f"ones, so that there are at most {MOST}"
+            )
+        edges = [start]
+        for lap in laps:
+            first, last = np.searchsorted(self.bounds[:-1], (start + 1 - lap * size, stop - lap * size))
+            edges += (self.bounds[first:last] + lap * size).tolist()
+        return tuple(int(length) for length in np.diff([*edges, stop]))
+
+
+def read_documents(text: str) -> Documents:
+    """The documents that `--documents` names."""
+    path = Path(text)
+    if path.suffix == ".tokens" or path.is_file():
+        return file_documents(open_tokens(path))
+    return Documents(text, np.array([0, *accumulate(parse_documents(text))]), packed=False)
+
+
+def file_documents(data: TokenFile) -> Documents:
+    """The documents of a token file."""
+    return Documents(str(data.path.name if data.path else "the data"), data.bounds(), packed=True)
+
+
+def parse_documents(text: str) -> tuple[int, ...]:
+    """'192K+2x1K' -> 196608, 1024, 1024."""
+    lengths: list[int] = []
+    for part in text.split("+"):
+        match = re.fullmatch(r"(?:(\d{1,9})\s*[xX×]\s*)?([\w.]+)", part.strip())
+        try:
+            length = parse_tokens(match[2]) if match else 0
+        except ConfigError:
+            length = 0
+        count = int(match[1] or 1) if match else 0
+        if not length or not count:
+            raise PlanError(f"--documents {text} cannot be read at '{part}': {EXAMPLE}")
+        if len(lengths) + count > MOST:
+            raise PlanError(f"--documents {text} has {len(lengths) + count} documents: give at most {MOST}")
+        lengths += count * [length]
+    return tuple(lengths)

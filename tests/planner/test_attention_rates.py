@@ -1,0 +1,132 @@
+"""The attention kernel that a prediction is for, and how its rate depends on head size and documents."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ithaca.attention.kernels import facts
+from ithaca.attention.kernels.cudnn_flash import BUCKET as KERNEL_BUCKET
+from ithaca.model.config_json import find_config
+from ithaca.model.families import read_spec
+from ithaca.planner.assumptions import kernel_text
+from ithaca.planner.attention_rates import BUCKET, BY_LENGTH, by_length, job_kernel, ragged_share
+from ithaca.planner.command import read_cluster
+from ithaca.planner.hardware import Machine, read_gpus
+from ithaca.planner.search import Answer, search
+from ithaca.planner.seconds import Seconds, predict_seconds
+from ithaca.plans.plan import Plan
+from ithaca.schedule.job import Job
+
+K = 2**10
+GPUS = read_gpus()
+H200 = GPUS["H200-141GB"]
+
+
+@pytest.fixture(params=[True, False], ids=["installed", "missing"])
+def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the package of flash4 is there."""
+    monkeypatch.setattr(facts, "_installed", lambda _: request.param)
+    return request.param
+
+
+def job_of(tokens: int = 64 * K, model: str = "llama3-8b", kernel: str = "auto", **more: Any) -> Job:
+    plan = Plan(recipe="dense", checkpoint="none", kernel=kernel)
+    return Job(spec=read_spec(find_config(model)[0]), plan=plan, tokens=tokens, **more)
+
+
+def seconds(job: Job) -> Seconds:
+    return predict_seconds(job, H200, Machine(nodes=1, gpus=1))
+
+
+def test_the_kernel_of_a_gpu(installed: bool) -> None:
+    assert job_kernel(job_of(), H200).name == ("flash4" if installed else "cudnn+flash")
+    assert job_kernel(job_of(), GPUS["B200-180GB"]).name == ("flash4" if installed else "cudnn+flash")
+    assert job_kernel(job_of(), GPUS["A100-80GB"]).name == "cudnn+flash"  # flash4 needs Hopper
+    assert job_kernel(job_of(kernel="flash"), H200).name == "flash"
+
+
+def answer_of(gpus: str, model: str = "llama3-8b") -> tuple[Answer, str]:
+    spec, cluster = read_spec(find_config(model)[0]), read_cluster(gpus, None, None, "0")
+    answer = search(spec, cluster, 128 * K)
+    assert answer is not None
+    return answer, kernel_text(spec, cluster, answer, None)
+
+
+def test_the_answer_names_it(installed: bool) -> None:
+    """The Plan itself stays `auto`: where it trains, the package may be there or not."""
+    answer, text = answer_of("8xH200")
+    assert answer.plan.kernel == "auto"
+    assert answer.kernel == ("flash4" if installed else "cudnn+flash")
+    if installed:
+        assert text == "flash4"
+    else:
+        assert text.startswith("cudnn+flash; with flash4 a step would take ")
+        assert text.endswith(": pip install 'ithaca[flash4]'")
+    answer, text = answer_of("8xA100-80GB")
+    assert answer.kernel == text == "cudnn+flash"
+
+
+def test_what_installing_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seconds in that line are those of an answer with it."""
+    monkeypatch.setattr(facts, "_installed", lambda _: True)
+    with_it, _ = answer_of("8xH200")
+    monkeypatch.setattr(facts, "_installed", lambda _: False)
+    without, text = answer_of("8xH200")
+    assert with_it.seconds.step < 0.95 * without.seconds.step
+    assert f"would take {with_it.seconds.step:.3g} s" in text
+
+
+def test_memory_is_that_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's backward takes more for itself, and that decides what fits."""
+    found = {}
+    for installed in (True, False):
+        monkeypatch.setattr(facts, "_installed", lambda _, installed=installed: installed)
+        found[installed] = {gpus: answer_of(gpus)[0].memory.total for gpus in ("1xH200", "1xA100-80GB")}
+    assert found[True]["1xH200"] != found[False]["1xH200"]
+    assert found[True]["1xA100-80GB"] == found[False]["1xA100-80GB"]
+
+
+def test_rates_of_a_kernel_and_head_size() -> None:
+    wide, narrow = job_of(), job_of(model="llama3.2-1b")
+    for job, (flash4, cudnn) in ((wide, ((655, 617), (597, 541))), (narrow, ((518, 523), (457, 439)))):
+        flops = 2 * job.spec.layers * job.spec.heads * job.spec.head_size * (64 * K) ** 2
+        for kernel, rates in (("flash4", flash4), ("cudnn+flash", cudnn)):
+            found = seconds(replace(job, plan=replace(job.plan, kernel=kernel)))
+            assert found.attention_forward == pytest.approx(flops / rates[0] / 1e12)
+            assert found.attention_backward == pytest.approx(2.5 * flops / rates[1] / 1e12)
+
+
+def test_short_documents_are_slower() -> None:
+    assert by_length("flash4", 4 * K) == pytest.approx((566 / 662, 487 / 616))
+    assert by_length("flash4", 64 * K) == by_length("flash4", 1024 * K) == (1, 1)
+    assert by_length("cudnn+flash", 1024 * K) == (1, 1)  # it cuts long calls
+    assert by_length("cudnn", 512 * K) == (522 / 589, 1)  # this one does not
+    assert by_length("flash", 4 * K) == (1, 1)
+    for kernel in BY_LENGTH:
+        shares = [by_length(kernel, length) for length in (128, 512, K, 2 * K, 4 * K)]
+        for direction in (0, 1):
+            assert all(0.25 <= a[direction] <= b[direction] for a, b in zip(shares, shares[1:], strict=False))
+    forward, backward = by_length("flash4", 16 * K)
+    assert 633 / 662 < forward < 1
+    assert 577 / 616 < backward < 1
+
+
+def test_documents_in_a_step() -> None:
+    """Measured on an H200, head size 128: 16 documents of 4K at 566 and 487 TFLOP/s, one of 64K at 662 and 616."""
+    one, packed = (seconds(job_of(kernel="flash4", documents=found)) for found in (None, (4 * K,) * 16))
+    assert packed.attention_forward == pytest.approx(one.attention_forward / 16 * 662 / 566)
+    assert packed.attention_backward == pytest.approx(one.attention_backward / 16 * 616 / 487)
+
+
+def test_what_cudnn_leaves_to_flash() -> None:
+    assert BUCKET == KERNEL_BUCKET
+    assert ragged_share((4 * K,) * 16) == 0  # equal ones need no cutting
+    assert ragged_share((16 * K, 8 * K)) == 0
+    assert ragged_share((16 * K, 4 * K)) == pytest.approx(4**2 / (16**2 + 4**2))
+    assert ragged_share((20 * K, 8 * K)) == pytest.approx((20**2 - 16**2) / (20**2 + 8**2))
+    odd, even = (
+        seconds(job_of(kernel="cudnn+flash", documents=found)).attention_forward
+        for found in ((4 * K, 4 * K - 1, 4 * K + 1) * 5 + (4 * K,), (4 * K,) * 16)
+    )
+    assert odd > 1.5 * even

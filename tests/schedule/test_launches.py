@@ -1,0 +1,136 @@
+"""GPU operations that a schedule's cost counts, against the operations of real steps on a CPU.
+
+A CPU runs other kernels than a GPU: what is fused there is several operations here, and FSDP2 copies less. So growth is
+compared, with layers, tiles, chunks and loss tiles, and within a factor of 2.5.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ithaca.assemble import apply
+from ithaca.model.config_json import find_config
+from ithaca.model.families import read_spec
+from ithaca.model.source import ModelSource, RandomWeights
+from ithaca.parallel.axes import Axes
+from ithaca.planner.hardware import Machine, read_gpus
+from ithaca.planner.seconds import LAUNCH, predict_seconds
+from ithaca.plans.plan import Plan
+from ithaca.rehearsal.rehearse import loopback_mesh
+from ithaca.schedule.job import Job
+from tests.nursery import Nursery
+
+K = 2**10
+BAND = 2.5
+TOKENS = 512
+DEVICE = {"x": "device", "o": "device", "residual": "device", "loss_tile": TOKENS}
+SWEEP = {"recipe": "sweep", "chunk": TOKENS, "tile": TOKENS, **DEVICE}
+DENSE = {"recipe": "dense", "checkpoint": "selective", "tile": TOKENS, "loss_tile": TOKENS}
+KEPT = {"recipe": "dense", "checkpoint": "none", "loss_tile": TOKENS}
+# More of one thing: (layers, options) before and after
+GROWTH: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] = {
+    "layers of a sweep": ((1, SWEEP), (3, SWEEP)),
+    "layers with everything kept": ((1, KEPT), (3, KEPT)),
+    "layers with selective checkpoints": ((1, DENSE), (3, DENSE)),
+    "tiles of a sweep": ((2, SWEEP), (2, SWEEP | {"tile": TOKENS // 4})),
+    "tiles under dense": ((2, DENSE), (2, DENSE | {"tile": TOKENS // 4})),
+    "tiles of the loss": ((1, KEPT), (1, KEPT | {"loss_tile": TOKENS // 8})),
+    "chunks": ((2, SWEEP | {"tile": TOKENS // 4}), (2, SWEEP | {"chunk": TOKENS // 4, "tile": TOKENS // 4})),
+    "visits": (
+        (2, SWEEP | {"chunk": TOKENS // 4, "tile": TOKENS // 4}),
+        (2, SWEEP | {"chunk": TOKENS // 8, "tile": TOKENS // 8}),
+    ),
+}
+# These compute nothing
+VIEWS = ("view", "slice", "detach", "t.default", "transpose", "as_strided", "split", "select", "unsqueeze", "expand")
+VIEWS += ("empty", "permute", "alias", "unbind", "squeeze", "narrow", "_local_scalar", "record", "resize")
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not any(word in str(function) for word in VIEWS)
+        return function(*args, **(kwargs or {}))
+
+
+def count_all(file: Path) -> None:
+    """In a process of its own: the operations of forward and backward of every step in GROWTH."""
+    grid, found = loopback_mesh(Axes(), "cpu"), {}
+    for name, pair in GROWTH.items():
+        found[name] = []
+        for layers, options in pair:
+            spec = read_spec(find_config("tiny")[0]).with_layers(layers)
+            model = apply(ModelSource(spec, {}, RandomWeights(spec, 0), "auto", None), Plan(**options), grid)
+            model.allocate(1, TOKENS, lambda _: None)
+            tokens = torch.arange(TOKENS)[None] % spec.vocab
+            batch, counted = model.shard(tokens, tokens, None), Operations()
+            with counted:
+                model(batch).backward()
+            found[name].append(counted.count)
+    file.write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    file = tmp_path_factory.mktemp("counts") / "counts.json"
+    (end,) = Nursery().job(count_all, file)
+    assert end.code == 0, end.err
+    return json.loads(file.read_text())
+
+
+def launches(layers: int, options: dict[str, Any]) -> float:
+    spec = read_spec(find_config("tiny")[0]).with_layers(layers)
+    job = Job(spec=spec, plan=Plan(**options), tokens=TOKENS)
+    return job.costs.work(job).launches
+
+
+@pytest.mark.parametrize("name", GROWTH)
+def test_growth(counted: dict[str, list[int]], name: str) -> None:
+    before, after = GROWTH[name]
+    seen, said = counted[name][1] - counted[name][0], launches(*after) - launches(*before)
+    assert seen > 0
+    assert seen / BAND < said < seen * BAND
+
+
+# Measured on an H200 with kernel flash4: SmolLM2-135M, 64K tokens; Llama3.2-1B
+PROFILES = [
+    ("smollm2-135m", 64 * K, {"recipe": "dense", "checkpoint": "none"}, 4398),
+    ("smollm2-135m", 64 * K, {"recipe": "dense", "checkpoint": "selective", "tile": 64 * K}, 4728),
+    ("smollm2-135m", 64 * K, {"recipe": "sweep", "tile": 64 * K}, 5891),
+    ("smollm2-135m", 64 * K, {"recipe": "sweep", "tile": 8 * K}, 13825),
+    ("llama3.2-1b", 32 * K, {"recipe": "dense", "checkpoint": "none"}, 2503),
+    ("llama3.2-1b", 8 * K, {"recipe": "dense", "checkpoint": "none"}, 2355),
+]
+
+
+@pytest.mark.parametrize(("model", "tokens", "options", "operations"), PROFILES)
+def test_profiles(model: str, tokens: int, options: dict[str, Any], operations: int) -> None:
+    job = Job(spec=read_spec(find_config(model)[0]), plan=Plan(**options), tokens=tokens)
+    assert job.costs.work(job).launches == pytest.approx(operations, rel=0.01)
+
+
+def test_a_small_model_waits_for_its_launches() -> None:
+    """The same work in smaller tiles takes as long as the host needs to launch it; a large model does not notice."""
+    gpu, machine = read_gpus()["H200-141GB"], Machine(nodes=1, gpus=1)
+
+    def step(model: str, tile: int) -> tuple[float, float]:
+        options = {"chunk": 64 * K, "tile": tile, "x": "device", "o": "device", "residual": "device"}
+        plan = Plan(recipe="sweep", kernel="flash4", **options)
+        job = Job(spec=read_spec(find_config(model)[0]), plan=plan, tokens=64 * K, documents=(4 * K,) * 16)
+        found = predict_seconds(job, gpu, machine)
+        assert found.launching == pytest.approx(LAUNCH * job.costs.work(job).launches)
+        return found.step - found.optimizer, found.launching
+
+    coarse, fine = step("smollm2-135m", 64 * K), step("smollm2-135m", 8 * K)
+    assert coarse[0] > coarse[1]
+    assert fine[0] == fine[1] > 1.5 * coarse[0]
+    assert step("llama3-8b", 8 * K)[0] < 1.02 * step("llama3-8b", 64 * K)[0]
