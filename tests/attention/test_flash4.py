@@ -84,6 +84,14 @@ def test_layouts(package: object, pieces: Pieces, heads: tuple[int, int], seed: 
         assert (ours - theirs).abs().max().item() <= 1e-12, what
 
 
+@settings(max_examples=100, deadline=None)
+@given(pieces=pieces_of(), more=st.sampled_from([(0, 0), (1, 0), (0, 1)]))
+def test_equal_pieces_are_counted(pieces: Pieces, more: tuple[int, int]) -> None:
+    shapes = {(rows.stop - rows.start, keys.stop - keys.start) for rows, keys in pieces.spans()}
+    wanted = len(pieces.spans()) if len(shapes) == 1 and more == (0, 0) else 0  # what is outside of pieces is no piece
+    assert pieces.equal(pieces.q_bounds[-1] + more[0], pieces.k_bounds[-1] + more[1]) == wanted
+
+
 def test_bounds_are_copied_once_and_not_kept_for_ever(package: object) -> None:  # noqa: ARG001
     kernel = make_kernel("flash4")
     assert isinstance(kernel, flash4.Flash4)
