@@ -24,7 +24,7 @@ from ithaca.model.decoder import Decoder
 from ithaca.model.save import check_vacant, write_folder
 from ithaca.model.source import DTYPES, ModelSource
 from ithaca.model.spec import Spec
-from ithaca.parallel.agree import first_then_others, same_batch, same_everywhere, together
+from ithaca.parallel.agree import first_then_others, same_batch, same_everywhere, together, together_with
 from ithaca.parallel.batch import Batch, RankBatch, gather_tokens, rank_batch, split_batch, whole_batch
 from ithaca.parallel.collectives import Group
 from ithaca.parallel.exchange import Alone, Ulysses
@@ -292,12 +292,18 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None, substitutes
             f"{by_heads}use recipe 'sweep'"
         )
 
-    def assemble() -> Model:
-        model = Model(source, plan, mesh, substitutes or Substitutes())
-        load(model.decoder, mesh, source.weights)
-        return model
-
-    return together(mesh.group, assemble)
+    model, kernels = together_with(
+        mesh.group, lambda: Model(source, plan, mesh, substitutes or Substitutes()), lambda model: model.kernel.name
+    )
+    # `auto` looks at the packages and the GPU of each rank
+    for rank, kernel in enumerate(kernels):
+        if kernel != kernels[0]:
+            raise PlanError(
+                f"rank {rank} would attend with kernel '{kernel}' and rank 0 with '{kernels[0]}': set plan.kernel to "
+                "one that runs on every rank (where it cannot, the error says why)"
+            )
+    together(mesh.group, lambda: load(model.decoder, mesh, source.weights))
+    return model
 
 
 def save_model(model: Model, folder: str | Path, dtype: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Merge of attention over different keys in one pass over memory, a Triton kernel; walk.py has the plain twin."""
+"""Merge of attention over different keys in one pass over memory, a Triton kernel; merge.py has the plain twin."""
 
 import triton
 import triton.language as tl

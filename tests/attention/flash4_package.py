@@ -71,6 +71,7 @@ def install(patch: pytest.MonkeyPatch, **other: object) -> None:
     for name in ("flash_attn", "flash_attn.cute"):
         patch.setitem(sys.modules, name, ModuleType(name))
     patch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    patch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")  # it compiles nothing: no folder in the user's home
     patch.setattr("ithaca.attention.kernels.facts.version", lambda _: "4.0.0b36")
     for remembered in (_installed, flash4._functions, flash4._refusal_of_package):
         remembered.cache_clear()

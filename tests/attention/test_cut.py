@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -131,6 +132,25 @@ def test_cut_pieces_are_summed_in_fp32() -> None:
     assert torch.equal(dq[::8, 0, 0], torch.tensor([1 + bin(i).count("1") * 2**-11 for i in blocks]).half())
     above = [sum(1 for i in blocks if i > j) for j in blocks]  # rows that see these keys through a rectangle
     assert torch.equal(dk[::8, 0, 0], torch.tensor([1 + count * 2**-11 for count in above]).half())
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("tokens", [2**16, 2**17, 3 * 2**16, 72 * 1024, 2**20, 2**20 + 2**16, 2**20 + 1, 10**6])
+def test_workspace_is_that_of_the_largest_call(tokens: int, group: int) -> None:
+    """Counted call by call: sums of dq, dk and dv in fp32, and beside them what a call gives and takes."""
+    facts, k = KERNEL_FACTS["cudnn+flash"], 1.0
+    assert facts.longest is not None
+    shared = 2 * group if group > 1 else 0
+    visits = cut_pieces(Pieces.documents((0, tokens)), BUCKET, facts.longest)
+    calls = [
+        (1 + facts.workspace_q) * group * k * (visit.rows.stop - visit.rows.start) / tokens
+        + (2 + shared) * k * (visit.keys.stop - visit.keys.start) / tokens
+        for visit in visits
+    ]
+    gradients = group * k + 2 * k
+    wanted = 2 * gradients + max(*calls, gradients) if len(visits) > 1 else calls[0]
+    found = gradients + facts.workspace(group * k, k, group, tokens)
+    assert -1e-9 <= found / wanted - 1 <= 0.04  # never less
 
 
 def test_bounds_are_those_of_the_pieces() -> None:

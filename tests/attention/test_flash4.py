@@ -1,6 +1,7 @@
 """The kernel `flash4` on a stand-in for its package: layouts, bounds, refusals; on a GPU, the package itself."""
 
 import inspect
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,14 @@ def test_layouts(package: object, pieces: Pieces, heads: tuple[int, int], seed: 
         assert (ours - theirs).abs().max().item() <= 1e-12, what
 
 
+@settings(max_examples=100, deadline=None)
+@given(pieces=pieces_of(), more=st.sampled_from([(0, 0), (1, 0), (0, 1)]))
+def test_equal_pieces_are_counted(pieces: Pieces, more: tuple[int, int]) -> None:
+    shapes = {(rows.stop - rows.start, keys.stop - keys.start) for rows, keys in pieces.spans()}
+    wanted = len(pieces.spans()) if len(shapes) == 1 and more == (0, 0) else 0  # what is outside of pieces is no piece
+    assert pieces.equal(pieces.q_bounds[-1] + more[0], pieces.k_bounds[-1] + more[1]) == wanted
+
+
 def test_bounds_are_copied_once_and_not_kept_for_ever(package: object) -> None:  # noqa: ARG001
     kernel = make_kernel("flash4")
     assert isinstance(kernel, flash4.Flash4)
@@ -125,6 +134,59 @@ def test_a_wrong_kernel_is_found_before_the_first_step(package: pytest.MonkeyPat
         choose_kernel("flash4", GPU, torch.bfloat16, 80)
 
 
+def test_a_kernel_that_does_not_compile(package: pytest.MonkeyPatch) -> None:
+    """A sentence for the user, not the compiler's traceback; memory that is short stays what it is."""
+    for problem, wanted in ((ValueError("no tile fits"), PlanError), (torch.OutOfMemoryError("full"), None)):
+
+        def backward(*_, problem=problem, **__):
+            raise problem
+
+        install(package, _flash_attn_bwd=backward)
+        with pytest.raises(wanted or type(problem)) as raised:
+            make_kernel("flash4").prepare(CPU, torch.float32, 4, 2, 32)
+        if wanted:
+            assert "does not run here (ValueError: no tile fits): use plan.kernel=cudnn+flash" in str(raised.value)
+
+
+def test_keys_outside_of_all_pieces(package: object) -> None:  # noqa: ARG001
+    """The package would leave their gradients as they were in memory."""
+    pieces = Pieces.documents((0, 3, 8))
+    q, k, v, _ = tensors(pieces, (2, 1), 8, 0)
+    with pytest.raises(AssertionError, match="keys outside"):
+        make_kernel("flash4").forward(q, torch.cat((k, k)), torch.cat((v, v)), pieces, 1.0)
+
+
+def test_the_cache_has_a_folder(package: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the home, or where the user says; a folder that cannot be made is named, with the way out."""
+    file = tmp_path / "file"
+    file.write_text("")
+    package.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    package.setenv(flash4.CACHE, "")
+    package.delenv(flash4.CACHE)
+    package.setenv("HOME", str(tmp_path))
+    assert choose_kernel("flash4", GPU, torch.bfloat16, 128).name == "flash4"
+    assert os.environ[flash4.CACHE] == str(tmp_path / ".cache" / "ithaca" / "flash4")
+    for home, words in ((file, "Not a directory"), (None, "home directory")):
+        forget()
+        package.setenv("HOME", str(home))
+        package.delenv(flash4.CACHE, raising=False)
+        if home is None:
+            package.setattr(Path, "expanduser", no_home)
+        with pytest.raises(PlanError, match=words) as refused:
+            choose_kernel("flash4", GPU, torch.bfloat16, 128)
+        assert "cannot keep what it compiles in ~/.cache/ithaca/flash4" in str(refused.value)
+        assert f"set {flash4.CACHE} to a folder that can be written; usable are auto, cudnn" in str(refused.value)
+        assert INSTALL not in str(refused.value)  # the package is there
+        assert flash4.CACHE not in os.environ
+    forget()
+    package.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+    assert choose_kernel("flash4", GPU, torch.bfloat16, 128).name == "flash4"
+
+
+def no_home(_: Path) -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_head_sizes_are_asked_for(package: pytest.MonkeyPatch) -> None:
     """The package says which head sizes it takes on a generation of GPUs."""
     package.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
@@ -134,9 +196,13 @@ def test_head_sizes_are_asked_for(package: pytest.MonkeyPatch) -> None:
     assert choose_kernel("auto", GPU, torch.bfloat16, 128).name == "flash4"
 
 
-def test_the_install_line_is_in_the_refusal(no_package: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+def test_the_install_line_is_in_the_refusal(no_package: pytest.MonkeyPatch) -> None:
     kernel = choose_kernel("auto", GPU, torch.bfloat16, 128)
     assert kernel.name == "cudnn+flash"
+    no_package.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    with pytest.raises(PlanError, match=r"needs a GPU of compute capability 9\.0"):  # no package would help
+        choose_kernel("flash4", GPU, torch.bfloat16, 128)
+    no_package.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     line = explain_kernel(kernel, GPU, torch.bfloat16, 128)
     assert line == f"cudnn+flash; flash4 is not used: it needs the package flash-attn-4: {INSTALL}"
     with pytest.raises(PlanError, match="needs the package flash-attn-4: pip install") as refused:
@@ -164,13 +230,14 @@ def test_another_version_is_refused(package: pytest.MonkeyPatch) -> None:
 
     for other, words in (
         ({"_flash_attn_fwd": without_lse}, "_flash_attn_fwd of the installed flash-attn-4 has no return_lse"),
+        ({"_validate_head_dims": lambda size: None}, "does not take head size 128 on this GPU"),  # noqa: ARG005
         ({"_flash_attn_bwd": None}, "flash-attn-4 cannot be loaded (ImportError"),
     ):
         install(package, **other)
         with pytest.raises(PlanError) as refused:
             choose_kernel("flash4", GPU, torch.bfloat16, 128)
         assert words in str(refused.value)
-        assert INSTALL in str(refused.value)
+        assert INSTALL in str(refused.value) or "_validate_head_dims" in other
         assert choose_kernel("auto", GPU, torch.bfloat16, 128).name == "cudnn+flash"
 
 
@@ -185,9 +252,10 @@ def test_it_is_compiled_when_memory_is_allocated(monkeypatch: pytest.MonkeyPatch
     """Every kind of call, once, before the first step; and the user is told."""
     folder, seen = save(make_model("llama3"), tmp_path / "in"), []
 
-    def forward(q, *args, **options):
-        seen.append((q.shape[-2:], options["causal"], "cu_seqlens_q" in options))
-        return _flash_attn_fwd(q, *args, **options)
+    def forward(q, k, *args, **options):
+        pieces = 1 if "cu_seqlens_q" not in options else len(options["cu_seqlens_q"]) - 1
+        seen.append((q.shape[-2:], q.shape[-3], k.shape[-3], options["causal"], pieces))
+        return _flash_attn_fwd(q, k, *args, **options)
 
     forward.__signature__ = inspect.signature(_flash_attn_fwd)  # pyrefly: ignore
     install(monkeypatch, _flash_attn_fwd=forward)
@@ -196,7 +264,10 @@ def test_it_is_compiled_when_memory_is_allocated(monkeypatch: pytest.MonkeyPatch
     model.allocate(1, 64, told.append)
     model.allocate(1, 32, told.append)
     heads = model.spec.heads, model.spec.head_size
-    assert seen == [(heads, True, False), (heads, False, False), (heads, True, True)]
+    # Beside a square and packed documents: rectangles within a block of the package, and over 256 documents
+    sides = [(400, 400), (400, 40), (40, 400), (40, 40)]
+    rectangles = [(heads, *side, False, 1) for side in sides]
+    assert seen == [(heads, 400, 400, True, 1), *rectangles, *((heads, 400, 400, True, count) for count in (2, 257))]
     assert told == ["Compiling attention kernel flash4, or loading it from its cache"]
     forget()
 

@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import ithaca
+from ithaca.attention.kernels.choose import make_kernel
+from ithaca.base.errors import PlanError
 from ithaca.parallel.agree import first_then_others, on_this_node
+from tests.models import make_model, save
 
 
 def on_uneven_nodes() -> tuple[int, int]:
@@ -21,6 +25,43 @@ def on_uneven_nodes() -> tuple[int, int]:
 
 def test_only_ranks_of_a_node_share_its_memory(ranks) -> None:
     assert ranks(4).run(on_uneven_nodes) == [(111, 3)] * 3 + [(1000, 1)]
+
+
+def kernels_of_two_nodes(folder: Path) -> str:
+    """One node has a package that the other has not: `auto` takes another kernel there."""
+    name = ("torch-cpu", "naive")[dist.get_rank()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ithaca.assemble.choose_kernel", lambda *_: make_kernel(name))
+        with pytest.raises(PlanError) as refused:
+            ithaca.apply(ithaca.load_model(folder, "float32"), ithaca.Plan(), ithaca.mesh(device="cpu"))
+    return str(refused.value)
+
+
+def test_ranks_attend_with_one_kernel(ranks, tmp_path: Path) -> None:
+    """Otherwise those whose kernel compiles would wait for the others for ever."""
+    folder = save(make_model("llama3"), tmp_path / "in")
+    for text in ranks(2).run(kernels_of_two_nodes, folder):
+        assert "rank 1 would attend with kernel 'naive' and rank 0 with 'torch-cpu': set plan.kernel" in text
+
+
+def fail_on_one_rank(at: int) -> tuple[str, bool]:
+    """Rank 0 works before rank 1; an error of either is raised on both."""
+    worked = []
+
+    def work() -> None:
+        worked.append(True)
+        if dist.get_rank() == at:
+            raise PlanError("no compiler")
+
+    assert dist.group.WORLD is not None
+    with pytest.raises(PlanError) as raised:
+        first_then_others(dist.group.WORLD, "a", work)
+    return str(raised.value), bool(worked)
+
+
+def test_an_error_of_one_rank_is_raised_on_all(ranks) -> None:
+    assert ranks(2).run(fail_on_one_rank, 0) == [("no compiler", True), ("rank 0: no compiler", False)]
+    assert ranks(2).run(fail_on_one_rank, 1) == [("rank 1: no compiler", True), ("no compiler", True)]
 
 
 def compile_on_two_nodes(folder: str) -> bool:

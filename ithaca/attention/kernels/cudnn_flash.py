@@ -17,7 +17,7 @@ from ithaca.attention.merge import merge
 from ithaca.attention.visits import Visit
 from ithaca.base.precision import at_least_fp32
 
-BUCKET = 8192  # tokens: from here on cuDNN is twice as fast as flash attention
+BUCKET = KERNEL_FACTS["cudnn+flash"].bucket
 
 
 class CudnnAndFlash(FactsKernel):

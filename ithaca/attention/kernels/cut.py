@@ -18,6 +18,7 @@ from ithaca.attention.visits import Visit
 @lru_cache(maxsize=256)  # every layer asks for the same ones
 def cut_pieces(pieces: Pieces, bucket: int, longest: int) -> tuple[Visit, ...]:
     """Visits that together are these pieces; only what remains is `ragged`. `longest` is a multiple of `bucket`."""
+    assert pieces.q_bounds[0] == pieces.k_bounds[0] == 0, "rows or keys before all pieces"
     if pieces.causal:
         return tuple(_triangles(pieces, bucket, longest))
     if pieces.ragged and len(pieces.q_bounds) == 2:

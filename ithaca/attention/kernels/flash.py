@@ -17,7 +17,7 @@ class Flash(PackedKernel):
     facts = KERNEL_FACTS["flash"]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
-        q_bounds, k_bounds, q_longest, k_longest = self.lengths(pieces, q)
+        q_bounds, k_bounds, q_longest, k_longest = self.lengths(pieces, q, k)
         o, lse, *_ = aten._flash_attention_forward(
             q, k, v, q_bounds, k_bounds, q_longest, k_longest, 0.0, pieces.causal, False, scale=scale
         )
@@ -34,7 +34,7 @@ class Flash(PackedKernel):
         pieces: Pieces,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_bounds, k_bounds, q_longest, k_longest = self.lengths(pieces, q)
+        q_bounds, k_bounds, q_longest, k_longest = self.lengths(pieces, q, k)
         # The random state is for dropout, which is off
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)

@@ -25,9 +25,11 @@ from ithaca.attention.kernels.packed import PackedKernel
 from ithaca.attention.kernels.seam import Kernel, softmax_scale
 from ithaca.base.errors import PlanError
 
+CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+BOUNDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 USED = {
-    "_flash_attn_fwd": ("softmax_scale", "causal", "return_lse", "cu_seqlens_q", "max_seqlen_q"),
-    "_flash_attn_bwd": ("out", "dout", "lse", "softmax_scale", "causal", "cu_seqlens_q", "max_seqlen_q"),
+    "_flash_attn_fwd": ("softmax_scale", "causal", "return_lse", *BOUNDS),
+    "_flash_attn_bwd": ("out", "dout", "lse", "softmax_scale", "causal", *BOUNDS),
 }
 
 
@@ -39,7 +41,7 @@ class Flash4(PackedKernel):
         return reason or _refusal_of_package(torch.cuda.get_device_capability(device)[0], head_size)
 
     def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
-        """Compile every kind of call that these heads can make, or load it from disk, and compare it with `naive`.
+        """Compile the kinds of calls that these heads make (KINDS), or load them from disk, and compare with `naive`.
 
         The package compiles for GPUs and head sizes that it was never tried on, and what it gave was not always right.
         """
@@ -47,7 +49,16 @@ class Flash4(PackedKernel):
         shapes = [(SHORT, count, head_size) for count in (heads, kv_heads, kv_heads, heads)]
         q, k, v, do = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
         for pieces in KINDS:
-            found, wanted = (_everything(kernel, q, k, v, do, pieces) for kernel in (self, Naive()))
+            try:
+                found = _everything(self, q, k, v, do, pieces)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as problem:  # whatever its compiler raises
+                raise PlanError(
+                    f"kernel 'flash4' does not run here ({type(problem).__name__}: {problem}): use "
+                    "plan.kernel=cudnn+flash or flash"
+                ) from problem
+            wanted = _everything(Naive(), q, k, v, do, pieces)
             for name, ours, theirs in zip(("o", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
                 error = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
                 if not error <= LARGEST_ERROR:
@@ -62,7 +73,7 @@ class Flash4(PackedKernel):
         if count := pieces.equal(len(q), len(k)):
             o, lse, *_ = forward(*(x.unflatten(0, (count, -1)) for x in (q, k, v)), **options)
             return o.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-        o, lse, *_ = forward(q, k, v, **self._packed(pieces, q), **options)
+        o, lse, *_ = forward(q, k, v, **self._packed(pieces, q, k), **options)
         return o, lse
 
     def backward(
@@ -83,38 +94,56 @@ class Flash4(PackedKernel):
             lse_BHT = lse.unflatten(1, (count, -1)).transpose(0, 1).contiguous()
             dq, dk, dv = (x.flatten(0, 1) for x in backward(*parts, lse_BHT, **options)[:3])
             return dq, dk, dv
-        dq, dk, dv, *_ = backward(q, k, v, o, do, lse.contiguous(), **self._packed(pieces, q), **options)
+        dq, dk, dv, *_ = backward(q, k, v, o, do, lse.contiguous(), **self._packed(pieces, q, k), **options)
         return dq, dk, dv
 
-    def _packed(self, pieces: Pieces, q: Tensor) -> dict[str, Any]:
+    def _packed(self, pieces: Pieces, q: Tensor, k: Tensor) -> dict[str, Any]:
         """The arguments that say where pieces begin and end."""
-        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-        return dict(zip(names, self.lengths(pieces, q), strict=True))
+        return dict(zip(BOUNDS, self.lengths(pieces, q, k), strict=True))
 
 
 LARGEST_ERROR = 0.02  # relative, of a call against `naive`; rounding to bf16 makes 0.002 to 0.004
 
-# Every kind of call that training makes: a square, a rectangle, packed documents
-SHORT = 320
+# Every kind of call that training makes. The package compiles backward anew for sides within one of its blocks (48 to
+# 128 tokens), as documents that barely reach across the border of a tile make them, and all for over 256 documents
+SHORT, THIN, MANY = 400, 40, 257
 KINDS = (
     Pieces.documents((0, SHORT)),
-    Pieces.rectangle(SHORT, SHORT, ragged=False),
+    *(Pieces.rectangle(rows, keys, ragged=False) for rows in (SHORT, THIN) for keys in (SHORT, THIN)),
     Pieces.documents((0, 64, SHORT)),
+    Pieces.documents((*range(MANY), SHORT)),
 )
 
 
 def _everything(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, do: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
-    """o, lse, dq, dk and dv of one call."""
+    """o, lse, dq, dk and dv of one call, on the first rows and keys."""
+    rows, keys = slice(pieces.q_bounds[-1]), slice(pieces.k_bounds[-1])
+    q, do, k, v = q[rows], do[rows], k[keys], v[keys]
     o, lse = kernel.forward(q, k, v, pieces, softmax_scale(q))
     return o, lse, *kernel.backward(do, q, k, v, o, lse, pieces, softmax_scale(q))
+
+
+def _writable(name: str) -> Path:
+    """The folder of that name; made if it is not there."""
+    try:
+        folder = Path(name).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError("it cannot be written")
+    except (OSError, RuntimeError) as problem:  # RuntimeError: there is no home
+        raise PlanError(
+            f"flash-attn-4 cannot keep what it compiles in {name} ({problem}): set {CACHE} to a folder that can be "
+            "written"
+        ) from problem
+    return folder
 
 
 @lru_cache(maxsize=1)
 def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The package's forward and backward. The first call loads the package, which takes seconds."""
     # Read once, when the package is loaded; what users have set themselves stays
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path.home() / ".cache" / "ithaca" / "flash4"))
+    if os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1") == "1":
+        os.environ[CACHE] = str(_writable(os.environ.get(CACHE, "~/.cache/ithaca/flash4")))
     # It warns about its own arguments at every compilation
     warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # pyrefly: ignore
@@ -128,6 +157,8 @@ def _refusal_of_package(major: int, head_size: int) -> str | None:
     try:
         functions = _functions()
         from flash_attn.cute.interface import _validate_head_dims  # pyrefly: ignore
+    except PlanError as problem:
+        return str(problem)
     except Exception as problem:  # whatever a package of another version, or half of one, raises when it is loaded
         return f"flash-attn-4 cannot be loaded ({type(problem).__name__}: {problem}): {KERNEL_FACTS['flash4'].missing}"
     for function, (name, wanted) in zip(functions, USED.items(), strict=True):
@@ -136,6 +167,6 @@ def _refusal_of_package(major: int, head_size: int) -> str | None:
             return f"{name} of the installed flash-attn-4 has no {unknown[0]}: {KERNEL_FACTS['flash4'].missing}"
     try:
         _validate_head_dims(head_size, head_size, major, 8)
-    except AssertionError as problem:
+    except Exception as problem:  # an AssertionError; of another version, anything
         return f"flash-attn-4 does not take head size {head_size} on this GPU ({problem})"
     return None

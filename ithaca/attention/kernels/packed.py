@@ -22,9 +22,11 @@ class PackedKernel(FactsKernel):
         super().__init__()
         self._bounds: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
-    def lengths(self, pieces: Pieces, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    def lengths(self, pieces: Pieces, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, int, int]:
         """Bounds of the rows and of the keys, int32, and the most rows and keys of a piece."""
+        # These kernels leave what is outside of all pieces as it was in memory
         assert (pieces.q_bounds[0], pieces.q_bounds[-1]) == (0, len(q)), "rows outside of all pieces"
+        assert (pieces.k_bounds[0], pieces.k_bounds[-1]) == (0, len(k)), "keys outside of all pieces"
         sides = pieces.q_bounds, pieces.k_bounds
         q_longest, k_longest = (max(stop - start for start, stop in pairwise(edges)) for edges in sides)
         q_bounds, k_bounds = (self._on_device(edges, q.device) for edges in sides)

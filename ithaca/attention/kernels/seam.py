@@ -126,14 +126,13 @@ def refusal(facts: KernelFacts, device: torch.device, dtype: torch.dtype, head_s
         return (
             f"it takes head sizes up to {facts.largest_head} in steps of {facts.head_step}, the model has {head_size}"
         )
-    if not facts.installed:
-        return facts.missing
     if facts.capability is not None:
         found = torch.cuda.get_device_capability(device)
         if found < facts.capability:
             needed, has = (".".join(map(str, capability)) for capability in (facts.capability, found))
             return f"it needs a GPU of compute capability {needed} or higher, {device} has {has}"
-    return None
+    # Last: nobody should install a package for a GPU or a model that it does not serve
+    return None if facts.installed else facts.missing
 
 
 def bhtd(x_THD: Tensor) -> Tensor:
