@@ -352,7 +352,7 @@ class TestOnGpu:
         for what, mine, other in zip(("o", "lse", "dq", "dk", "dv"), ours, theirs, strict=True):
             assert mine <= max(1.2 * other, 1e-6), (what, mine, other)
 
-    @pytest.mark.parametrize("size", [32, 96, 160, 192, 224, 256])
+    @pytest.mark.parametrize("size", [32, 64, 96, 128, 160, 192, 224, 256])
     def test_other_head_sizes(self, size: int) -> None:
         """Every size that is accepted; `prepare` compares with `naive`."""
         pieces = Pieces.documents((0, 100, 300))

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ithaca
@@ -42,6 +43,38 @@ def test_ranks_attend_with_one_kernel(ranks, tmp_path: Path) -> None:
     folder = save(make_model("llama3"), tmp_path / "in")
     for text in ranks(2).run(kernels_of_two_nodes, folder):
         assert "rank 1 would attend with kernel 'naive' and rank 0 with 'torch-cpu': set plan.kernel" in text
+
+
+def prepared(folder: Path, options: dict) -> list[tuple[int, int]]:
+    """The heads that the kernel is prepared for by a pass that nothing was allocated for, and what it then sees."""
+    mesh = ithaca.mesh(ulysses=dist.get_world_size(), device="cpu")
+    model = ithaca.apply(ithaca.load_model(folder, "float32"), ithaca.Plan(**options), mesh)
+    inner, wanted, seen = model.kernel, [], set()
+
+    class Watched(type(inner)):
+        def prepare(self, device, dtype, heads, kv_heads, head_size) -> None:
+            assert (device, dtype, head_size) == (mesh.device, torch.float32, model.spec.head_size)
+            wanted.append((heads, kv_heads))
+
+        def forward(self, q, k, *args):
+            seen.add((q.shape[1], k.shape[1]))
+            return super().forward(q, k, *args)
+
+    model.kernel, model._compiled = Watched(), False
+    tokens = torch.arange(64) % 50
+    model(model.shard(tokens, tokens)).backward()
+    model.logits(tokens)
+    assert seen == {*wanted}
+    return wanted
+
+
+def test_every_rank_prepares_for_the_heads_that_it_attends_with(ranks, tmp_path: Path) -> None:
+    """Also in rounds of heads, where the last rank has none left in the last round."""
+    folder = save(make_model("llama3", num_attention_heads=6, num_key_value_heads=3), tmp_path / "in")
+    whole = {"recipe": "alst"}
+    assert ranks(2).run(prepared, folder, whole) == [[(4, 2)], [(2, 1)]]
+    rounds = {"recipe": "untied", "heads": 2}
+    assert ranks(2).run(prepared, folder, rounds) == [[(1, 1)], [(1, 1)]]
 
 
 def fail_on_one_rank(at: int) -> tuple[str, bool]:
