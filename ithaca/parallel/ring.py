@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ithaca.attention.merge import merge
 from ithaca.attention.visits import Segment, Segments
-from ithaca.attention.walk import merge
 from ithaca.base.owners import EXCHANGE, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.parallel.collectives import Group, Pending

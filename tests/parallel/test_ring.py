@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.attention.documents import Pieces
-from ithaca.attention.walk import merge
+from ithaca.attention.merge import merge
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.parallel.axes import Axes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ithaca
-from ithaca.attention.walk import merge
+from ithaca.attention.merge import merge
 from ithaca.parallel.collectives import Group, Pending
 from ithaca.schedule import reference as naive
 from ithaca.schedule.costs import Traffic
