@@ -4,6 +4,7 @@ plain twins; copies that are late change nothing, and each wait between streams 
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.merge import merge
 from ithaca.base.tiles import Tiles
 from ithaca.checkpoint.snapshot import Snapshot, training_state
-from ithaca.model.block import gated
+from ithaca.model.block import gated, norm
 from ithaca.model.decoder import stored_name
+from ithaca.model.families import read_spec
+from ithaca.model.presets import PRESETS
 from ithaca.model.rotary import Rotation, rotate
 from ithaca.optimizer.host_adamw import MOMENTS, HostAdamW
 from ithaca.tape.engine import Engine, make_engine
@@ -168,6 +171,33 @@ def test_optimizer_states_on_the_host(tmp_path: Path, tile: int | None, delays: 
     with snapshot.finished() as found:
         assert all(torch.equal(found[name].to_local(), tensor) for name, tensor in wanted.items())
     snapshot.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 2), (37, 24), (70_001, 576), (4099, 4096), (300, 9000), (5, 16385), (1, 1, 2), (300, 0, 64), (2049, 9, 80)],
+)
+def test_fused_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The RMS norm and its gradients against plain torch in float64, with rows that lie apart, as those of q and k."""
+    torch.manual_seed(sum(shape))
+    spec = replace(read_spec(PRESETS["tiny"]), norm_eps=1e-5)
+    given = torch.randn(shape[0], *(size + 2 for size in shape[1:])).to(dtype).cuda()
+    given, weight = given[:, 1:-1], torch.randn(shape[-1]).to(dtype).cuda().requires_grad_()
+    given = given[..., : shape[-1]].detach().requires_grad_()  # still with the strides of what it is a part of
+    assert given.shape == shape
+    upstream = torch.randn(*shape[:-1], shape[-1] + 1).to(dtype).cuda()[..., 1:]
+    ours = norm(spec, given, weight)
+    found = torch.autograd.grad(ours, (given, weight), upstream)
+    exact = given.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    wanted = F.rms_norm(exact[0], shape[-1:], exact[1], spec.norm_eps)
+    bound = {torch.bfloat16: 5e-3, torch.float32: 2e-6, torch.float64: 1e-14}[dtype]
+    gradients = torch.autograd.grad(wanted, exact, upstream.double())
+    for a, b in zip((ours, *found), (wanted, *gradients), strict=True):
+        assert a.dtype == dtype
+        assert not b.numel() or not b.any() or relative(a.double(), b) <= bound
+        assert b.any() or not a.any()
 
 
 @pytest.mark.gpu

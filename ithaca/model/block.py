@@ -25,6 +25,7 @@ from ithaca.model.rotary import Rotation, rotate
 from ithaca.model.spec import Heads, Spec, runs
 
 Weights = Mapping[str, Tensor]
+WIDEST_NORM = 16384  # numbers in a row, which the norm's backward kernel holds whole
 
 
 def project(
@@ -80,8 +81,35 @@ def final_linear(spec: Spec) -> str | None:
 
 
 def norm(spec: Spec, x: Tensor, weight: Tensor) -> Tensor:
-    """RMS norm over the last dimension; torch computes its statistics in at least fp32."""
+    """RMS norm over the last dimension, with statistics in at least fp32.
+
+    If gradients are wanted, a GPU runs a backward pass of our own (`_Norm`).
+    """
+    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if wanted and fusable(x) and x.shape[-1] <= WIDEST_NORM:
+        return _Norm.apply(x, weight, spec.norm_eps)
     return F.rms_norm(x, (x.shape[-1],), weight, spec.norm_eps)
+
+
+class _Norm(torch.autograd.Function):
+    """torch's forward; backward reads x and dy once, where torch's two kernels read them twice.
+
+    On an H200, 64K rows of 576 in bf16: torch's take 0.175 ms for the weight's gradient and 0.076 ms for x's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        from ithaca.model import triton_elementwise as fused
+
+        x, weight = ctx.saved_tensors
+        return *fused.norm_backward(dy, x, weight, ctx.eps), None
 
 
 def _head_rows(spec: Spec, w: Weights, name: str, x_TE: Tensor, heads: Sequence[int]) -> Tensor:

@@ -1,9 +1,11 @@
-"""Rotary embedding and gated activation in one pass over memory each, as Triton kernels for GPUs.
+"""Rotary embedding, gated activation and the RMS norm's backward in one pass over memory each, as Triton kernels.
 
 Eager torch reads and writes these wide tensors two to five times, which takes a fifth as long as a block's GEMMs. Each
 kernel has a plain twin where it is used (rotary.py, block.py), which also serves float64. The kernels compute in fp32
 and round once.
 """
+
+from functools import lru_cache
 
 import torch
 import triton
@@ -11,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096  # elements per program of the flat kernels
+NORM_TILE = 2048  # elements that a program of the norm's backward holds at a time, where a row has no more
+NORM_PROGRAMS = 4  # of the norm's backward on each multiprocessor: each adds up a weight gradient of its own
 
 
 @triton.jit
@@ -78,3 +82,60 @@ def gated_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor
         grid = (triton.cdiv(gate.numel(), BLOCK),)
         _gated_backward[grid](dy, gate, up, dgate, dup, gate.numel(), BLOCK=BLOCK)
     return dgate, dup
+
+
+@triton.jit
+def _norm_backward(
+    dy, x, weight, dx, parts, rows, inner, width, eps, dy_outer, dy_inner, x_outer, x_inner,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Every program takes ROWS rows at a time, writes their dx, and adds up its part of the weight's gradient."""
+    feature = tl.arange(0, WIDTH)
+    w = tl.load(weight + feature, mask=feature < width, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        mask = (row < rows)[:, None] & (feature < width)[None, :]
+        outer, within = row // inner, row % inner
+        from_x = (outer * x_outer + within * x_inner)[:, None] + feature[None, :]
+        from_dy = (outer * dy_outer + within * dy_inner)[:, None] + feature[None, :]
+        v = tl.load(x + from_x, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy + from_dy, mask=mask, other=0.0).to(tl.float32)
+        scale = (1 / tl.sqrt(tl.sum(v * v, 1) / width + eps))[:, None]
+        normed = v * scale
+        total += tl.sum(g * normed, 0)
+        g = g * w
+        share = (tl.sum(g * normed, 1) / width)[:, None]
+        target = dx + (row * width)[:, None] + feature[None, :]
+        tl.store(target, ((g - normed * share) * scale).to(dx.dtype.element_ty), mask=mask)
+    tl.store(parts + tl.program_id(0) * width + feature, total, mask=feature < width)
+
+
+def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of x, [rows, width] or [tokens, heads, width], and of the weight, in fp32."""
+    width, rows = x.shape[-1], x.numel() // x.shape[-1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    # Two strides lead to every row; a matrix has one row at each place of the outer dimension
+    (x, x_outer, x_inner), (dy, dy_outer, dy_inner) = _with_strides(x), _with_strides(dy)
+    wide = triton.next_power_of_2(width)
+    height = max(NORM_TILE // wide, 1)
+    programs = max(min(NORM_PROGRAMS * _multiprocessors(x.device), triton.cdiv(rows, height)), 1)
+    parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    _norm_backward[(programs,)](
+        dy, x, weight.contiguous(), dx, parts, rows, x.shape[1] if x.dim() == 3 else 1, width, eps,
+        dy_outer, dy_inner, x_outer, x_inner,
+        ROWS=height, WIDTH=wide, num_warps=min(max(height * wide // 512, 4), 16),
+    )  # fmt: skip
+    return dx, parts.sum(0)
+
+
+def _with_strides(x: Tensor) -> tuple[Tensor, int, int]:
+    """A tensor whose rows are dense, and its strides from row to row."""
+    assert x.dim() in (2, 3)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x, x.stride(0), x.stride(1) if x.dim() == 3 else 0
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
