@@ -27,7 +27,7 @@ class Summed(dict[str, Tensor]):
     """Weights for backward passes over tiles. `sums` holds the gradients of the wanted ones so far.
 
     `final` names a linear layer whose output no gradient depends on (block.py, `final_linear`). It is differentiated
-    like the others, but its output is a number without meaning, repeated without memory.
+    like the others, but zeros without memory stand for its output.
 
     All sums are parts of one tensor, `all_sums`: one operation clears them, and one scales them.
     """
@@ -94,7 +94,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sums, ctx.part = (weight_sum, bias_sum), part
-        return F.linear(x, weight, bias) if computed else x.new_empty(1, 1).expand(len(x), len(weight))
+        return F.linear(x, weight, bias) if computed else x.new_zeros(1, 1).expand(len(x), len(weight))
 
     @staticmethod
     @once_differentiable

@@ -65,4 +65,4 @@ def test_no_gradient_is_copied_into_zeros(name: str) -> None:
     found, layers = operations(PLANS[name])
     assert found["slice_backward"] == 0
     made = found["zeros"] + found["zeros_like"] + found["new_zeros"] + found["zero_"] + found["full"]
-    assert made <= layers + 6  # one for the sums of a block; the loss and the embedding have some
+    assert made <= 2 * layers + 6  # a block's sums, and its last product; the loss and the embedding have some
