@@ -256,6 +256,22 @@ def _alone() -> Iterator[Case]:
     yield case("narrow", F32, "long", "sweep", x="disk, rebuild*5", o="disk", chunk=50, tile=20, **ON_HOST)
     yield case("wide", F64, "long", "sweep", x="disk", o="disk", lse="host", chunk=100)
     yield case(PRESET, F32, "long", "sweep", chunk=128, tile=64)
+    # Weights that stay gathered during a step
+    yield case("8/8 bias", F32, "micro", "dense", checkpoint="none", zero=2)
+    yield case("8/1 tied", F64, "micro-rows", "dense", checkpoint="none", zero=1)
+    yield case("14/2 tied", F32, "micro", "dense", checkpoint="selective", zero=2)
+    yield case("6/3", F64, "ragged", "dense", checkpoint="full", tile=5, zero=2)
+    yield case("8/2 qk_norm", B16, "micro", "dense", checkpoint="none", zero=2)
+    yield case("14/2 tied", B16, "micro", "dense", checkpoint="selective", zero=2)
+    yield case("narrow", F32, "ragged", "alst", x="device, disk*2", tile=7, zero=2)
+    yield case("8/8 bias", F64, "micro", "untied", tile=9, zero=1)
+    yield case("6/3", F32, "micro", "sweep", zero=2, **ON_DEVICE, **CUT)
+    yield case("8/1 tied", F64, "ragged-rows", "sweep", zero=2, **ON_HOST, **CUT)
+    yield case("14/2 tied", F32, "micro", "sweep", optimizer="host", zero=2, **CUT)
+    yield case("wide", F32, "micro", "sweep", x="host, rebuild*5", o="host", zero=2, **CUT)
+    yield case("narrow", F64, "ragged", "sweep", x="host, rebuild*5", o="host*5, recompute", zero=2, **CUT)
+    yield case("wide", B16, "micro", "sweep", x="host, rebuild*5", kv="host", zero=2, **CUT)
+    yield case("8/1 tied", B16, "ragged", "sweep", o="recompute", zero=1, **CUT)
 
 
 def _two() -> Iterator[Case]:

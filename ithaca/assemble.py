@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ class Model(nn.Module):
         prepare_pass(self.decoder, self.plan.zero, self._begins_step, last)
         self._begins_step = last
         with _outside_inference_mode():
-            loss = total(self.decoder(loss_sum, batch, context), self.mesh)
+            loss = total(self.decoder(partial(loss_sum, batch=batch, context=context)), self.mesh)
             if not torch.is_grad_enabled():
                 free_gathered(self.decoder)
         return loss / valid
@@ -185,8 +186,9 @@ class Model(nn.Module):
         """[S, vocabulary] or [B, S, vocabulary], the same on every rank. For small inputs: all logits exist at once."""
         batch = whole_batch(tokens, documents, self.mesh, self.spec.vocab, self.reservation.layout)
         context = self._begin(batch, False, valid=1, shorten=True)
+        free_gathered(self.decoder)  # an optimizer step may have made gathered copies stale
         with _outside_inference_mode():
-            flat = self.decoder(logits, batch, context)
+            flat = self.decoder(partial(logits, batch=batch, context=context))
             free_gathered(self.decoder)
             if self.mesh.context_group:
                 flat = gather_tokens(flat, batch.layout, self.mesh.context_group)

@@ -30,9 +30,16 @@ class Unit(nn.Module):
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
             owner.register_parameter(leaf, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+        self.copies: dict[str, Tensor] | None = None  # to compute with in the place of the parameters; None: these
 
     def forward(self, run: Callable[..., Any], *args: Any) -> Any:
-        return run({name: _with_grad_dtype(weight) for name, weight in self.named_parameters()}, *args)
+        return run(self.weights(), *args)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What to compute with, by name."""
+        if self.copies is not None:
+            return self.copies
+        return {name: with_grad_dtype(weight) for name, weight in self.named_parameters()}
 
 
 class Decoder(nn.Module):
@@ -59,10 +66,10 @@ class Decoder(nn.Module):
 
     def table(self) -> Tensor:
         """The tied table, which is embedding and head."""
-        return _with_grad_dtype(self.embedding.get_parameter("weight"))
+        return self.embedding.weights()["weight"]
 
 
-def _with_grad_dtype(weight: Tensor) -> Tensor:
+def with_grad_dtype(weight: Tensor) -> Tensor:
     """The weight, with its gradient's dtype set to at least fp32, so that autograd does not round it."""
     weight.grad_dtype = at_least_fp32(weight.dtype)
     return weight

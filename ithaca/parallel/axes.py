@@ -36,3 +36,8 @@ class Axes:
         """'shard 2 × ulysses 4': the axes with more than one rank; 'one rank' where there is none."""
         named = [f"{name} {size}" for name, size in vars(self).items() if size > 1]
         return " × ".join(named) or "one rank"
+
+
+def runs_alone(axes: Axes, zero: int) -> bool:
+    """Whether weights do without FSDP2 (one_rank.py): one rank is all there is, and keeps them gathered in a step."""
+    return axes.size == 1 and zero < 3

@@ -9,10 +9,11 @@ embedding table, which is gathered only while tokens are embedded. A tied table 
 
 Shards are at least fp32, gathered copies have the dtype of the computation, and gradients are reduced in at least fp32.
 FSDP2 averages gradients over ranks. Ithaca's loss is a sum over all ranks, so `total` multiplies by their number.
+One rank alone needs no FSDP2 under ZeRO-1 and 2 (one_rank.py).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,14 +28,19 @@ from ithaca.base.errors import InputError, RunError
 from ithaca.base.owners import GATHERED, STATES, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.base.torch_private import discard_fsdp_gradients, fsdp_backward_unfinished
-from ithaca.model.decoder import Decoder, stored_name
+from ithaca.model.decoder import Decoder, Unit, stored_name
 from ithaca.model.source import Weights
+from ithaca.parallel.axes import runs_alone
 from ithaca.parallel.layout import row_range
 from ithaca.parallel.mesh import Mesh
+from ithaca.parallel.one_rank import drop_copies, hold_alone
 
 
 def cut(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
     """Shard the parameters over the mesh. They have no values yet."""
+    if runs_alone(mesh.axes, zero):
+        hold_alone(decoder, mesh, dtype)
+        return
     # Units are called with a function and with tensors that already have the right dtype
     policy = MixedPrecisionPolicy(dtype, at_least_fp32(dtype), cast_forward_inputs=False)
     units = [*decoder.blocks] if decoder.spec.tied else [*decoder.blocks, decoder.embedding, decoder.head]
@@ -80,17 +86,26 @@ def whole_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 def prepare_pass(decoder: Decoder, zero: int, first: bool, last: bool) -> None:
     """Tell FSDP2, before a forward pass, what to keep after it; `first` and `last` are said of the passes of a step."""
-    assert isinstance(decoder, FSDPModule)
     # FSDP2 would give no gradient any more, and no error
-    if fsdp_backward_unfinished(decoder):
+    if isinstance(decoder, FSDPModule) and fsdp_backward_unfinished(decoder):
         raise RunError(
             "the last backward pass broke off with an error, and gradients would be wrong from now on: "
             "apply the model anew, or start the run again from its last checkpoint"
         )
     if first:
         free_gathered(decoder)  # an optimizer step may have made gathered copies stale
-    decoder.set_reshard_after_backward(zero == 3 or last)
-    decoder.set_requires_gradient_sync(zero > 1 or last)
+    if isinstance(decoder, FSDPModule):
+        decoder.set_reshard_after_backward(zero == 3 or last)
+        decoder.set_requires_gradient_sync(zero > 1 or last)
+
+
+def weights_of_blocks(decoder: Decoder) -> Callable[[int], AbstractContextManager[dict[str, Tensor]]]:
+    """Given a layer, its weights to be read at any time until this pass has gone backward."""
+    if isinstance(decoder, FSDPModule):
+        return lambda layer: opened(decoder.blocks[layer])
+    # What the pass computes with, even if other copies are made before its backward
+    kept = [block.weights() for block in decoder.blocks if isinstance(block, Unit)]
+    return lambda layer: nullcontext({name: weight.detach() for name, weight in kept[layer].items()})
 
 
 @contextmanager
@@ -109,6 +124,9 @@ def opened(unit: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 def free_gathered(decoder: Decoder) -> None:
     """Free gathered weights, so that the shards are the parameters again."""
+    if not isinstance(decoder, FSDPModule):
+        drop_copies(decoder)
+        return
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -2,10 +2,13 @@
 
 `loss_sum` and `logits` run inside the decoder's call, so that FSDP2 has gathered its weights. Under the schedule
 `whole` a tensor of hidden states goes from block to block. Under `sweep` hidden states are on tapes, and a 0-dim
-tensor, the carrier, takes the autograd graph from block to block."""
+tensor, the carrier, takes the autograd graph from block to block.
 
-from contextlib import AbstractContextManager
+Only these tensors are arguments of a unit's call. All else is bound to the function: FSDP2 walks through every
+argument, field by field, in search of tensors."""
+
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +24,7 @@ from ithaca.parallel.exchange import Exchange
 from ithaca.parallel.head_split import Rounds
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.ring import Ring, ring_runs
-from ithaca.parallel.sharding import opened
+from ithaca.parallel.sharding import weights_of_blocks
 from ithaca.plans.plan import Plan
 from ithaca.schedule.embedding import embed
 from ithaca.schedule.loss import head_logits, tape_loss, tiled_loss
@@ -87,7 +90,8 @@ def _whole(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     places, checkpoint = plan.placement(spec.layers).x, plan.checkpoint or "full"
     for layer, (block, rotates) in enumerate(zip(decoder.blocks, spec.rope_layers, strict=True)):
         rotation, tapes = rope if rotates else None, context.tapes if places[layer] != "device" else None
-        x = block(run_block, x, BlockCall(attention, layer, rotation, checkpoint, plan.tile, tapes))
+        call = BlockCall(attention, layer, rotation, checkpoint, plan.tile, tapes)
+        x = block(partial(run_block, call=call), x)
     return x
 
 
@@ -100,10 +104,7 @@ def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     ((split,),) = context.rounds
     rotations = Rotations(decoder.rotary, batch.positions, tapes.residual.tiles)
     carrier = decoder.embed(lambda table: embed(table, batch.tokens, tapes, tile))
-
-    def weights_of(layer: int) -> AbstractContextManager[dict[str, Tensor]]:
-        return opened(decoder.blocks[layer])
-
+    weights_of = weights_of_blocks(decoder)
     for layer, block in enumerate(decoder.blocks):
         call = SweepCall(
             spec,
@@ -117,7 +118,7 @@ def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
             split,
             weights_of,
         )
-        carrier = block(run_sweep, carrier, call)
+        carrier = block(partial(run_sweep, call=call), carrier)
     return carrier
 
 

@@ -50,6 +50,12 @@ def test_storage_key_is_of_the_storage() -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
+def test_copy_all() -> None:
+    sources, targets = [torch.rand(3), torch.rand(2, 5)], [torch.empty(3).bfloat16(), torch.empty(2, 5).bfloat16()]
+    torch_private.copy_all(targets, sources)
+    assert all(torch.equal(target, source.bfloat16()) for target, source in zip(targets, sources, strict=True))
+
+
 def test_expandable_segments() -> None:
     torch_private.use_expandable_segments()
 
@@ -67,6 +73,9 @@ def in_a_job() -> None:
     mesh = init_device_mesh("cpu", (2,))
     cut = DTensor.from_local(torch.ones(3), mesh, [Shard(0)])
     assert torch.equal(torch_private.local_tensor(cut), torch.ones(3))
+    like, local = torch_private.sharded_like(cut, zeros := torch.zeros(3)), torch_private.local_tensor
+    assert (like.shape, like.placements, like.device_mesh) == (cut.shape, cut.placements, cut.device_mesh)
+    assert local(like).data_ptr() == zeros.data_ptr()
 
     model = torch.nn.Linear(4, 4)
     fully_shard(model, mesh=mesh)

@@ -1,0 +1,80 @@
+"""Weights of a job of one rank under ZeRO-1 and 2, without FSDP2.
+
+One rank has nothing to gather and nothing to reduce. FSDP2 would still copy every weight into a flat buffer, from there
+into another one and out of it, every gradient likewise, and its hooks take most of the host's time in small models.
+Here, before the first forward pass of a step, all weights are cast to the dtype of the computation together. That costs
+6 bytes of traffic a parameter and step, and the memory of the copies, which ZeRO-1 and 2 need anyway. If the weights
+have that dtype already, no copy is made.
+
+The parameters stay DTensors over the one rank, so optimizer, clipping and checkpoints see what they always see. Blocks
+compute with leaves of the autograd graph: the copies, or the weights' own memory. As soon as backward has the gradient
+of a leaf, in at least fp32, it becomes the parameter's `grad`, or is added to it. It is not copied.
+
+Copies are made anew in every step and never written to again. A pass whose backward is still to come keeps its own.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ithaca.base.owners import GATHERED, GRADIENTS, owned_by
+from ithaca.base.torch_private import copy_all, local_tensor, sharded_like
+from ithaca.model.decoder import Decoder, Unit, with_grad_dtype
+from ithaca.parallel.mesh import Mesh
+
+
+def hold_alone(decoder: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Make the parameters DTensors, and have each call of the decoder find copies of this dtype. No values yet."""
+    assert mesh.size == 1
+    for module in decoder.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            shard = DTensor.from_local(parameter.detach(), mesh.parameters, [Shard(0)], run_check=False)
+            module.register_parameter(name, nn.Parameter(shard))
+    decoder.register_forward_pre_hook(lambda *_: _make_copies(decoder, dtype))
+
+
+def drop_copies(decoder: Decoder) -> None:
+    """Have the next call of the decoder make new copies: the weights may have changed."""
+    for unit in _units(decoder):
+        unit.copies = None
+
+
+def _units(decoder: Decoder) -> list[Unit]:
+    return [decoder.embedding, *decoder.blocks, decoder.head]  # pyrefly: ignore
+
+
+@owned_by(GATHERED)
+def _make_copies(decoder: Decoder, dtype: torch.dtype) -> None:
+    """Give every unit leaves for its weights, unless they have some from an earlier pass of the step."""
+    if decoder.embedding.copies is not None:
+        return
+    named = [(unit, name, parameter) for unit in _units(decoder) for name, parameter in unit.named_parameters()]
+    copies = [local_tensor(parameter).detach() for _, _, parameter in named]
+    if any(copy.dtype != dtype for copy in copies):
+        weights, copies = copies, [torch.empty_like(weight, dtype=dtype) for weight in copies]
+        copy_all(copies, weights)
+    for unit in _units(decoder):
+        unit.copies = {}
+    for (unit, name, parameter), copy in zip(named, copies, strict=True):
+        assert unit.copies is not None
+        unit.copies[name] = _leaf(parameter, copy)
+
+
+def _leaf(parameter: nn.Parameter, copy: Tensor) -> Tensor:
+    leaf = with_grad_dtype(copy).requires_grad_(parameter.requires_grad)
+    if parameter.requires_grad:
+        leaf.register_post_accumulate_grad_hook(partial(_hand_over, parameter))
+    return leaf
+
+
+def _hand_over(parameter: nn.Parameter, leaf: Tensor) -> None:
+    """Make the gradient of a leaf that of its parameter, or add it to that."""
+    assert leaf.grad is not None
+    with owned_by(GRADIENTS):
+        gradient, leaf.grad = leaf.grad.detach(), None
+    if parameter.grad is None:
+        parameter.grad = sharded_like(parameter, gradient)
+    else:
+        local_tensor(parameter.grad).add_(gradient)
