@@ -1,8 +1,10 @@
 """Counts every tensor that is allocated while the meter runs, for the owner whose mark is open (base/owners.py).
 
 FSDP2 opens no mark, so the remainder is its own: tensors in the computation's dtype are gathered weights, others have
-no owner. Gradients that it reduces are allocated through `MarkedReduceScatter`, its own communication hook. Memory that
-a kernel takes and gives back within one operation is not seen; on a GPU the allocator knows it (rehearse.py)."""
+no owner. Gradients that it reduces are allocated through `MarkedReduceScatter`, its own communication hook. Without
+FSDP2 a sum becomes a gradient where it lies (parallel/one_rank.py): memory that is seen again under the mark of
+gradients changes its owner. Memory that a kernel takes and gives back within one operation is not seen; on a GPU the
+allocator knows it (rehearse.py)."""
 
 import weakref
 from collections import Counter
@@ -47,6 +49,8 @@ class Meter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key in self._live:
+            if current_owner() == GRADIENTS:
+                self._give(key, GRADIENTS)
             return
         self._follow_gathered()
         owner = current_owner() or (GATHERED if tensor.dtype == self._dtype else OTHER)
@@ -63,6 +67,13 @@ class Meter(TorchDispatchMode):
             if storage is not None and storage.nbytes() != before:
                 self._live[key] = owner, storage.nbytes()
                 self._add(owner, storage.nbytes() - before)
+
+    def _give(self, key: int, owner: str) -> None:
+        before, size = self._live[key]
+        self._live[key] = owner, size
+        self._gathered.pop(key, None)
+        self.now[before] -= size
+        self.now[owner] += size
 
     def _forget(self, key: int) -> None:
         owner, size = self._live.pop(key)

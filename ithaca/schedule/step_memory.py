@@ -5,7 +5,8 @@ the last block, while the head's gradient is still being reduced; backward of th
 are there; the loss; and the gradient of the embedding. Within a block the schedule says which of MLP and attention
 takes what (`peaks` of its `cost.py`). Here stand the costs of what all schedules share:
 
-    sharding    a gathered block and the next one on its way; gradients in fp32, once as sums, once being reduced
+    sharding    a gathered block and the next one on its way; gradients in fp32, once as sums, once being reduced. One
+                rank alone (parallel/one_rank.py) has all weights in the computation's dtype and reduces nothing
     loss        a tile of logits, and the head's gradient in fp32
     embedding   the table's gradient in fp32
     optimizer   fp32 weights and two moments of this rank's shards, or the slots through which host moments pass
@@ -34,6 +35,7 @@ from ithaca.base.owners import (
 )
 from ithaca.base.tiles import Tiles
 from ithaca.model.spec import Spec
+from ithaca.parallel.axes import runs_alone
 from ithaca.parallel.layout import row_range
 from ithaca.schedule.job import FP32, Bytes, Job
 from ithaca.tape.spec import TapeSpec, device_bytes, device_tape_bytes, disk_bytes, host_bytes
@@ -79,7 +81,7 @@ def resident(job: Job) -> Bytes:
     plan, block, table = job.plan, block_parameters(job), table_parameters(job)
     kv, others = ([tape for tape in job.tapes if (tape.option == "kv") == wanted] for wanted in (True, False))
     moments = moment_slot_bytes(max(block.largest, table.largest)) if plan.optimizer == "host" else 0
-    whole = job.itemsize * (job.spec.layers * block.all + table.all) if plan.zero < 3 else 0
+    passing = 0 if _alone(job) else job.costs.passing_bytes(job)
     return Counter(
         {
             STATES: job.high * (job.spec.layers * block.mine + table.mine) * (1 + _moments_here(job)),
@@ -87,11 +89,22 @@ def resident(job: Job) -> Bytes:
             TAPES: device_bytes(others, job.tiles) + moments,
             BLOCKS: job.costs.kept(job, range(job.layers_running, job.spec.layers)),
             GRADIENTS: job.high * (job.spec.layers - job.layers_running) * block.mine,
-            GATHERED: job.costs.passing_bytes(job) + whole,
+            GATHERED: passing + _kept_weights(job, job.spec.layers * block.all + table.all),
             BATCH: PER_TOKEN * job.tiles.length,
             KERNELS: LIBRARIES,
         }
     )
+
+
+def _alone(job: Job) -> bool:
+    return runs_alone(job.axes, job.plan.zero)
+
+
+def _kept_weights(job: Job, weights: int) -> int:
+    """Bytes of weights that stay gathered during a step. One rank alone copies none that have the right dtype."""
+    if job.plan.zero == 3 or (_alone(job) and job.itemsize == job.high):
+        return 0
+    return job.itemsize * weights
 
 
 def absent_layers(job: Job, running: Job) -> Bytes:
@@ -103,7 +116,7 @@ def absent_layers(job: Job, running: Job) -> Bytes:
             GRADIENTS: job.high * absent * block.mine,
             TAPES: device_tape_bytes(job.tapes, job.tiles) - device_tape_bytes(running.tapes, running.tiles),
             BLOCKS: job.costs.kept(job, range(running.spec.layers, job.spec.layers)),
-            GATHERED: job.itemsize * absent * block.all if job.plan.zero < 3 else 0,
+            GATHERED: _kept_weights(job, absent * block.all),
         }
     )
 
@@ -112,19 +125,23 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     """The phases of a step that can be its peak, with what each holds beside `resident`."""
     spec, high, tied = job.spec, job.high, job.spec.tied
     head, block, kept = table_parameters(job), block_parameters(job), job.costs.kept
-    whole_gradients = high * job.layers_running * block.all if job.plan.zero == 1 else 0
+    reduces, table = not _alone(job), high * spec.vocab * spec.hidden
+    whole_gradients = high * job.layers_running * block.all if job.plan.zero == 1 and reduces else 0
+    # A tied head's gradient waits with the loss for the embedding's; so does the final norm's for FSDP2 to reduce it
+    waiting = (high * head.all if reduces else table) if tied else 0
+    of_head = 0 if tied and reduces else high * head.unit_mine - waiting
     # While the last block goes backward the head's gradient is being reduced; while the first does, a block's
     after_head = Counter(
         {
-            GRADIENTS: 0 if tied else high * (head.unit + head.unit_mine),
-            LOSS: high * head.all if tied else 0,
+            GRADIENTS: of_head + (0 if tied else reduces * high * head.unit),
+            LOSS: waiting,
             BLOCKS: kept(job, range(job.layers_running)),
         }
     )
     after_blocks = Counter(
         {
-            GRADIENTS: high * (block.all + (job.layers_running - 1) * block.mine + (0 if tied else head.unit_mine)),
-            LOSS: high * head.all if tied else 0,
+            GRADIENTS: of_head + high * (reduces * block.all + (job.layers_running - 1) * block.mine),
+            LOSS: waiting,
             BLOCKS: kept(job, range(1)),
         }
     )
@@ -135,11 +152,12 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
             yield f"{name} of the first block", inside + after_blocks
     yield from _loss_phases(job)
     # The gradient of the embedding. In a tied model its sum with the head's, while the first block's is being reduced
-    shards = high * (job.layers_running * block.mine + (0 if tied else head.unit_mine))
-    table = high * spec.vocab * spec.hidden
-    at_end = {GRADIENTS: shards + (high * block.all if tied else table), BLOCKS: table}
+    shards = high * job.layers_running * block.mine + of_head
+    at_end = {GRADIENTS: shards + reduces * (high * block.all if tied else table), BLOCKS: table}
     if tied:
-        at_end |= {LOSS: table, OTHER: table, GATHERED: job.itemsize * head.unit}
+        at_end |= {LOSS: table, OTHER: table, GATHERED: reduces * job.itemsize * head.unit}
+    elif not reduces and not job.plan.sweeps:
+        at_end |= {OTHER: job.itemsize * spec.vocab * spec.hidden}  # as autograd has it before it is cast
     yield "the embedding's gradient", Counter(at_end)
 
 
@@ -148,9 +166,11 @@ def _loss_phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     logits = min(tile, job.block_tokens) * job.spec.vocab * job.itemsize
     # Without tapes, the last block's output and its gradient are tensors
     states = 0 if job.plan.sweeps else 2 * job.hidden(job.block_tokens)
-    at_head = {GATHERED: job.itemsize * head.unit, BLOCKS: job.costs.kept(job, range(job.layers_running)) + states}
+    states += job.costs.kept(job, range(job.layers_running))
+    reduces = not _alone(job)
+    at_head = {GATHERED: reduces * job.itemsize * head.unit, BLOCKS: states}
     yield "the loss", Counter({**at_head, LOSS: job.high * head.unit + logits + 3 * job.hidden(tile)})
-    if not job.spec.tied:
+    if reduces and not job.spec.tied:
         gradient = {LOSS: job.high * head.unit, GRADIENTS: job.high * head.unit}
         yield "the head's gradient", Counter({**at_head, **gradient})
 
