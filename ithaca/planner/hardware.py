@@ -302,6 +302,7 @@ class Cluster:
     host: float  # bytes of memory of each node
     disk: float = 0.0  # bytes of disk of each node
     node_gpus: int = 8  # GPUs on each node; a job on part of one node has fewer
+    copies: int = 1  # copies of the parameters in the job, each on this many GPUs
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MOST_GPUS:

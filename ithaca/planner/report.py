@@ -134,6 +134,8 @@ def _arithmetic(question: Question, answer: Answer) -> dict[str, str]:
     memory, count = answer.memory, f"{question.spec.parameters():,} parameters"
     each, moments = (12, " and optimizer moments") if answer.plan.optimizer == "device" else (4, "")
     found = {owners.STATES: f"weights{moments}, fp32: {count} × {each} bytes / {question.cluster.count}"}
+    if answer.plan.zero < 3:
+        found[owners.GATHERED] = f"all weights, bf16: {count} × 2 bytes"
     kv = next((tape for tape in memory.tapes if tape.name == "kv" and tape.place == "device"), None)
     if kv:
         tokens, (heads, size) = memory.tiles.length * kv.ranks, kv.features

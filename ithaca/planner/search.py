@@ -101,7 +101,8 @@ def fitting(
     ulysses, ring = mesh
     axes = Axes(shard=cluster.count // (ulysses * ring), ring=ring, ulysses=ulysses)
     kernel = gpu_kernel(spec.head_size, cluster.gpu.capability).name
-    for plan, memory in recipe_fits(recipe, spec, axes, rows * tokens, cluster.budget, effort, kernel):
+    copied = replace(axes, replicate=cluster.copies)
+    for plan, memory in recipe_fits(recipe, spec, copied, rows * tokens, cluster.budget, effort, kernel):
         seconds = pass_seconds(spec, cluster, plan, tokens, rows, axes, documents)
         # A run chooses the kernel again: where it trains, other packages may be installed
         answer = Answer(replace(plan, kernel="auto"), tokens, axes, rows, rows * axes.shard, memory, seconds, kernel)
@@ -122,7 +123,8 @@ def pass_seconds(
 def _refined(spec: Spec, cluster: Cluster, answer: Answer, documents: Documents | None) -> Answer:
     """The same answer with every choice of saved tensors tried."""
     named = replace(answer.plan, kernel=answer.kernel)
-    found = refit(named, spec, answer.axes, answer.rows * answer.tokens, cluster.budget)
+    axes = replace(answer.axes, replicate=cluster.copies)
+    found = refit(named, spec, axes, answer.rows * answer.tokens, cluster.budget)
     if found is None:
         return answer
     plan, memory = found

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ithaca.parallel.axes import runs_alone
 from ithaca.parallel.head_split import HeadSplit
 
 if TYPE_CHECKING:
@@ -130,7 +131,8 @@ def other_launches(job: "Job") -> float:
     messages = sum(message.count for way in job.costs.messages(job, 0) for message in way)
     loss = job.chunks * -(-job.block_tokens // job.plan.loss_tile)
     optimizer = FOREACH * -(-shard // TOGETHER) + PER_OPTIMIZER
-    return layers * (PER_SHARDED_LAYER + PER_MESSAGE * messages) + PER_LOSS_TILE * loss + optimizer
+    sharding = 0 if runs_alone(job.axes, job.plan.zero) else PER_SHARDED_LAYER
+    return layers * (sharding + PER_MESSAGE * messages) + PER_LOSS_TILE * loss + optimizer
 
 
 def mlp_tiles(job: "Job") -> int:

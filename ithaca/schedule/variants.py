@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from ithaca.model.spec import Spec
-from ithaca.parallel.axes import Axes
+from ithaca.parallel.axes import Axes, runs_alone
 from ithaca.plans.plan import CHUNK, Plan, mlp_tile
 from ithaca.plans.recipes import RECIPES, TILE
 from ithaca.schedule.job import Job
@@ -68,11 +68,15 @@ def fitting_plans(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budge
     variants = _sweep_places(plan) if _places_itself(plan) and plan.kv is None else [plan]
     for variant in variants:
         placed = _placed(variant, spec, axes, tokens, budget, choices) if _places_itself(plan) else variant
-        if placed is None:
-            continue
-        memory = step_memory(Job(spec=spec, plan=placed, tokens=tokens, axes=axes))
-        if Budget(memory.total, memory.host, memory.disk).within(budget):
-            yield placed, memory
+        for choice in _with_zero(placed, axes) if placed else ():
+            memory = step_memory(Job(spec=spec, plan=choice, tokens=tokens, axes=axes))
+            if Budget(memory.total, memory.host, memory.disk).within(budget):
+                yield choice, memory
+
+
+def _with_zero(plan: Plan, axes: Axes) -> list[Plan]:
+    """On one rank ZeRO-2 is the faster one, where all else leaves it room: it does without FSDP2."""
+    return [replace(plan, zero=2), plan] if plan.zero == 3 and runs_alone(axes, 2) else [plan]
 
 
 def refit(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget) -> Fit | None:

@@ -144,7 +144,8 @@ def _cluster(grid: Mesh, copies: int, memory: FreeMemory) -> Cluster:
         gpu = replace(like, name=properties.name, sources=dict.fromkeys(like.sources, why))
     count, node = grid.size // copies, grid.node_ranks or grid.size
     gpus = math.gcd(count, node)
-    return Cluster(count, replace(gpu, memory=float(memory.gpu)), memory.host * gpus / node, node_gpus=gpus)
+    gpu = replace(gpu, memory=float(memory.gpu))
+    return Cluster(count, gpu, memory.host * gpus / node, node_gpus=gpus, copies=copies)
 
 
 def open_data(config: Config, run: RunFolder, grid: Mesh) -> TokenFile:

@@ -16,7 +16,7 @@ from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
-from ithaca.planner.hardware import Cluster, read_gpus
+from ithaca.planner.hardware import MARGIN, RUNTIME, Cluster, read_gpus
 from ithaca.planner.meshes import ranked_meshes
 from ithaca.planner.report import Question, train_line
 from ithaca.planner.search import LONGEST, STEP, Answer, binding, longest, search
@@ -359,3 +359,30 @@ def test_lengths_that_cannot_be_planned_for(tokens: int) -> None:
 def test_gpus_that_cannot_be_planned_for(count: int, node_gpus: int, sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
         Cluster(count, GPUS["H100-80GB"], 1e12, node_gpus=node_gpus)
+
+
+@pytest.mark.parametrize("recipe", ["dense", "sweep"])
+def test_one_gpu_keeps_its_weights_where_they_fit(recipe: str) -> None:
+    """ZeRO-2 does without FSDP2 there. It is tried beside ZeRO-3 for the same choice of all else."""
+    spec, there = spec_of("llama3.2-1b"), cluster("1xH100-80GB")
+    answer = search(spec, there, 8 * K, recipe)
+    assert answer is not None
+    assert answer.plan.zero == 2
+    twin = Job(spec=spec, plan=replace(answer.plan, zero=3), tokens=8 * K)
+    own = replace(twin, plan=answer.plan)
+    costs = [predict_seconds(job, there.gpu, there.machine) for job in (own, twin)]
+    assert costs[0].launching < costs[1].launching
+    # What ZeRO-2 needs beyond ZeRO-3 is taken away
+    least = step_memory(replace(twin, plan=replace(twin.plan, kernel=answer.kernel)))
+    assert least.total < answer.memory.total
+    memory = (least.total + 1 + RUNTIME) / (1 - MARGIN)
+    smaller = replace(there, gpu=replace(there.gpu, memory=memory))
+    assert least.total <= smaller.capacity < answer.memory.total
+    less = search(spec, smaller, 8 * K, recipe)
+    assert less is not None
+    assert less.plan == twin.plan
+    # Copies of the parameters average their gradients, and several GPUs share them
+    for other in (replace(there, copies=2), cluster("2xH100-80GB")):
+        several = search(spec, other, 8 * K, recipe)
+        assert several is not None
+        assert several.plan.zero == 3

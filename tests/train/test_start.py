@@ -195,6 +195,13 @@ def test_copies_of_the_parameters(machine: dict[str, Any]) -> None:
         chosen("mesh.replicate=2", tokens=64 * K)
 
 
+def test_a_copy_on_one_gpu_is_not_alone(machine: dict[str, Any]) -> None:  # noqa: ARG001
+    """It averages its gradients with the others, which takes FSDP2."""
+    asked = {"model": "llama3.2-1b", "tokens": 8 * K}
+    assert chosen(ranks=1, **asked)[0].zero == 2
+    assert chosen("mesh.replicate=2", ranks=2, **asked)[0].zero == 3
+
+
 @pytest.mark.parametrize(
     ("given", "axes", "sequences", "rows"),
     [
