@@ -71,7 +71,7 @@ def test_a_pattern_fills_the_sequence() -> None:
 
 
 def test_too_many_documents() -> None:
-    with pytest.raises(PlanError, match="--documents 1 makes about .* documents of 4M tokens: give longer ones"):
+    with pytest.raises(PlanError, match=r"--documents 1 makes about .* documents of 4M tokens: give longer ones"):
         read_documents("1").lengths(4 * 2**20)
 
 

@@ -33,7 +33,7 @@ from ithaca.base.tiles import Tiles
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.layout import Layout
 from ithaca.plans.places import KEPT, RECOMPUTE
-from ithaca.plans.plan import Plan
+from ithaca.plans.plan import CHUNK, Plan
 from ithaca.schedule.costs import (
     PER_TILE,
     TO_EACH,
@@ -237,7 +237,7 @@ def work(job: "Job") -> Work:
     return Work(
         attention=attention,
         attention_runs=1 + placement.o.count(RECOMPUTE) / spec.layers,
-        call=call_length(job, job.layout.chunks.size),
+        call=call_length(job, max(job.layout.chunks.size, CHUNK)),  # small rectangles are no slower
         merged=per_token * local_tokens(job) * uneven,
         linear=linear_flops(job, again),
         moved=moved_bytes(job, runs=2),
