@@ -89,11 +89,11 @@ class FakeKernel:
         v: Tensor,
         o: Tensor,  # noqa: ARG002
         lse: Tensor,  # noqa: ARG002
-        pieces: Pieces,  # noqa: ARG002
+        pieces: Pieces,
         scale: float,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor, Tensor]:
-        facts = KERNEL_FACTS[self.name]
-        workspace = q.new_empty(int(facts.workspace(q.numel(), k.numel(), q.shape[1] // k.shape[1], len(q))))
+        facts, group = KERNEL_FACTS[self.name], q.shape[1] // k.shape[1]
+        workspace = q.new_empty(int(facts.workspace(q.numel(), k.numel(), group, len(q), pieces.causal)))
         gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         del workspace
         return gradients

@@ -134,13 +134,15 @@ class Job:
             return KERNEL_FACTS[self.plan.kernel]
         return gpu_kernel(self.spec.head_size)
 
-    def workspace(self, q: int, k: int, group: float | None = None) -> float:
+    def workspace(self, q: int, k: int, causal: bool = True) -> float:
         """Bytes that backward of the attention kernel takes for itself, given those of q and k.
 
-        `group`: query heads per key/value head, if they are not all heads of a rank.
+        q are the queries of the tokens that go through a block together, over all Ulysses and ring ranks.
         """
-        rows = self.block_tokens * self.axes.ulysses
-        return self.kernel.workspace(q, k, self.spec.heads / self.spec.kv_heads if group is None else group, rows)
+        rows = self.block_tokens * self.axes.ulysses * self.axes.ring
+        # As many rows as keys, but under `sweep` over ring ranks, whose queries are gathered
+        group = q / k / (self.axes.ring if self.plan.sweeps else 1)
+        return self.kernel.workspace(q, k, group, rows, causal)
 
     # Bytes of tensors of some tokens, all heads
     def hidden(self, tokens: int) -> int:

@@ -1,7 +1,7 @@
 """The attention kernel that a prediction is for, and how its rate depends on head size and documents."""
 
-import itertools
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -107,7 +107,7 @@ def test_short_documents_are_slower() -> None:
     for kernel in BY_LENGTH:
         shares = [by_length(kernel, length) for length in (128, 512, K, 2 * K, 4 * K)]
         for direction in (0, 1):
-            assert all(0.25 <= a[direction] <= b[direction] for a, b in itertools.pairwise(shares))
+            assert all(0.25 <= a[direction] <= b[direction] for a, b in pairwise(shares))
     forward, backward = by_length("flash4", 16 * K)
     assert 633 / 662 < forward < 1
     assert 577 / 616 < backward < 1
