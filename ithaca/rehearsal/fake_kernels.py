@@ -27,8 +27,10 @@ class TimedKernel:
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return self.kernel.refuses(device, dtype, head_size)
 
-    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
-        self.kernel.prepare(device, dtype, heads, kv_heads, head_size)
+    def prepare(
+        self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, rectangles: bool
+    ) -> None:
+        self.kernel.prepare(device, dtype, heads, kv_heads, head_size, rectangles)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
         self.seen[False, tuple(q.shape), tuple(k.shape), pieces] += 1
@@ -75,7 +77,9 @@ class FakeKernel:
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return self._kernel.refuses(device, dtype, head_size)
 
-    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
+    def prepare(
+        self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, rectangles: bool
+    ) -> None:
         """Nothing: it computes nothing."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:  # noqa: ARG002

@@ -137,12 +137,11 @@ class Job:
     def workspace(self, q: int, k: int, causal: bool = True) -> float:
         """Bytes that backward of the attention kernel takes for itself, given those of q and k.
 
-        q are the queries of the tokens that go through a block together, over all Ulysses and ring ranks.
+        q and k are those of the tokens that go through a block together, with some of this rank's heads.
         """
-        rows = self.block_tokens * self.axes.ulysses * self.axes.ring
-        # As many rows as keys, but under `sweep` over ring ranks, whose queries are gathered
-        group = q / k / (self.axes.ring if self.plan.sweeps else 1)
-        return self.kernel.workspace(q, k, group, rows, causal)
+        gathered = self.axes.ring if self.plan.sweeps else 1  # under `sweep` ring ranks gather queries, not keys
+        rows = self.block_tokens * self.axes.ulysses * gathered
+        return self.kernel.workspace(q, k, q / k / gathered, rows, causal)
 
     # Bytes of tensors of some tokens, all heads
     def hidden(self, tokens: int) -> int:
