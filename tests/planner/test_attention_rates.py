@@ -18,6 +18,7 @@ from ithaca.planner.search import Answer, search
 from ithaca.planner.seconds import Seconds, predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
+from ithaca.schedule.step_memory import step_memory
 
 K = 2**10
 GPUS = read_gpus()
@@ -86,6 +87,17 @@ def test_memory_is_that_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         found[installed] = {gpus: answer_of(gpus)[0].memory.total for gpus in ("1xH200", "1xA100-80GB")}
     assert found[True]["1xH200"] != found[False]["1xH200"]
     assert found[True]["1xA100-80GB"] == found[False]["1xA100-80GB"]
+
+
+def test_memory_of_a_recipe_that_places_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for `dense`, on a GPU on which flash4 does not run even if it is installed."""
+    monkeypatch.setattr(facts, "_installed", lambda _: True)
+    spec, cluster = read_spec(find_config("llama3.2-1b")[0]), read_cluster("1xA100-80GB", None, None, "0")
+    answer = search(spec, cluster, 64 * K, "dense")
+    assert answer is not None
+    job = Job(spec=spec, plan=replace(answer.plan, kernel="cudnn+flash"), tokens=64 * K)
+    assert answer.memory == step_memory(job)
+    assert answer.memory != step_memory(replace(job, plan=replace(answer.plan, kernel="flash4")))
 
 
 def test_rates_of_a_kernel_and_head_size() -> None:
