@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="sweep", help="one recipe, or several with commas between them")
     parser.add_argument("--plan", action="append", type=read_plan, help="a Plan in place of --recipe, as shown above")
     parser.add_argument("--repeats", default=3, type=int)
+    parser.add_argument("--once", action="store_true", help="time one step alone, with no step before it; no --bare")
     parser.add_argument("--no-bare", action="store_true", help="do not time the kernels and products alone")
     parser.add_argument("--name", help="name of the file of results")
     args = parser.parse_args()
@@ -144,7 +145,8 @@ def main() -> None:
                 documents=bounds,
                 layers=args.layers,
                 hold_absent=False,
-                bare=not args.no_bare,
+                bare=not (args.no_bare or args.once),
+                once=args.once,
             )
             rows.append(measure(scene, grid, args.repeats) | {"matmul_tflops": bound})
             print(line(rows[-1]), flush=True)

@@ -6,11 +6,13 @@ import platform
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.config import build
 from ithaca.plans.plan import Plan
 
@@ -36,6 +38,7 @@ def machine() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version() if gpu else None,
+        "flash4": version("flash-attn-4") if KERNEL_FACTS["flash4"].installed else None,
         "python": platform.python_version(),
     }
 

@@ -80,7 +80,6 @@ class Steps:
         """Attend with another kernel from now on."""
         model = self.model
         chosen = choose_kernel(kernel, model.mesh.device, model.dtype, model.spec.head_size)
-        chosen.prepare(model.mesh.device, model.dtype, model.spec.heads, model.spec.kv_heads, model.spec.head_size)
         model.kernel = chosen
 
     def now(self) -> float:

@@ -77,7 +77,7 @@ class Model(nn.Module):
             _outside_inference_mode,
         )
         self._begins_step = True
-        self._compiled = not KERNEL_FACTS[self.kernel.name].compiles
+        self._compiled: set[bool] = set()  # what the kernel is prepared for: documents alone, or rectangles as well
         cut(self.decoder, mesh, plan.zero, self.dtype)
 
     @property
@@ -105,12 +105,14 @@ class Model(nn.Module):
         Otherwise a first pass does it. `say` is told the progress. Raises an error while a pass waits for its backward.
         """
         pass_tokens = self._pass_tokens(rows, tokens)
-        self._compile(say)
+        self._compile(pass_tokens, say)
         self.reservation.allocate(pass_tokens, True, say=say)
 
-    def _compile(self, say: Callable[[str], None]) -> None:
+    def _compile(self, tokens: int, say: Callable[[str], None]) -> None:
         """Compile the attention kernel, or load what an earlier run compiled; one rank of a node before the others."""
-        if self._compiled:
+        layout = self.reservation.layout(tokens)
+        rectangles = layout.ring > 1 or layout.chunks.count > 1
+        if not KERNEL_FACTS[self.kernel.name].compiles or rectangles in self._compiled:
             return
         rank, size = self.mesh.context_rank % self.mesh.ulysses, self.spec.head_size
         heads = {(len(split.q[rank]), len(split.kv[rank])) for group in self.rounds for split in group if split.q[rank]}
@@ -118,11 +120,11 @@ class Model(nn.Module):
 
         def work() -> None:
             for query_heads, kv_heads in sorted(heads):
-                self.kernel.prepare(self.mesh.device, self.dtype, query_heads, kv_heads, size)
+                self.kernel.prepare(self.mesh.device, self.dtype, query_heads, kv_heads, size, rectangles)
 
         ratios = sorted({query_heads // kv_heads for query_heads, kv_heads in heads})
         first_then_others(self.mesh.group, (ratios, size, str(self.dtype)), work)
-        self._compiled = True
+        self._compiled |= {rectangles, False}
 
     def check_memory(self, rows: int, tokens: int) -> None:
         """Raise the error that `allocate` would raise if memory is short, without allocating."""
@@ -196,8 +198,8 @@ class Model(nn.Module):
 
     def _begin(self, batch: Batch, training: bool, valid: int, shorten: bool = False) -> ForwardContext:
         """Check that every rank has the same batch and divides by the same number, and begin a pass over it."""
-        self._compile(lambda _: None)
         reservation, tokens = self.reservation, batch.layout.tokens
+        self._compile(tokens, lambda _: None)
         needed = bool(reservation.specs(training))
         missing = needed and reservation.find(tokens, training, shorten) is None
         busy = training and reservation.busy

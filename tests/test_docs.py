@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from ithaca.attention.kernels import facts
 from ithaca.base.errors import PlanError
 from ithaca.cli import app
 from ithaca.config import AUTO, RENAMED, Config
@@ -70,7 +71,8 @@ def shows(page: str, said: str) -> bool:
     return re.fullmatch(pattern, said) is not None
 
 
-def test_what_plan_says() -> None:
+def test_what_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "_installed", lambda _: False)  # as the pages say, whatever is installed here
     assert len(quoted("plan")) == 3
     for words, shown in quoted("plan"):
         assert shows(shown, planned(words)), planned(words)

@@ -27,8 +27,10 @@ class TimedKernel:
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return self.kernel.refuses(device, dtype, head_size)
 
-    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
-        self.kernel.prepare(device, dtype, heads, kv_heads, head_size)
+    def prepare(
+        self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, rectangles: bool
+    ) -> None:
+        self.kernel.prepare(device, dtype, heads, kv_heads, head_size, rectangles)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
         self.seen[False, tuple(q.shape), tuple(k.shape), pieces] += 1
@@ -75,7 +77,9 @@ class FakeKernel:
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return self._kernel.refuses(device, dtype, head_size)
 
-    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
+    def prepare(
+        self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, rectangles: bool
+    ) -> None:
         """Nothing: it computes nothing."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:  # noqa: ARG002
@@ -89,11 +93,11 @@ class FakeKernel:
         v: Tensor,
         o: Tensor,  # noqa: ARG002
         lse: Tensor,  # noqa: ARG002
-        pieces: Pieces,  # noqa: ARG002
+        pieces: Pieces,
         scale: float,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor, Tensor]:
-        facts = KERNEL_FACTS[self.name]
-        workspace = q.new_empty(int(facts.workspace(q.numel(), k.numel(), q.shape[1] // k.shape[1], len(q))))
+        facts, group = KERNEL_FACTS[self.name], q.shape[1] // k.shape[1]
+        workspace = q.new_empty(int(facts.workspace(q.numel(), k.numel(), group, len(q), pieces.causal)))
         gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         del workspace
         return gradients

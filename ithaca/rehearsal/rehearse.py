@@ -61,6 +61,7 @@ class Scene:
     memory_only: bool = False  # leave out the arithmetic of attention, and hold two tiles of each host tape
     hardware: Path | None = None  # a file of GPUs: rates for the prediction
     bare: bool = False  # time its kernels and products alone as well
+    once: bool = False  # one timed step alone, for long steps: no step before it that warms up and is watched
     dtype: str = "auto"  # of the computation
 
     def job(self, spec: Spec, dtype: torch.dtype, kernel: str) -> Job:
@@ -137,13 +138,15 @@ def play(
         torch.cuda.reset_peak_memory_stats()
     meter.restart()
     products = Products()
-    with meter, products if scene.bare else nullcontext():
-        seconds = _step(model, optimizer, batch)
-    peak = _peaks(meter, grid.device)
-    (clock,) = timed
+    (clock,), seconds, peak = timed, {}, {}
+    if not scene.once:
+        with meter, products if scene.bare else nullcontext():
+            seconds = _step(model, optimizer, batch)
+        peak = _peaks(meter, grid.device)
     if not scene.memory_only:
         clock.restart()
         seconds = _step(model, optimizer, batch)
+    peak = peak or _peaks(meter, grid.device)
     seconds["attention"] = clock.seconds()
     del held
     report = _report(scene, spec, model, peak, {} if scene.memory_only else seconds)

@@ -134,13 +134,14 @@ class Job:
             return KERNEL_FACTS[self.plan.kernel]
         return gpu_kernel(self.spec.head_size)
 
-    def workspace(self, q: int, k: int, group: float | None = None) -> float:
+    def workspace(self, q: int, k: int, causal: bool = True) -> float:
         """Bytes that backward of the attention kernel takes for itself, given those of q and k.
 
-        `group`: query heads per key/value head, if they are not all heads of a rank.
+        q and k are those of the tokens that go through a block together, with some of this rank's heads.
         """
-        rows = self.block_tokens * self.axes.ulysses
-        return self.kernel.workspace(q, k, self.spec.heads / self.spec.kv_heads if group is None else group, rows)
+        gathered = self.axes.ring if self.plan.sweeps else 1  # under `sweep` ring ranks gather queries, not keys
+        rows = self.block_tokens * self.axes.ulysses * gathered
+        return self.kernel.workspace(q, k, q / k / gathered, rows, causal)
 
     # Bytes of tensors of some tokens, all heads
     def hidden(self, tokens: int) -> int:

@@ -123,13 +123,13 @@ def test_a_wrong_kernel_is_found_before_the_first_step(package: pytest.MonkeyPat
         dq, *others = _flash_attn_bwd(q, *args, **options)
         return dq.flip(0), *others
 
-    make_kernel("flash4").prepare(CPU, torch.float32, 4, 2, 32)
+    make_kernel("flash4").prepare(CPU, torch.float32, 4, 2, 32, rectangles=True)
     backward.__signature__ = inspect.signature(_flash_attn_bwd)  # pyrefly: ignore
     install(package, _flash_attn_bwd=backward)
     with pytest.raises(
         PlanError, match=r"wrong on this GPU with heads of 32: its dq is off by 1.*use plan.kernel=cudnn"
     ):
-        make_kernel("flash4").prepare(CPU, torch.float32, 4, 2, 32)
+        make_kernel("flash4").prepare(CPU, torch.float32, 4, 2, 32, rectangles=True)
     with pytest.raises(PlanError, match="takes head sizes up to 256 in steps of 32, the model has 80"):
         choose_kernel("flash4", GPU, torch.bfloat16, 80)
 
@@ -143,7 +143,7 @@ def test_a_kernel_that_does_not_compile(package: pytest.MonkeyPatch) -> None:
 
         install(package, _flash_attn_bwd=backward)
         with pytest.raises(wanted or type(problem)) as raised:
-            make_kernel("flash4").prepare(CPU, torch.float32, 4, 2, 32)
+            make_kernel("flash4").prepare(CPU, torch.float32, 4, 2, 32, rectangles=True)
         if wanted:
             assert "does not run here (ValueError: no tile fits): use plan.kernel=cudnn+flash" in str(raised.value)
 
@@ -249,7 +249,7 @@ def test_gpu_kernel_is_what_auto_takes(package: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_compiled_when_memory_is_allocated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every kind of call, once, before the first step; and the user is told."""
+    """The kinds of calls that a Plan makes, once, before the first step; and the user is told."""
     folder, seen = save(make_model("llama3"), tmp_path / "in"), []
 
     def forward(q, k, *args, **options):
@@ -259,16 +259,28 @@ def test_it_is_compiled_when_memory_is_allocated(monkeypatch: pytest.MonkeyPatch
 
     forward.__signature__ = inspect.signature(_flash_attn_fwd)  # pyrefly: ignore
     install(monkeypatch, _flash_attn_fwd=forward)
-    model = ithaca.apply(ithaca.load_model(folder, "float32"), ithaca.Plan())
-    model.kernel, model._compiled, told = make_kernel("flash4"), False, []
-    model.allocate(1, 64, told.append)
-    model.allocate(1, 32, told.append)
-    heads = model.spec.heads, model.spec.head_size
-    # Beside a square and packed documents: rectangles within a block of the package, and over 256 documents
-    sides = [(400, 400), (400, 40), (40, 400), (40, 40)]
-    rectangles = [(heads, *side, False, 1) for side in sides]
-    assert seen == [(heads, 400, 400, True, 1), *rectangles, *((heads, 400, 400, True, count) for count in (2, 257))]
+    told: list[str] = []
+
+    def model_of(**options: object) -> ithaca.Model:
+        model = ithaca.apply(ithaca.load_model(folder, "float32"), ithaca.Plan(**options))
+        model.kernel = make_kernel("flash4")
+        return model
+
+    dense = model_of()
+    dense.allocate(1, 64, told.append)
+    dense.allocate(1, 32, told.append)
+    heads = dense.spec.heads, dense.spec.head_size
+    documents = [(heads, 400, 400, True, count) for count in (1, 2, 257)]  # over 256 documents are a kind of their own
+    assert seen == documents
     assert told == ["Compiling attention kernel flash4, or loading it from its cache"]
+    seen.clear()
+    sweep = model_of(recipe="sweep", chunk=32)
+    sweep.allocate(1, 32, told.append)
+    assert seen == documents  # one chunk sees no other
+    seen.clear()
+    sweep.allocate(1, 64, told.append)
+    # Also rectangles within a block of the package
+    assert seen == documents + [(heads, *side, False, 1) for side in ((400, 400), (400, 40), (40, 400), (40, 40))]
     forget()
 
 
@@ -359,7 +371,7 @@ class TestOnGpu:
         given = [x.to(GPU, torch.bfloat16) for x in tensors(pieces, (4, 2), size, 3)]
         kernel = choose_kernel("flash4", GPU, torch.bfloat16, size)
         assert max(self.errors("flash4", given, pieces, self.exact(given, pieces))) <= 1e-2
-        kernel.prepare(GPU, torch.bfloat16, 4, 2, size)
+        kernel.prepare(GPU, torch.bfloat16, 4, 2, size, rectangles=True)
 
     def test_strided_inputs_are_not_copied(self) -> None:
         """q, k and v as slices of wider tensors; forward allocates o and lse and nothing else."""
@@ -388,5 +400,5 @@ class TestOnGpu:
         torch.cuda.reset_peak_memory_stats()
         kernel.backward(do, q, k, v, o, lse, pieces, 0.1)
         taken = torch.cuda.max_memory_allocated() - before
-        wanted = q.nbytes + 2 * k.nbytes + KERNEL_FACTS[name].workspace(q.nbytes, k.nbytes, group, len(q))
+        wanted = q.nbytes + 2 * k.nbytes + KERNEL_FACTS[name].workspace(q.nbytes, k.nbytes, group, len(q), causal=True)
         assert abs(taken / wanted - 1) <= 0.03

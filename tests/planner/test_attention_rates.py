@@ -1,7 +1,7 @@
 """The attention kernel that a prediction is for, and how its rate depends on head size and documents."""
 
-import itertools
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from ithaca.planner.search import Answer, search
 from ithaca.planner.seconds import Seconds, predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
+from ithaca.schedule.step_memory import step_memory
 
 K = 2**10
 GPUS = read_gpus()
@@ -88,6 +89,17 @@ def test_memory_is_that_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[True]["1xA100-80GB"] == found[False]["1xA100-80GB"]
 
 
+def test_memory_of_a_recipe_that_places_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for `dense`, on a GPU on which flash4 does not run even if it is installed."""
+    monkeypatch.setattr(facts, "_installed", lambda _: True)
+    spec, cluster = read_spec(find_config("llama3.2-1b")[0]), read_cluster("1xA100-80GB", None, None, "0")
+    answer = search(spec, cluster, 64 * K, "dense")
+    assert answer is not None
+    job = Job(spec=spec, plan=replace(answer.plan, kernel="cudnn+flash"), tokens=64 * K)
+    assert answer.memory == step_memory(job)
+    assert answer.memory != step_memory(replace(job, plan=replace(answer.plan, kernel="flash4")))
+
+
 def test_rates_of_a_kernel_and_head_size() -> None:
     wide, narrow = job_of(), job_of(model="llama3.2-1b")
     for job, (flash4, cudnn) in ((wide, ((655, 617), (597, 541))), (narrow, ((518, 523), (457, 439)))):
@@ -107,7 +119,7 @@ def test_short_documents_are_slower() -> None:
     for kernel in BY_LENGTH:
         shares = [by_length(kernel, length) for length in (128, 512, K, 2 * K, 4 * K)]
         for direction in (0, 1):
-            assert all(0.25 <= a[direction] <= b[direction] for a, b in itertools.pairwise(shares))
+            assert all(0.25 <= a[direction] <= b[direction] for a, b in pairwise(shares))
     forward, backward = by_length("flash4", 16 * K)
     assert 633 / 662 < forward < 1
     assert 577 / 616 < backward < 1

@@ -5,15 +5,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ithaca.base.errors import PlanError
 from ithaca.base.sizes import format_bytes
 from ithaca.config import Config, MeshSection, read_config
+from ithaca.data.reader import in_memory
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
+from ithaca.planner.documents import file_documents
 from ithaca.planner.hardware import Cluster, read_gpus
 from ithaca.planner.search import search
 from ithaca.plans.plan import Plan
@@ -298,3 +301,22 @@ def test_a_gpu_that_nobody_has_described(machine: dict[str, Any]) -> None:
 def test_fewer_tokens_than_a_plan_is_for(machine: dict[str, Any]) -> None:  # noqa: ARG001
     assert chosen(tokens=64) == (Plan(recipe="dense"), MeshSection(), [])
     assert chosen("mesh.ulysses=2", tokens=64) == (Plan(recipe="sweep"), MeshSection(ulysses=2), [])
+
+
+def test_the_planner_learns_the_documents(machine: dict[str, Any], tmp_path: Path) -> None:  # noqa: ARG001
+    """Those of the token file, or of Python's standard library; they are asked for only if it plans."""
+    data = in_memory(np.arange(64 * K) % 7, np.arange(0, 64 * K + 1, 4 * K))
+    config, spec = read_config(None, ["model.source=llama3-8b"]), read_spec(find_config("llama3-8b")[0])
+    grid: Any = SimpleNamespace(device=torch.device("cuda"), size=8, node_ranks=None, group=None)
+    _, _, said = choose_plan(config, spec, grid, 64 * K, free_memory(grid), lambda: file_documents(data))
+    assert said[1] == f"Documents: {file_documents(data).describe(64 * K)}"
+    assert not any(line.startswith("Documents") for line in chosen(tokens=64 * K)[2])
+    named = read_config(None, ["model.source=llama3-8b", "plan.recipe=sweep"])
+    assert choose_plan(named, spec, grid, 64 * K, free_memory(grid), lambda: pytest.fail("asked")) == (
+        Plan(recipe="sweep"),
+        MeshSection(),
+        [],
+    )
+    library = start._documents(config, RunFolder(tmp_path))
+    assert library.packed
+    assert len(library.lengths(64 * K)) > 1

@@ -47,13 +47,13 @@ class KernelFacts:
     extra: str | None = None
     """The extra of this project that installs the package, in versions that were tried."""
 
-    def workspace(self, q: float, k: float, group: float, rows: int) -> float:
+    def workspace(self, q: float, k: float, group: float, rows: int, causal: bool) -> float:
         """Bytes of backward beside dq, dk and dv, given those of q and k (bf16) and the rows of q.
 
         `group`: query heads per key/value head.
         """
         shared = 0.0 if group <= 1 else self.workspace_k + self.workspace_repeated * group
-        if self.longest is None or rows <= self.longest:
+        if self.longest is None or rows <= self.longest or not causal:
             return self.workspace_q * q + shared * k
         # The sums; beside them the call with most keys or, at the end, dq, dk and dv. Blocks see keys by powers of two
         calls = [(self.longest, 1 << (rows - 1).bit_length() - 1)]

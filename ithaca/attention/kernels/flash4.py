@@ -40,15 +40,17 @@ class Flash4(PackedKernel):
         reason = super().refuses(device, dtype, head_size)
         return reason or _refusal_of_package(torch.cuda.get_device_capability(device)[0], head_size)
 
-    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
-        """Compile the kinds of calls that these heads make (KINDS), or load them from disk, and compare with `naive`.
+    def prepare(
+        self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, rectangles: bool
+    ) -> None:
+        """Compile the kinds of calls that these heads make, or load them from disk, and compare them with `naive`.
 
         The package compiles for GPUs and head sizes that it was never tried on, and what it gave was not always right.
         """
         generator = torch.Generator().manual_seed(0)
         shapes = [(SHORT, count, head_size) for count in (heads, kv_heads, kv_heads, heads)]
         q, k, v, do = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-        for pieces in KINDS:
+        for pieces in DOCUMENTS + (RECTANGLES if rectangles else ()):
             try:
                 found = _everything(self, q, k, v, do, pieces)
             except torch.OutOfMemoryError:
@@ -107,12 +109,8 @@ LARGEST_ERROR = 0.02  # relative, of a call against `naive`; rounding to bf16 ma
 # Every kind of call that training makes. The package compiles backward anew for sides within one of its blocks (48 to
 # 128 tokens), as documents that barely reach across the border of a tile make them, and all for over 256 documents
 SHORT, THIN, MANY = 400, 40, 257
-KINDS = (
-    Pieces.documents((0, SHORT)),
-    *(Pieces.rectangle(rows, keys, ragged=False) for rows in (SHORT, THIN) for keys in (SHORT, THIN)),
-    Pieces.documents((0, 64, SHORT)),
-    Pieces.documents((*range(MANY), SHORT)),
-)
+DOCUMENTS = tuple(Pieces.documents(bounds) for bounds in ((0, SHORT), (0, 64, SHORT), (*range(MANY), SHORT)))
+RECTANGLES = tuple(Pieces.rectangle(rows, keys, ragged=False) for rows in (SHORT, THIN) for keys in (SHORT, THIN))
 
 
 def _everything(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, do: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:

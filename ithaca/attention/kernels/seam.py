@@ -25,8 +25,13 @@ class Kernel(Protocol):
         """Why this kernel cannot run on this device, or None if it can."""
         ...
 
-    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
-        """Do what the first calls with these heads would wait for, such as compilation."""
+    def prepare(
+        self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, rectangles: bool
+    ) -> None:
+        """Do what the first calls with these heads would wait for, such as compilation.
+
+        `rectangles`: rows see keys of other tiles or ranks, too, not only those of their own documents' triangles.
+        """
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
@@ -59,7 +64,9 @@ class FactsKernel:
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return refusal(self.facts, device, dtype, head_size)
 
-    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
+    def prepare(
+        self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, rectangles: bool
+    ) -> None:
         """Nothing: most kernels are ready."""
 
 

@@ -33,7 +33,7 @@ from ithaca.base.tiles import Tiles
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.layout import Layout
 from ithaca.plans.places import KEPT, RECOMPUTE
-from ithaca.plans.plan import Plan
+from ithaca.plans.plan import CHUNK, Plan
 from ithaca.schedule.costs import (
     PER_TILE,
     TO_EACH,
@@ -173,7 +173,8 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
             ATTENTION: 2 * q + job.queries(T) if recomputes else 0,
         }
     )
-    kernel = ring_q + job.workspace(ring_q, k) + 2 * k
+    workspace = max(job.workspace(ring_q, k, causal) for causal in ((True, False) if job.chunks > 1 else (True,)))
+    kernel = ring_q + workspace + 2 * k
     # In a walk: dq in fp32 from the second visit on, and that of the visit before
     walk = kernel + {1: 0, 2: ring_q + 2 * k, 3: 3 * ring_q + 2 * k}[min(job.chunks, 3)]
     arrived = 3 * q if ulysses > 1 else 2 * job.queries(T)
@@ -237,7 +238,7 @@ def work(job: "Job") -> Work:
     return Work(
         attention=attention,
         attention_runs=1 + placement.o.count(RECOMPUTE) / spec.layers,
-        call=call_length(job, job.layout.chunks.size),
+        call=call_length(job, max(job.layout.chunks.size, CHUNK)),  # small rectangles are no slower
         merged=per_token * local_tokens(job) * uneven,
         linear=linear_flops(job, again),
         moved=moved_bytes(job, runs=2),

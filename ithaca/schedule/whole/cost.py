@@ -153,7 +153,7 @@ def _peaks_in_rounds(job: "Job", states: int) -> dict[str, Counter[str]]:
         {
             BLOCKS: states + both + job.projection_bytes(),
             EXCHANGE: 2 * sent + 3 * own + 2 * kv,
-            ATTENTION: own + job.workspace(own, kv, own / kv) + 2 * kv + 2 * kv * job.high // job.itemsize,
+            ATTENTION: own + job.workspace(own, kv) + 2 * kv + 2 * kv * job.high // job.itemsize,
         }
     )
     return {"the MLP": mlp, "attention": attention}

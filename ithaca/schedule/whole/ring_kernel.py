@@ -36,8 +36,10 @@ class RingKernel:
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return self._kernel.refuses(device, dtype, head_size)
 
-    def prepare(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> None:
-        self._kernel.prepare(device, dtype, heads, kv_heads, head_size)
+    def prepare(
+        self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, rectangles: bool
+    ) -> None:
+        self._kernel.prepare(device, dtype, heads, kv_heads, head_size, rectangles)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """(o, lse)"""
