@@ -110,9 +110,12 @@ class Model(nn.Module):
 
     def _compile(self, tokens: int, say: Callable[[str], None]) -> None:
         """Compile the attention kernel, or load what an earlier run compiled; one rank of a node before the others."""
+        facts = KERNEL_FACTS.get(self.kernel.name)  # None: a kernel of the user's own
+        if facts is None or not facts.compiles:
+            return
         layout = self.reservation.layout(tokens)
         rectangles = layout.ring > 1 or layout.chunks.count > 1
-        if not KERNEL_FACTS[self.kernel.name].compiles or rectangles in self._compiled:
+        if rectangles in self._compiled:
             return
         rank, size = self.mesh.context_rank % self.mesh.ulysses, self.spec.head_size
         heads = {(len(split.q[rank]), len(split.kv[rank])) for group in self.rounds for split in group if split.q[rank]}

@@ -24,6 +24,7 @@ from ithaca.schedule.step_memory import Memory
 from ithaca.schedule.variants import SHORTEST, Effort, recipe_fits, refit
 
 SAME = 1.02  # rates within this factor count as equal: then the recipe that comes first in the table is taken
+HARDLY = 1.002  # rates of one recipe within this factor count as equal
 LONGEST = 2**32  # the most tokens that can be planned for
 STEP = 2**16  # tokens: the longest context is found in whole steps
 ACCURACY = 256  # the longest context is right to one part in so many
@@ -189,11 +190,17 @@ def _suits(recipe: str, sharing: int, mesh: tuple[int, int] | None) -> bool:
 
 
 def _preferred(answers: list[Answer]) -> Answer | None:
-    """The fastest answer; among equally fast ones, that of the recipe that comes first in the table."""
+    """The fastest answer; among equally fast ones, that of the recipe that comes first in the table.
+
+    Of one recipe, where it hardly matters, the answer with the fewest sequences at a time.
+    """
     fastest = max((answer.rate for answer in answers), default=0.0)
-    good = (answer for answer in answers if answer.rate * SAME >= fastest)
-    order = [*RECIPES]
-    return min(good, key=lambda answer: (order.index(answer.plan.recipe), -answer.rate), default=None)
+    good = [answer for answer in answers if answer.rate * SAME >= fastest]
+    first = next((name for name in RECIPES if any(answer.plan.recipe == name for answer in good)), None)
+    good = [answer for answer in good if answer.plan.recipe == first]
+    fastest = max((answer.rate for answer in good), default=0.0)
+    equal = [answer for answer in good if answer.rate * HARDLY >= fastest]
+    return min(equal, key=lambda answer: (answer.sequences, -answer.rate), default=None)
 
 
 def longest(

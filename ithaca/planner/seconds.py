@@ -7,8 +7,9 @@
     launching    the host, which launches one operation after the other; hidden behind all but small models
     exchange     messages between ranks that share a sequence, by link; the schedule says how much of it is hidden
     copies       tapes in host memory and on disk, in the busier direction; hidden behind the rest
-    weights      gathered for each pass, gradients reduced in fp32, over all ranks; hidden behind all but short blocks
-    optimizer    reads and writes 28 bytes per parameter of the shard, or copies moments from the host and back
+    weights      gathered for each pass, gradients reduced in fp32, over all ranks; hidden behind all but short blocks.
+                 On one rank they are only copied, which nothing hides
+    optimizer    clips, reads and writes 48 bytes per parameter of the shard, or copies moments from the host and back
 
 Measured on the H200: small operations between a block's products add to their time, an operation takes some
 microseconds of the GPU even if it has nothing to do, and of the host to be launched. Products of narrow models (hidden
@@ -34,10 +35,15 @@ from ithaca.plans.plan import Plan
 from ithaca.schedule.costs import Message, Peers, traffic
 from ithaca.schedule.job import BF16, FP32, Job
 
-# H200, SmolLM2-135M at 64K under `sweep`: 0.5445 s for 13,825 operations that the GPU has done in 0.33 s
-LAUNCH = 0.5445 / 13825
-# The same with 5,891 operations keeps the GPU busy for 0.297 s
+# Host seconds, on the machine of an H200. SmolLM2-135M, 30 layers: 0.207 to 0.256 s for 3,500 to 4,100 operations
+# (16K tokens; `dense` none, selective, `sweep`), 0.5445 s for 13,825 (64K in tiles of 8K)
+LAUNCH = 30e-6  # of an operation
+HOOKS = 4e-3  # of a layer: FSDP2 gathers its weights twice and reduces its gradients
+# GPU seconds of an operation that has nothing to do: 13,825 operations keep it busy for 0.33 s, 5,891 for 0.297 s
 LEAST = (0.33 - 0.297) / (13825 - 5891)
+# Bytes per parameter, Llama3.2-1B on an H200: the kernels' time, 14 ms each, by the bandwidth of a copy
+UPDATE = 48  # clipping and AdamW; AdamW alone reads and writes 28
+SHARDING = 48  # FSDP2 on one rank: casts, copies to and from its buffers, both ways
 BETWEEN = 1.1  # the time of a block's products with everything between them, over the products and bytes alone
 DISK = 4e9  # bytes/s that a node's disk writes, and as many that it reads: assumed
 
@@ -69,12 +75,13 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
     merging = work.merged / gpu.bandwidth
     forward, backward = work.attention_runs * (forward + merging), backward + merging
     linear = BETWEEN * (work.linear / gpu.matmul + work.moved / gpu.bandwidth) + LEAST * work.launches
-    launching = LAUNCH * work.launches
+    launching = LAUNCH * work.launches + HOOKS * job.spec.layers
     ulysses, ring = exchange_seconds(job, machine)
     copies = max(work.host.most / gpu.host, work.disk.most * machine.gpus / DISK)
     weights = _weights(job.spec, job.plan, machine)
     optimizer = _optimizer(job.spec, job.plan, gpu, machine)
-    exposed = job.costs.exposed(job, max(forward + backward + linear, launching), ulysses, ring)
+    computing = forward + backward + linear + _sharding(job.spec, gpu, machine)
+    exposed = job.costs.exposed(job, max(computing, launching), ulysses, ring)
     step = optimizer + max(exposed, copies, ulysses + ring, weights)
     return Seconds(forward, backward, linear, launching, ulysses + ring, copies, weights, optimizer, step)
 
@@ -82,17 +89,22 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
 def _weights(spec: Spec, plan: Plan, machine: Machine) -> float:
     """Seconds to gather weights in bf16, for both passes or once, and to reduce gradients, over the slower link."""
     if machine.ranks == 1:
-        return 0.0
+        return 0.0  # not hidden: `_sharding`
     sent = spec.parameters() * (machine.ranks - 1) / machine.ranks * (BF16 * (2 if plan.zero == 3 else 1) + FP32)
     return sent / (machine.across if machine.nodes > 1 else machine.inside)
 
 
 def _optimizer(spec: Spec, plan: Plan, gpu: Gpu, machine: Machine) -> float:
-    """Seconds to read weights, gradients and moments and to write weights and moments, all in fp32."""
+    """Seconds to clip gradients, to read weights, gradients and moments and to write them, all in fp32."""
     shard = spec.parameters() / machine.ranks
     if plan.optimizer == "host":
         return 8 * shard / gpu.host
-    return 28 * shard / gpu.bandwidth
+    return UPDATE * shard / gpu.bandwidth
+
+
+def _sharding(spec: Spec, gpu: Gpu, machine: Machine) -> float:
+    """Seconds of FSDP2's own copies on one rank, where nothing is sent. Over several ranks, `_weights` is larger."""
+    return SHARDING * spec.parameters() / gpu.bandwidth if machine.ranks == 1 else 0.0
 
 
 @dataclass(frozen=True)

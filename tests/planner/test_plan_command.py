@@ -170,7 +170,7 @@ def test_more_gpus_than_a_node_has(say: Say) -> None:
     ("words", "sentences"),
     [
         (
-            ["--gpus", "8xH100-80GB", "--tokens", "1M", "--recipe", "ulysses"],
+            ["--gpus", "8xH100-80GB", "--tokens", "3M", "--recipe", "ulysses"],
             ["Saved block inputs: 32 layers in host memory", "Attention: recomputed in backward in 32 of 32 layers"],
         ),
         (

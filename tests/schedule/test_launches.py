@@ -18,7 +18,7 @@ from ithaca.model.families import read_spec
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Machine, read_gpus
-from ithaca.planner.seconds import LAUNCH, predict_seconds
+from ithaca.planner.seconds import HOOKS, LAUNCH, predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.rehearse import loopback_mesh
 from ithaca.schedule.job import Job
@@ -80,9 +80,9 @@ def count_all(file: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+def counted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     file = tmp_path_factory.mktemp("counts") / "counts.json"
-    (end,) = Nursery().job(count_all, file)
+    (end,) = nursery.job(count_all, file)
     assert end.code == 0, end.err
     return json.loads(file.read_text())
 
@@ -101,21 +101,19 @@ def test_growth(counted: dict[str, list[int]], name: str) -> None:
     assert seen / BAND < said < seen * BAND
 
 
-# Measured on an H200 with kernel flash4: SmolLM2-135M, 64K tokens; Llama3.2-1B
-PROFILES = [
-    ("smollm2-135m", 64 * K, {"recipe": "dense", "checkpoint": "none"}, 4398),
-    ("smollm2-135m", 64 * K, {"recipe": "dense", "checkpoint": "selective", "tile": 64 * K}, 4728),
-    ("smollm2-135m", 64 * K, {"recipe": "sweep", "tile": 64 * K}, 5891),
-    ("smollm2-135m", 64 * K, {"recipe": "sweep", "tile": 8 * K}, 13825),
-    ("llama3.2-1b", 32 * K, {"recipe": "dense", "checkpoint": "none"}, 2503),
-    ("llama3.2-1b", 8 * K, {"recipe": "dense", "checkpoint": "none"}, 2355),
-]
+# Measured on an H200 with kernel flash4: SmolLM2-135M, 64K tokens in 18 documents (bench/results/operations-…)
+MEASURED = Path("bench/results/operations-smollm2-135m-64K.json")
 
 
-@pytest.mark.parametrize(("model", "tokens", "options", "operations"), PROFILES)
-def test_profiles(model: str, tokens: int, options: dict[str, Any], operations: int) -> None:
-    job = Job(spec=read_spec(find_config(model)[0]), plan=Plan(**options), tokens=tokens)
-    assert job.costs.work(job).launches == pytest.approx(operations, rel=0.01)
+def test_profiles() -> None:
+    """Within 8 %: copies of tapes to the host and back are not counted, and products are split differently by size."""
+    rows = json.loads((Path(__file__).parents[2] / MEASURED).read_text())["results"]
+    assert len(rows) == 2
+    for row in rows:
+        options = {name: row["plan"][name] for name in ("recipe", "checkpoint", "tile") if name in row["plan"]}
+        spec = read_spec(find_config(row["model"])[0])
+        job = Job(spec=spec, plan=Plan(**options).settled_for(spec), tokens=row["tokens"])
+        assert job.costs.work(job).launches == pytest.approx(row["operations"], rel=0.08)
 
 
 def test_a_small_model_waits_for_its_launches() -> None:
@@ -127,7 +125,7 @@ def test_a_small_model_waits_for_its_launches() -> None:
         plan = Plan(recipe="sweep", kernel="flash4", **options)
         job = Job(spec=read_spec(find_config(model)[0]), plan=plan, tokens=64 * K, documents=(4 * K,) * 16)
         found = predict_seconds(job, gpu, machine)
-        assert found.launching == pytest.approx(LAUNCH * job.costs.work(job).launches)
+        assert found.launching == pytest.approx(LAUNCH * job.costs.work(job).launches + HOOKS * job.spec.layers)
         return found.step - found.optimizer, found.launching
 
     coarse, fine = step("smollm2-135m", 64 * K), step("smollm2-135m", 8 * K)

@@ -65,10 +65,8 @@ O_SLOTS, O_SLOTS_PASSING = 2, 4  # an x that is rebuilt chunk by chunk is read t
 LSE_SLOTS = 2
 KV_SLOTS, KV_GRADIENT_SLOTS = 8, 6
 
-# Operations of a chunk beside its tiles': 5,891 in 30 layers of one chunk and one tile. A visit to another chunk has
-# as large a part of them as of the operations on a CPU (tests/schedule/test_launches.py)
-PER_CHUNK, PER_VISIT = 96, 16
-ATTENDING_AGAIN = 6  # a visit that is recomputed: likewise
+PER_CHUNK, PER_VISIT = 52, 27  # operations of a chunk beside its tiles', and of a visit to another (costs.py)
+ATTENDING_AGAIN = 6  # a visit that is recomputed: assumed
 REBUILDING = 12  # a tile of an x that is rebuilt: the forward third of a tile
 
 

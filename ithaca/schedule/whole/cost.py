@@ -63,9 +63,8 @@ if TYPE_CHECKING:
 
 X_SLOTS = 3  # tiles of an x on the device: one in use, one ahead, one on its way out
 X_TILE = 8192  # tokens copied at a time if the Plan has no tile
-# Operations of a layer beside FSDP2's and its tiles': 4,398 in 30 layers that keep everything, 4,728 with `selective`
-KEEPING_ALL, CHECKPOINTED = 84, 57
-AGAIN = 5  # attention forward again, under `full`: assumed
+KEEPING_ALL, CHECKPOINTED = 64, 42  # operations of a layer beside FSDP2's and its tiles' (costs.py)
+AGAIN = 1  # attention forward again, under `full`, in place of reading what is kept
 PER_ROUND = 30  # a head round: packing, attention and both again backward; assumed
 
 
