@@ -166,7 +166,8 @@ class Beside:
         """All sides, and how much longer theirs takes than ours."""
         answer = search(self.spec, self.cluster, self.tokens)
         assert answer is not None, "nothing fits"
-        planned, dense = answer.plan, ithaca.Plan(recipe="dense", checkpoint="none")
+        planned = answer.plan
+        dense = ithaca.Plan(recipe="dense", checkpoint="none", zero=planned.zero)
         first = self._time("ours, planned", partial(Ours, self.model, self.layers, planned, self.ids))
         theirs = self._theirs()
         others = []

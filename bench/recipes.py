@@ -184,14 +184,16 @@ def candidate(name: str, point: Point, plan: Plan, cluster: Cluster) -> Candidat
 
 def candidates(point: Point, cluster: Cluster) -> list[Candidate]:
     """The picked Plan, then all others that run in another way."""
-    plans: dict[str, Plan | None] = {"picked": _search(point, cluster)}
+    picked = _search(point, cluster)
+    plans: dict[str, Plan | None] = {"picked": picked}
+    zero = picked.zero if picked else Plan().zero
     for options in RECIPES["dense"].tries:
         if options["x"] == "device":
-            plans[f"dense {options['checkpoint']}"] = Plan(recipe="dense", **options)
+            plans[f"dense {options['checkpoint']}"] = Plan(recipe="dense", zero=zero, **options)
     plans |= {
-        "sweep device": Plan(recipe="sweep", **ON_DEVICE),
+        "sweep device": Plan(recipe="sweep", zero=zero, **ON_DEVICE),
         "sweep planned": _search(point, cluster, "sweep"),
-        "sweep host": Plan(recipe="sweep"),
+        "sweep host": Plan(recipe="sweep", zero=zero),
     }
     found: dict[tuple[Any, ...], Candidate] = {}
     for name, plan in plans.items():

@@ -8,7 +8,7 @@
     exchange     messages between ranks that share a sequence, by link; the schedule says how much of it is hidden
     copies       tapes in host memory and on disk, in the busier direction; hidden behind the rest
     weights      gathered for each pass, gradients reduced in fp32, over all ranks; hidden behind all but short blocks.
-                 On one rank they are only copied, which nothing hides
+                 On one rank they are only copied, which nothing hides; under ZeRO-1 and 2, without FSDP2, once a step
     optimizer    clips, reads and writes 48 bytes per parameter of the shard, or copies moments from the host and back
 
 Measured on the H200: small operations between a block's products add to their time, an operation takes some
@@ -27,6 +27,7 @@ from functools import lru_cache
 from math import lcm
 
 from ithaca.model.spec import Spec
+from ithaca.parallel.axes import runs_alone
 from ithaca.parallel.head_split import HeadSplit
 from ithaca.parallel.layout import Layout
 from ithaca.planner.attention_rates import attention_seconds
@@ -44,6 +45,7 @@ LEAST = (0.33 - 0.297) / (13825 - 5891)
 # Bytes per parameter, Llama3.2-1B on an H200: the kernels' time, 14 ms each, by the bandwidth of a copy
 UPDATE = 48  # clipping and AdamW; AdamW alone reads and writes 28
 SHARDING = 48  # FSDP2 on one rank: casts, copies to and from its buffers, both ways
+CAST = 6  # one rank without it reads each weight in fp32 and writes it in bf16, once a step
 BETWEEN = 1.1  # the time of a block's products with everything between them, over the products and bytes alone
 DISK = 4e9  # bytes/s that a node's disk writes, and as many that it reads: assumed
 
@@ -75,12 +77,13 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
     merging = work.merged / gpu.bandwidth
     forward, backward = work.attention_runs * (forward + merging), backward + merging
     linear = BETWEEN * (work.linear / gpu.matmul + work.moved / gpu.bandwidth) + LEAST * work.launches
-    launching = LAUNCH * work.launches + HOOKS * job.spec.layers
+    hooks = 0 if runs_alone(job.axes, job.plan.zero) else HOOKS
+    launching = LAUNCH * work.launches + hooks * job.spec.layers
     ulysses, ring = exchange_seconds(job, machine)
     copies = max(work.host.most / gpu.host, work.disk.most * machine.gpus / DISK)
     weights = _weights(job.spec, job.plan, machine)
     optimizer = _optimizer(job.spec, job.plan, gpu, machine)
-    computing = forward + backward + linear + _sharding(job.spec, gpu, machine)
+    computing = forward + backward + linear + _sharding(job, gpu, machine)
     exposed = job.costs.exposed(job, max(computing, launching), ulysses, ring)
     step = optimizer + max(exposed, copies, ulysses + ring, weights)
     return Seconds(forward, backward, linear, launching, ulysses + ring, copies, weights, optimizer, step)
@@ -102,9 +105,12 @@ def _optimizer(spec: Spec, plan: Plan, gpu: Gpu, machine: Machine) -> float:
     return UPDATE * shard / gpu.bandwidth
 
 
-def _sharding(spec: Spec, gpu: Gpu, machine: Machine) -> float:
+def _sharding(job: Job, gpu: Gpu, machine: Machine) -> float:
     """Seconds of FSDP2's own copies on one rank, where nothing is sent. Over several ranks, `_weights` is larger."""
-    return SHARDING * spec.parameters() / gpu.bandwidth if machine.ranks == 1 else 0.0
+    if machine.ranks > 1:
+        return 0.0
+    copied = CAST if runs_alone(job.axes, job.plan.zero) else SHARDING
+    return copied * job.spec.parameters() / gpu.bandwidth
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ def test_what_fits_is_no_longer_than_the_longest(say: Say) -> None:
 def test_faster_is_faster(say: Say, tmp_path: Path) -> None:
     """Nothing is gained by another GPU at the end of a slow link."""
     (tmp_path / "slow.toml").write_text('["RTX4090-24GB"]\ninside = [1e6, "a slow link"]\n')
-    words = ["tiny", "--gpus", "1xRTX4090-24GB", "--tokens", "128", "--json"]
+    words = ["smollm2-135m", "--gpus", "1xRTX4090-24GB", "--tokens", "64K", "--json"]
     found = answer(say(*words))
     assert any(text.startswith("Faster") for text in found["alternatives"])
     found = answer(say(*words, "--hardware", str(tmp_path / "slow.toml")))

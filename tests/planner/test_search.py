@@ -369,9 +369,6 @@ def test_one_gpu_keeps_its_weights_where_they_fit(recipe: str) -> None:
     assert answer is not None
     assert answer.plan.zero == 2
     twin = Job(spec=spec, plan=replace(answer.plan, zero=3), tokens=8 * K)
-    own = replace(twin, plan=answer.plan)
-    costs = [predict_seconds(job, there.gpu, there.machine) for job in (own, twin)]
-    assert costs[0].launching < costs[1].launching
     # What ZeRO-2 needs beyond ZeRO-3 is taken away
     least = step_memory(replace(twin, plan=replace(twin.plan, kernel=answer.kernel)))
     assert least.total < answer.memory.total

@@ -18,9 +18,10 @@ from ithaca.model.families import read_spec
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Machine, read_gpus
-from ithaca.planner.seconds import HOOKS, LAUNCH, predict_seconds
+from ithaca.planner.seconds import CAST, HOOKS, LAUNCH, LEAST, SHARDING, Seconds, predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.rehearse import loopback_mesh
+from ithaca.schedule.costs import PER_SHARDED_LAYER
 from ithaca.schedule.job import Job
 from tests.nursery import Nursery
 
@@ -132,3 +133,25 @@ def test_a_small_model_waits_for_its_launches() -> None:
     assert coarse[0] > coarse[1]
     assert fine[0] == fine[1] > 1.5 * coarse[0]
     assert step("llama3-8b", 8 * K)[0] < 1.02 * step("llama3-8b", 64 * K)[0]
+
+
+def test_one_rank_without_fsdp() -> None:
+    """Under ZeRO-2 it saves the host FSDP2's hooks, and the GPU all copies but one cast; replicas save nothing."""
+    gpu, machine = read_gpus()["H200-141GB"], Machine(nodes=1, gpus=1)
+    spec = read_spec(find_config("llama3-8b")[0])
+
+    def both(axes: Axes) -> list[tuple[Seconds, float]]:
+        jobs = [
+            Job(spec=spec, plan=Plan(recipe="sweep", chunk=64 * K, zero=zero), tokens=64 * K, axes=axes)
+            for zero in (3, 2)
+        ]
+        return [(predict_seconds(job, gpu, machine), job.costs.work(job).launches) for job in jobs]
+
+    (with_fsdp, more), (without, fewer) = both(Axes())
+    assert more - fewer == PER_SHARDED_LAYER * spec.layers
+    assert with_fsdp.launching - without.launching == pytest.approx(LAUNCH * (more - fewer) + HOOKS * spec.layers)
+    assert without.computing > with_fsdp.launching  # so the step is the GPU's
+    copies = (SHARDING - CAST) * spec.parameters() / gpu.bandwidth
+    assert with_fsdp.step - without.step == pytest.approx(copies + LEAST * (more - fewer))
+    (with_fsdp, _), (replica, _) = both(Axes(replicate=2))
+    assert replica.step == with_fsdp.step
