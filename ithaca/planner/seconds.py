@@ -39,7 +39,8 @@ from ithaca.schedule.job import BF16, FP32, Job
 # Host seconds, on the machine of an H200. SmolLM2-135M, 30 layers: 0.207 to 0.256 s for 3,500 to 4,100 operations
 # (16K tokens; `dense` none, selective, `sweep`), 0.5445 s for 13,825 (64K in tiles of 8K)
 LAUNCH = 30e-6  # of an operation
-HOOKS = 4e-3  # of a layer: FSDP2 gathers its weights twice and reduces its gradients
+LAYER = 4e-3  # of a layer beside that, with FSDP2's hooks
+ALONE = 2.5e-3  # the same without FSDP2: assumed; on a CPU the host takes 48 ms for such a step instead of 76
 # GPU seconds of an operation that has nothing to do: 13,825 operations keep it busy for 0.33 s, 5,891 for 0.297 s
 LEAST = (0.33 - 0.297) / (13825 - 5891)
 # Bytes per parameter, Llama3.2-1B on an H200: the kernels' time, 14 ms each, by the bandwidth of a copy
@@ -77,8 +78,8 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
     merging = work.merged / gpu.bandwidth
     forward, backward = work.attention_runs * (forward + merging), backward + merging
     linear = BETWEEN * (work.linear / gpu.matmul + work.moved / gpu.bandwidth) + LEAST * work.launches
-    hooks = 0 if runs_alone(job.axes, job.plan.zero) else HOOKS
-    launching = LAUNCH * work.launches + hooks * job.spec.layers
+    layer = ALONE if runs_alone(job.axes, job.plan.zero) else LAYER
+    launching = LAUNCH * work.launches + layer * job.spec.layers
     ulysses, ring = exchange_seconds(job, machine)
     copies = max(work.host.most / gpu.host, work.disk.most * machine.gpus / DISK)
     weights = _weights(job.spec, job.plan, machine)
