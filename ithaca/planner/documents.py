@@ -5,6 +5,7 @@ A pattern is repeated until it fills a sequence, and its last document is cut. A
 with the average attention stands for all. Cost: one pass over the bounds, 8 bytes a document. Tokens are not read.
 """
 
+import os
 import re
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -76,9 +77,8 @@ class Documents:
 
 def read_documents(text: str) -> Documents:
     """The documents that `--documents` names."""
-    path = Path(text)
-    if path.suffix == ".tokens" or path.is_file():
-        return file_documents(open_tokens(path))
+    if text.endswith(".tokens") or os.path.isfile(text):
+        return file_documents(open_tokens(Path(text)))
     return Documents(text, np.array([0, *accumulate(parse_documents(text))]), packed=False)
 
 

@@ -70,6 +70,10 @@ def test_a_pattern_fills_the_sequence() -> None:
     assert "(5+2x3, 11 tokens, cut to 7)" in found.describe(7)
 
 
+def test_a_pattern_longer_than_a_file_name() -> None:
+    assert read_documents("+".join(["3640"] * 80)).lengths(80 * 3640) == (3640,) * 80
+
+
 def test_too_many_documents() -> None:
     with pytest.raises(PlanError, match=r"--documents 1 makes about .* documents of 4M tokens: give longer ones"):
         read_documents("1").lengths(4 * 2**20)
