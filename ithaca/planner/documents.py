@@ -77,6 +77,7 @@ class Documents:
 
 def read_documents(text: str) -> Documents:
     """The documents that `--documents` names."""
+    # `Path.is_file` raises an error for a pattern that is too long for a file name
     if text.endswith(".tokens") or os.path.isfile(text):
         return file_documents(open_tokens(Path(text)))
     return Documents(text, np.array([0, *accumulate(parse_documents(text))]), packed=False)
