@@ -14,7 +14,7 @@ from ithaca.schedule.costs import Work
 from ithaca.schedule.job import Job
 
 K = 2**10
-BUCKET = 8 * K  # tokens of the smallest piece that `cudnn+flash` gives to cuDNN (attention/kernels/cudnn_flash.py)
+BUCKET = KERNEL_FACTS["cudnn+flash"].bucket
 LEAST = 0.25  # of the rate, however short the documents are: assumed
 
 # Document length -> share of the rate at 64K, forward and backward. H200, 32 query and 8 key/value heads of 128:

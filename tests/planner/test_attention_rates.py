@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from ithaca.attention.kernels import facts
-from ithaca.attention.kernels.cudnn_flash import BUCKET as KERNEL_BUCKET
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.planner.assumptions import kernel_text
-from ithaca.planner.attention_rates import BUCKET, BY_LENGTH, by_length, job_kernel, ragged_share
+from ithaca.planner.attention_rates import BY_LENGTH, by_length, job_kernel, ragged_share
 from ithaca.planner.command import read_cluster
 from ithaca.planner.hardware import Machine, read_gpus
 from ithaca.planner.search import Answer, search
@@ -133,7 +132,6 @@ def test_documents_in_a_step() -> None:
 
 
 def test_what_cudnn_leaves_to_flash() -> None:
-    assert BUCKET == KERNEL_BUCKET
     assert ragged_share((4 * K,) * 16) == 0  # equal ones need no cutting
     assert ragged_share((16 * K, 8 * K)) == 0
     assert ragged_share((16 * K, 4 * K)) == pytest.approx(4**2 / (16**2 + 4**2))
