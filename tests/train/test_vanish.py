@@ -92,11 +92,12 @@ def as_a_command(work: Callable[[], object]) -> None:
 
 
 def disturbed(config: Config, path: Path, disturb: Callable[[Path], object], step: int) -> None:
-    """Train; before the metrics of a step are written, something happens to the run folder."""
+    """Train; something happens to the run folder when checkpoints are complete and metrics of a step are not yet there."""
     publish = TrainingRun._publish
 
     def publish_disturbed(run: TrainingRun, metrics: dict[str, Any]) -> None:
         if run.first and metrics["step"] == step:
+            run.checkpoints.wait()
             disturb(path)
         publish(run, metrics)
 
