@@ -292,6 +292,18 @@ def test_copies_are_freed(folders) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_kept_loss_holds_no_copies(folders, name: str) -> None:
+    """As in a loop that binds each loss to the name of the last one, or collects losses for its log."""
+    model = make(folders["untied"], OPTIONS[name], 2, "bfloat16")
+    loss = model(batch(model))
+    copies = [weakref.ref(copy) for unit in model.decoder.blocks for copy in unit.weights().values()]
+    loss.backward()
+    list(model.parameters())
+    assert not any(copy() is not None for copy in copies)
+    assert loss.requires_grad
+
+
 def test_fsdp_is_given_no_more_than_tensors(folders, monkeypatch) -> None:
     """It walks through every argument of a unit's call, field by field."""
     seen: list[type] = []
