@@ -84,7 +84,7 @@ def _hand_over(parameter: nn.Parameter, leaf: Tensor) -> None:
         local_tensor(parameter.grad).add_(gradient)
 
 
-def _apart(output: Tensor) -> Tensor:
+def _apart(output: Any) -> Tensor:
     """The same number at the end of a graph of its own."""
     if not output.requires_grad:
         return output
