@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from ithaca.base.owners import GATHERED, GRADIENTS, owned_by
-from ithaca.base.torch_private import copy_all, local_tensor, sharded_like
+from ithaca.base.torch_private import copy_all, local_tensor, run_gradient_hooks, sharded_like
 from ithaca.model.decoder import Decoder, Unit, with_grad_dtype
 from ithaca.parallel.mesh import Mesh
 
@@ -82,6 +82,7 @@ def _hand_over(parameter: nn.Parameter, leaf: Tensor) -> None:
         parameter.grad = sharded_like(parameter, gradient)
     else:
         local_tensor(parameter.grad).add_(gradient)
+    run_gradient_hooks(parameter)  # as FSDP2 does
 
 
 def _apart(output: Any) -> Tensor:

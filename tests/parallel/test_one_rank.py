@@ -146,6 +146,25 @@ def test_gradients_are_not_copied(folders) -> None:
     assert len(storages) == 1
 
 
+@pytest.mark.parametrize("name", ["none", "sweep"])
+def test_hooks_of_parameters_run(folders, name: str) -> None:
+    """As under FSDP2: once a pass, when the gradient is complete. Some optimizers step in them."""
+    found = []
+    for zero in (3, 2):
+        model, seen = make(folders["tied"], OPTIONS[name], zero), {}
+        for parameter_name, parameter in model.named_parameters():
+
+            def note(p: Any, name: str = parameter_name, seen: dict[str, Any] = seen) -> None:
+                seen.setdefault(name, []).append(p.grad.full_tensor().clone())
+
+            parameter.register_post_accumulate_grad_hook(note)
+        for seed in (1, 2):
+            model(batch(model, seed), last=seed == 2).backward()
+        found.append({name: torch.stack(gradients) for name, gradients in seen.items()})
+    assert same(found[1], found[0])
+    assert {len(gradients) for gradients in found[1].values()} == {2}
+
+
 # Copies and weights that change
 @torch.no_grad()
 def evaluate(model: ithaca.Model) -> Tensor:
