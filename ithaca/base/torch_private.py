@@ -73,6 +73,13 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def run_gradient_hooks(parameter: Tensor) -> None:
+    """Call the hooks that `register_post_accumulate_grad_hook` gave a parameter whose `grad` autograd did not set."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    for hook in list(hooks.values()) if hooks else ():
+        hook(parameter)
+
+
 def fsdp_backward_unfinished(root: Any) -> bool:
     """Whether FSDP2 still waits for the end of a backward pass, as after an error in it. It gives no sign of that."""
     return root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued

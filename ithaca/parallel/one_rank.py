@@ -11,16 +11,19 @@ compute with leaves of the autograd graph: the copies, or the weights' own memor
 of a leaf, in at least fp32, it becomes the parameter's `grad`, or is added to it. It is not copied.
 
 Copies are made anew in every step and never written to again. A pass whose backward is still to come keeps its own.
+After its backward it keeps none, even if the caller keeps its loss (`_Apart`).
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from ithaca.base.owners import GATHERED, GRADIENTS, owned_by
-from ithaca.base.torch_private import copy_all, local_tensor, sharded_like
+from ithaca.base.torch_private import copy_all, local_tensor, run_gradient_hooks, sharded_like
 from ithaca.model.decoder import Decoder, Unit, with_grad_dtype
 from ithaca.parallel.mesh import Mesh
 
@@ -33,6 +36,7 @@ def hold_alone(decoder: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
             shard = DTensor.from_local(parameter.detach(), mesh.parameters, [Shard(0)], run_check=False)
             module.register_parameter(name, nn.Parameter(shard))
     decoder.register_forward_pre_hook(lambda *_: _make_copies(decoder, dtype))
+    decoder.register_forward_hook(lambda *call: _apart(call[-1]))
 
 
 def drop_copies(decoder: Decoder) -> None:
@@ -78,3 +82,31 @@ def _hand_over(parameter: nn.Parameter, leaf: Tensor) -> None:
         parameter.grad = sharded_like(parameter, gradient)
     else:
         local_tensor(parameter.grad).add_(gradient)
+    run_gradient_hooks(parameter)  # as FSDP2 does
+
+
+def _apart(output: Any) -> Tensor:
+    """The same number at the end of a graph of its own."""
+    if not output.requires_grad:
+        return output
+    return _Apart.apply(torch.zeros((), device=output.device, requires_grad=True), [output])
+
+
+class _Apart(torch.autograd.Function):
+    """Backward goes through the graph behind the output once, and lets go of it.
+
+    Autograd's nodes hold the leaves for as long as a loss lives that was computed from them: until the next pass has
+    gone forward in most training loops, or longer. Each would hold copies of all weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, output: list[Tensor]) -> Tensor:  # noqa: ARG004
+        ctx.output = output  # in a list, which autograd does not look into
+        return output[0].detach().clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, None]:
+        assert ctx.output, "backward was called twice on one loss"
+        torch.autograd.backward(ctx.output.pop(), scale)
+        return None, None

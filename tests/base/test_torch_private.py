@@ -61,6 +61,18 @@ def test_expandable_segments() -> None:
     torch_private.use_expandable_segments()
 
 
+def test_gradient_hooks() -> None:
+    weight, seen = torch.zeros(2, requires_grad=True), []
+    torch_private.run_gradient_hooks(weight)  # it has none
+    first = weight.register_post_accumulate_grad_hook(lambda found: seen.append((1, found)))
+    weight.register_post_accumulate_grad_hook(lambda found: seen.append((2, found)))
+    torch_private.run_gradient_hooks(weight)
+    first.remove()
+    torch_private.run_gradient_hooks(weight)
+    assert [number for number, _ in seen] == [1, 2, 2]
+    assert all(found is weight for _, found in seen)
+
+
 def in_a_job() -> None:
     group, store = dist.group.WORLD, torch_private.job_store()
     assert group is not None

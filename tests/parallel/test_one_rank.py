@@ -146,6 +146,25 @@ def test_gradients_are_not_copied(folders) -> None:
     assert len(storages) == 1
 
 
+@pytest.mark.parametrize("name", ["none", "sweep"])
+def test_hooks_of_parameters_run(folders, name: str) -> None:
+    """As under FSDP2: once a pass, when the gradient is complete. Some optimizers step in them."""
+    found = []
+    for zero in (3, 2):
+        model, seen = make(folders["tied"], OPTIONS[name], zero), {}
+        for parameter_name, parameter in model.named_parameters():
+
+            def note(p: Any, name: str = parameter_name, seen: dict[str, Any] = seen) -> None:
+                seen.setdefault(name, []).append(p.grad.full_tensor().clone())
+
+            parameter.register_post_accumulate_grad_hook(note)
+        for seed in (1, 2):
+            model(batch(model, seed), last=seed == 2).backward()
+        found.append({name: torch.stack(gradients) for name, gradients in seen.items()})
+    assert same(found[1], found[0])
+    assert {len(gradients) for gradients in found[1].values()} == {2}
+
+
 # Copies and weights that change
 @torch.no_grad()
 def evaluate(model: ithaca.Model) -> Tensor:
@@ -290,6 +309,18 @@ def test_copies_are_freed(folders) -> None:
         assert all(copy() is None for copy in copies)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_kept_loss_holds_no_copies(folders, name: str) -> None:
+    """As in a loop that binds each loss to the name of the last one, or collects losses for its log."""
+    model = make(folders["untied"], OPTIONS[name], 2, "bfloat16")
+    loss = model(batch(model))
+    copies = [weakref.ref(copy) for unit in model.decoder.blocks for copy in unit.weights().values()]
+    loss.backward()
+    list(model.parameters())
+    assert not any(copy() is not None for copy in copies)
+    assert loss.requires_grad
 
 
 def test_fsdp_is_given_no_more_than_tensors(folders, monkeypatch) -> None:
