@@ -92,7 +92,7 @@ def as_a_command(work: Callable[[], object]) -> None:
 
 
 def disturbed(config: Config, path: Path, disturb: Callable[[Path], object], step: int) -> None:
-    """Train; something happens to the run folder when checkpoints are complete and metrics of a step are not yet there."""
+    """Train; before the metrics of a step, with all checkpoints complete, something happens to the run folder."""
     publish = TrainingRun._publish
 
     def publish_disturbed(run: TrainingRun, metrics: dict[str, Any]) -> None:
