@@ -5,7 +5,8 @@
     python -m bench.kernels --smoke                tiny, on a CPU, with the kernels that run there
 
 `before` is what recipes of schedule `whole` did up to commit c64f972: one call of torch's flash attention for unequal
-documents, one call of cuDNN for all else. Its walk cut documents as `cudnn+flash` does now.
+documents, one call of cuDNN for all else. Its walk cut documents as `cudnn+flash` does now. `walk` is `flash4` as
+`sweep` calls it, tile by tile; the other columns are single calls, as recipes of schedule `whole` make them.
 
 Rates: the kernels take turns, and medians count, so that a GPU that slows down under power slows all of them down.
 Backward counts as 2.5 times the FLOPs of forward. The ratios are of forward and backward together.
@@ -28,10 +29,14 @@ from bench.points import Row, attempt, attention_flops, describe, packed, points
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.choose import make_kernel
 from ithaca.attention.kernels.seam import Kernel, softmax_scale
+from ithaca.attention.walk import Walk
 from ithaca.base.allocator import use_expandable_segments
+from ithaca.base.tiles import Tiles
+from ithaca.plans.plan import CHUNK
 from ithaca.rehearsal.kernel_bound import seconds_of
 
 LEAST_ROUNDS, MOST_ROUNDS = 2, 7  # over all kernels of a case
+SMOKE_CHUNK = 100  # tokens of a tile of the walk
 SECONDS = 4.0  # of a case; after them no round begins that need not
 BLOCK = 2**27  # scores in float64 that the reference holds at a time
 TENSORS = ("o", "lse", "dq", "dk", "dv")
@@ -109,12 +114,67 @@ SMOKE_ERRORS = {
 }
 
 
+class Walked:
+    """A kernel that a walk over tiles calls. Documents alone: `sweep` has no others."""
+
+    def __init__(self, kernel: Kernel, chunk: int):
+        self.kernel, self.chunk, self.name = kernel, chunk, f"{kernel.name}, walk"
+        self.refuses, self.prepare = kernel.refuses, kernel.prepare
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
+        assert scale == softmax_scale(q), "the walk takes no other"
+        walk, keys = self._walk(k, v, pieces)
+        parts = [walk.forward(index, q[rows], keys) for index, rows in enumerate(keys.slices)]
+        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, pieces: Pieces, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert scale == softmax_scale(q), "the walk takes no other"
+        walk, keys = self._walk(k, v, pieces)
+        dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+
+        def add(tile: int, here: slice, dk_part: Tensor, dv_part: Tensor) -> None:
+            dk[keys.slices[tile]][here] += dk_part
+            dv[keys.slices[tile]][here] += dv_part
+
+        dq = [
+            walk.backward(index, do[rows], q[rows], o[rows], lse[:, rows], keys, add)
+            for index, rows in enumerate(keys.slices)
+        ]
+        return torch.cat(dq), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _walk(self, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Walk, "InMemory"]:
+        tiles = Tiles(pieces.q_bounds[-1], self.chunk)
+        return Walk(self.kernel, tiles, pieces.q_bounds), InMemory(k, v, tiles.slices())
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """K and V of all tiles, where the walk reads them."""
+
+    k: Tensor
+    v: Tensor
+    slices: list[slice]
+
+    def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return self.k[self.slices[index]], self.v[self.slices[index]]
+
+    def release(self, index: int) -> None: ...
+
+
 def kernels_of(case: Case, smoke: bool) -> dict[str, Kernel]:
     """The kernels that are compared, by the name of their column; the first one is compared with the others."""
     if smoke:
         return {name: make_kernel(name) for name in ("torch-cpu", "naive")}
     before = "flash" if case.pieces.ragged else "cudnn"
     return {"flash4": make_kernel("flash4"), "cudnn+flash": make_kernel("cudnn+flash"), "before": make_kernel(before)}
+
+
+def with_walk(kernels: dict[str, Kernel], case: Case, smoke: bool) -> dict[str, Kernel]:
+    """The kernels, and the first one once more as a walk calls it."""
+    first = next(iter(kernels.values()))
+    return kernels | ({"walk": Walked(first, SMOKE_CHUNK if smoke else CHUNK)} if case.pieces.causal else {})
 
 
 def usable(kernels: dict[str, Kernel], case: Case, place: "Place") -> tuple[dict[str, Kernel], Row]:
@@ -136,7 +196,8 @@ class Place:
 
 def rates(case: Case, place: Place) -> Row:
     """Median seconds and TFLOP/s of each kernel, forward and backward; the kernels take turns."""
-    kernels, row = usable(kernels_of(case, place.smoke), case, place)
+    every = with_walk(kernels_of(case, place.smoke), case, place.smoke)
+    kernels, row = usable(every, case, place)
     q, k, v, do = case.inputs(place.device, place.dtype)
     scale, pieces = softmax_scale(q), case.pieces
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in kernels}
@@ -164,7 +225,7 @@ def rates(case: Case, place: Place) -> Row:
             "backward_tflops": 2.5 * flops / backward / 1e12,
             "rounds": len(times) - 1,
         }
-    return row | {"ratios": _ratios(row, [*kernels_of(case, place.smoke)])}
+    return row | {"ratios": _ratios(row, [*every])}
 
 
 def _time(
