@@ -36,18 +36,16 @@ from ithaca.plans.plan import Plan
 from ithaca.schedule.costs import Message, Peers, traffic
 from ithaca.schedule.job import BF16, FP32, Job
 
-# Host seconds, on the machine of an H200. SmolLM2-135M, 30 layers: 0.207 to 0.256 s for 3,500 to 4,100 operations
-# (16K tokens; `dense` none, selective, `sweep`), 0.5445 s for 13,825 (64K in tiles of 8K)
-LAUNCH = 30e-6  # of an operation
-LAYER = 4e-3  # of a layer beside that, with FSDP2's hooks
-ALONE = 2.5e-3  # the same without FSDP2: assumed; on a CPU the host takes 48 ms for such a step instead of 76
+# Host seconds, on the machine of an H200; the schedules state what their Python takes beside them
+LAUNCH = 30e-6  # of an operation: SmolLM2-135M, 64K in tiles of 8K, 0.5445 s for 13,825
+SHARDED = 0.3e-3  # FSDP2's hooks in a layer, beside the operations that they launch
 # GPU seconds of an operation that has nothing to do: 13,825 operations keep it busy for 0.33 s, 5,891 for 0.297 s
 LEAST = (0.33 - 0.297) / (13825 - 5891)
 # Bytes per parameter, Llama3.2-1B on an H200: the kernels' time, 14 ms each, by the bandwidth of a copy
 UPDATE = 48  # clipping and AdamW; AdamW alone reads and writes 28
 SHARDING = 48  # FSDP2 on one rank: casts, copies to and from its buffers, both ways
 CAST = 6  # one rank without it reads each weight in fp32 and writes it in bf16, once a step
-BETWEEN = 1.1  # the time of a block's products with everything between them, over the products and bytes alone
+BETWEEN = 1.06  # the time of a block's products with everything between them, over the products and bytes alone
 DISK = 4e9  # bytes/s that a node's disk writes, and as many that it reads: assumed
 
 
@@ -78,8 +76,8 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
     merging = work.merged / gpu.bandwidth
     forward, backward = work.attention_runs * (forward + merging), backward + merging
     linear = BETWEEN * (work.linear / gpu.matmul + work.moved / gpu.bandwidth) + LEAST * work.launches
-    layer = ALONE if runs_alone(job.axes, job.plan.zero) else LAYER
-    launching = LAUNCH * work.launches + layer * job.spec.layers
+    hooks = 0.0 if runs_alone(job.axes, job.plan.zero) else SHARDED * job.spec.layers
+    launching = LAUNCH * work.launches + work.python + hooks
     ulysses, ring = exchange_seconds(job, machine)
     copies = max(work.host.most / gpu.host, work.disk.most * machine.gpus / DISK)
     weights = _weights(job.spec, job.plan, machine)

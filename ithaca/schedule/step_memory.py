@@ -43,7 +43,8 @@ from ithaca.tape.spec import TapeSpec, device_bytes, device_tape_bytes, disk_byt
 LIBRARIES = 64 * 2**20  # bytes that cuBLAS takes
 PER_TOKEN = 24  # bytes of token ids, labels, positions
 LEFT_OVER = 2.4  # times the head in the computation's dtype; more if one block alone runs
-LEFT_OVER_ALONE = 3.7
+LEFT_OVER_ONE_BLOCK = 3.7
+LEFT_OVER_ONE_RANK = 0.5  # without FSDP2 nothing passes between streams (bench/results/recipes-tuned.json)
 MOMENTS = 2  # of AdamW for each parameter
 MOMENT_TILE = 8 * 2**20  # elements of host moments that pass through the device together
 MOMENT_SLOTS = 4  # such tiles: one in use, one ahead, two on their way out
@@ -201,7 +202,8 @@ def moment_slot_bytes(largest: int) -> int:
 
 
 def _left_over(job: Job) -> float:
-    return job.itemsize * table_parameters(job).unit * (LEFT_OVER if job.layers_running > 1 else LEFT_OVER_ALONE)
+    times = LEFT_OVER if job.layers_running > 1 else LEFT_OVER_ONE_BLOCK
+    return job.itemsize * table_parameters(job).unit * (LEFT_OVER_ONE_RANK if _alone(job) else times)
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,15 @@ def test_k_and_v_that_travel(travel: str, copies: int) -> None:
     assert found[EXCHANGE] == 3 * q + 2 * k + copies * 2 * k
 
 
-def test_everything_that_a_block_makes() -> None:
-    found = phases_of(Plan(recipe="dense", checkpoint="none"), 8 * K, 1, spec=LLAMA)["attention of the last block"]
-    T = 8 * K
-    kept = T * BF16 * (4 * E + 3 * Q + 2 * KV + 3 * 14336)
-    assert found[BLOCKS] == 32 * kept + 2 * T * E * BF16 + FP32 * LLAMA_BLOCK
+@pytest.mark.parametrize(("spec", "ulysses"), [(LLAMA, 1), (LLAMA, 4), (QWEN, 1)])
+def test_everything_that_a_block_makes(spec: Spec, ulysses: int) -> None:
+    """x, two norms, a sum; q, k, v, o, 32 numbers of lse; with Ulysses o twice; with norms of q and k these twice."""
+    plan = Plan(recipe="ulysses" if ulysses > 1 else "dense", checkpoint="none")
+    found = phases_of(plan, 8 * K * ulysses, ulysses, spec=spec)["attention of the last block"]
+    T, mlp, block = 8 * K, *((14336, LLAMA_BLOCK) if spec is LLAMA else (12288, QWEN_BLOCK))
+    again = (Q if ulysses > 1 else 0) + (Q + KV if spec is QWEN else 0)
+    kept = T * BF16 * (4 * E + 2 * Q + again + 2 * KV + 3 * mlp) + T * FP32 * 32
+    assert found[BLOCKS] == spec.layers * kept + 2 * T * E * BF16 + FP32 * block
 
 
 def test_what_is_not_cut_over_ranks() -> None:

@@ -65,6 +65,7 @@ O_SLOTS, O_SLOTS_PASSING = 2, 4  # an x that is rebuilt chunk by chunk is read t
 LSE_SLOTS = 2
 KV_SLOTS, KV_GRADIENT_SLOTS = 8, 6
 
+PYTHON, PYTHON_OF_COPIES = 5.3e-3, 1.4e-3  # host seconds of a chunk in a layer (costs.py); more if tapes are copied
 PER_CHUNK, PER_VISIT = 52, 27  # operations of a chunk beside its tiles', and of a visit to another (costs.py)
 ATTENDING_AGAIN = 6  # a visit that is recomputed: assumed
 REBUILDING = 12  # a tile of an x that is rebuilt: the forward third of a tile
@@ -232,6 +233,7 @@ def work(job: "Job") -> Work:
     uneven = max(map(len, job.split.q)) * job.axes.ulysses / spec.heads
     # At each visit but the first a sum in fp32 is read and written, and a part in bf16 read
     visits = visits_of(job).rows / job.tokens
+    copied = copies(job, ("host", "disk"))
     per_token = spec.layers * visits * job.axes.ring * spec.heads * spec.head_size * (2 * job.high + job.itemsize)
     return Work(
         attention=attention,
@@ -241,7 +243,8 @@ def work(job: "Job") -> Work:
         linear=linear_flops(job, again),
         moved=moved_bytes(job, runs=2),
         launches=_launches(job) + other_launches(job),
-        host=copies(job, ("host", "disk")),
+        python=spec.layers * job.chunks * (PYTHON + (PYTHON_OF_COPIES if copied.most else 0.0)),
+        host=copied,
         disk=copies(job, ("disk",)),
     )
 

@@ -1,6 +1,6 @@
 """What blocks that run over all local tokens take: kept tensors, tensors at their peaks, messages, FLOPs. No torch.
 
-Between blocks, per local token in units of a hidden state d: `none` about 17 d; `selective` x and o, 2 d and the
+Between blocks, per local token in units of a hidden state d: `none` about 16 d; `selective` x and o, 2 d and the
 log-sum-exp; `full` x, 1 d, on the device or elsewhere. Within a block everything is of all local tokens T:
 
     MLP         5 τM + 3 τE for a tile of τ tokens, beside x, dy, dx and what attention holds
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 X_SLOTS = 3  # tiles of an x on the device: one in use, one ahead, one on its way out
 X_TILE = 8192  # tokens copied at a time if the Plan has no tile
 KEEPING_ALL, CHECKPOINTED = 64, 42  # operations of a layer beside FSDP2's and its tiles' (costs.py)
+PYTHON = {"none": 2.5e-3, "selective": 4e-3, "full": 4.75e-3}  # host seconds of a layer, likewise
 AGAIN = 1  # attention forward again, under `full`, in place of reading what is kept
 PER_ROUND = 30  # a head round: packing, attention and both again backward; assumed
 
@@ -105,9 +106,12 @@ def kept(job: "Job", layers: range) -> int:
 
 
 def _everything(job: "Job") -> int:
-    """What autograd keeps: x, both norms, the output projection; q, k, v, o, and o once more; gate, up, product."""
+    """What autograd keeps: x, both norms, the sum with the output projection; q, k, v, o, lse; gate, up, product."""
     T = job.block_tokens
-    return 4 * job.hidden(T) + 3 * job.queries(T) + 2 * job.keys(T) + 3 * T * job.spec.mlp * job.itemsize
+    size = 3 * job.hidden(T) + job.projection_bytes() + 3 * T * job.spec.mlp * job.itemsize
+    size += 2 * job.own_queries() + 2 * job.own_keys() + job.own_lse()
+    # Ulysses: o as its rank attended, and as the output projection of all heads reads it
+    return size + (job.queries(T) if job.axes.ulysses > 1 else 0)
 
 
 def one_round(job: "Job") -> bool:
@@ -225,6 +229,7 @@ def work(job: "Job") -> Work:
         linear=linear_flops(job, again),
         moved=moved_bytes(job, runs=1 if keeps_all else 2),
         launches=job.spec.layers * _layer_launches(job) + other_launches(job),
+        python=job.spec.layers * PYTHON[job.plan.checkpoint or "full"],
         host=_copies(job, ("host", "disk")),
         disk=_copies(job, ("disk",)),
     )
