@@ -118,8 +118,8 @@ class Work:
 
 
 # The host beside launching: steps of SmolLM2-135M, 16K tokens, on the machine of an H200, without 30 µs an operation
-# (planner/seconds.py): 0.138 s (`dense`, none), 0.181 (selective), 0.219 (full), 0.241 and 0.283 (`sweep`, with tapes on
-# the device and on the host). Timings of one setting differ by up to 20 %
+# (planner/seconds.py): 0.138 s (`dense`, none), 0.181 (selective), 0.219 (full), 0.241 and 0.283 (`sweep`, tapes on the
+# device, on the host). Timings of one setting differ by up to 20 %
 
 # Operations in steps of SmolLM2-135M, 30 layers, on an H200: 2,907 (`dense`, none), 3,207 (selective), 3,237 (full),
 # 3,507 (`sweep`) with 2K tokens, 6,087 with 4 tiles under full, 15,983 with 4 chunks; 3,776 (none) with 64K in 18
