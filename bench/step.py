@@ -50,7 +50,7 @@ class Steps:
         """Run a step with no synchronisation of ours and return its loss."""
         loss = self.model(batch)
         loss.backward()
-        clip(self.model, 1.0)
+        clip(self.model, 1.0, self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -68,7 +68,7 @@ class Steps:
         marks.append(self.now())
         loss.backward()
         marks.append(self.now())
-        clip(self.model, 1.0)
+        clip(self.model, 1.0, self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
         marks.append(self.now())
