@@ -2,21 +2,29 @@
 
 Each number is a median of repeated runs on random data, after the clock has settled under load. The matrix products are
 those of a block's MLP: two as in the forward pass, and one weight gradient that is added in fp32. Attention is measured
-with each kernel that runs here, at head sizes 128 and 64. One GPU cannot measure the links between GPUs, so the table
-leaves them out.
+with each kernel that runs here, at head sizes 128 and 64. How fast the host launches operations shows in steps of a
+model that are too small to keep the GPU busy. One GPU cannot measure the links between GPUs, so the table leaves them
+out.
 """
 
 from pathlib import Path
 
 import torch
 
+from ithaca.assemble import apply
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.choose import make_kernel
 from ithaca.attention.kernels.seam import Kernel, softmax_scale
 from ithaca.base.errors import PlanError
+from ithaca.model.families import read_spec
 from ithaca.model.linear import add_product
+from ithaca.model.source import ModelSource, RandomWeights
+from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.planner.hardware import HERE, nearest, read_gpus
+from ithaca.planner.seconds import host_operations
+from ithaca.plans.plan import Plan
 from ithaca.rehearsal.kernel_bound import median_seconds
+from ithaca.schedule.job import Job
 
 COMPUTE_SECONDS, COPY_SECONDS = 2.0, 0.5  # how long each call is repeated
 TOKENS, HIDDEN, MLP = 8192, 4096, 14336  # a tile of Llama3-8B
@@ -25,6 +33,19 @@ KERNELS = ("flash4", "cudnn+flash")
 HEAD_SIZES = {"": 128, "_64": 64}  # ending of a rate's name: head size
 VISITS = {True: 2, False: 15}  # causal: visits. The proportion of triangles and full squares over 16 chunks
 COPIED = 2**28  # elements of a copy
+# A model with the layers of a large one and nothing to compute; its heads are those of the measured kernels
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 24,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 1024,
+    "tie_word_embeddings": True,
+}
+SMALL_TOKENS = 256
 
 
 def measure_here(file: Path) -> str:
@@ -35,10 +56,11 @@ def measure_here(file: Path) -> str:
     properties = torch.cuda.get_device_properties(device)
     gpu = nearest(properties.name, properties.total_memory, read_gpus())
     rates = {"host": _host_rate(device), "bandwidth": _bandwidth(device), "matmul": _matmul_rate(device)}
-    lines = [f'["{gpu.name}"]', *_rate_lines(rates)]
+    attention = []
     for kernel in KERNELS:
         if found := _kernel_rates(kernel, device):
-            lines += ["", f'["{gpu.name}".attention."{kernel}"]', *_rate_lines(found)]
+            attention += ["", f'["{gpu.name}".attention."{kernel}"]', *_rate_lines(found)]
+    lines = [f'["{gpu.name}"]', *_rate_lines(rates | {"launches": _launch_rate(device)}), *attention]
     try:
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as problem:
@@ -48,6 +70,29 @@ def measure_here(file: Path) -> str:
 
 def _rate_lines(rates: dict[str, float]) -> list[str]:
     return [f'{name} = [{rate:.4g}, "{HERE}"]' for name, rate in rates.items()]
+
+
+def _launch_rate(device: torch.device) -> float:
+    """GPU operations a second that the host launches in steps of a small model."""
+    spec = read_spec(SMALL)
+    model = apply(ModelSource(spec, {}, RandomWeights(spec, 0), _dtype(device), None), Plan(checkpoint="none", zero=2))
+    model.allocate(1, SMALL_TOKENS)
+    optimizer = make_optimizer(model, learning_rate=0.0)
+    tokens = torch.randint(0, spec.vocab, (1, SMALL_TOKENS))
+    batch = model.shard(tokens, tokens)
+
+    def step() -> None:
+        model(batch).backward()
+        clip(model, 1.0, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    job = Job(spec=spec, plan=model.plan, tokens=SMALL_TOKENS)
+    return host_operations(job, job.costs.work(job)) / median_seconds(step, COMPUTE_SECONDS, device)
+
+
+def _dtype(device: torch.device) -> str:
+    return "bfloat16" if device.type == "cuda" else "float32"
 
 
 def _kernel_rates(name: str, device: torch.device) -> dict[str, float]:

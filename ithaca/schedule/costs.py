@@ -112,13 +112,13 @@ class Work:
     linear: float  # FLOPs of matrix products
     moved: float  # device bytes that norms, gates, rotary and residuals read and write
     launches: float  # GPU operations
-    python: float  # seconds of the host beside launching them
+    python: float  # what else the host does, as so many operations
     host: Copies  # over the link to the host: tapes in host memory and on disk
     disk: Copies
 
 
 # The host beside launching: steps of SmolLM2-135M, 16K tokens, on the machine of an H200, without 30 µs an operation
-# (planner/seconds.py): 0.138 s (`dense`, none), 0.181 (selective), 0.219 (full), 0.241 and 0.283 (`sweep`, tapes on the
+# (hardware.toml): 0.138 s (`dense`, none), 0.181 (selective), 0.219 (full), 0.241 and 0.283 (`sweep`, tapes on the
 # device, on the host). Timings of one setting differ by up to 20 %
 
 # Operations in steps of SmolLM2-135M, 30 layers, on an H200: 2,907 (`dense`, none), 3,207 (selective), 3,237 (full),

@@ -11,7 +11,7 @@ from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import AttentionRates, Cluster, Machine, read_gpus
 from ithaca.planner.search import longest, search
-from ithaca.planner.seconds import BETWEEN, LAUNCH, LEAST, Seconds, predict_seconds
+from ithaca.planner.seconds import BETWEEN, LEAST, Seconds, predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import phases, step_memory
@@ -136,8 +136,8 @@ def test_weights_are_waited_for_where_there_is_little_else() -> None:
 
 def products(plan: Plan) -> float:
     """Seconds of products and bytes, without the least time of every operation."""
-    found = seconds(plan)
-    return found.linear - found.launching * LEAST / LAUNCH
+    job = Job(spec=LLAMA, plan=plan, tokens=M, axes=Axes(ulysses=8))
+    return seconds(plan).linear - LEAST * job.costs.work(job).launches
 
 
 def test_products_that_run_again() -> None:
