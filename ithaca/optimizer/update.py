@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.adamw import adamw
 
-from ithaca.base.torch_private import local_tensor
+from ithaca.base.torch_private import count_all, local_tensor
 
 OTHER_KINDS = ("amsgrad", "maximize", "capturable", "differentiable")  # of AdamW, which torch alone can compute
 
@@ -51,7 +51,7 @@ def update(
         return
     from ithaca.optimizer import triton_adamw
 
-    torch._foreach_add_([*steps], 1)
+    count_all([*steps])
     every = zip(weights, gradients, *moments, steps, strict=True)
     tensors = [triton_adamw.Tensors(w, g.contiguous(), *others) for w, g, *others in every]
     options = {"rate": group["lr"], "betas": group["betas"]}
