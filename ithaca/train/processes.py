@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from ithaca.base.errors import IthacaError, LostRankError, RunError, first_line
 from ithaca.config import Config
+from ithaca.train.elastic import report_error
 from ithaca.train.loop import train
 from ithaca.train.report import tell
 from ithaca.train.stop import SIGNALS, Requests, heeded
@@ -198,7 +199,9 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def leave(text: str) -> NoReturn:
+    """End this rank, so that its launcher can restart the job."""
     tell(text, sys.stderr)
+    report_error(text)
     _exit(1)
 
 
