@@ -419,7 +419,7 @@ def _run_case(case: Case, top: Path) -> Record:
     preset = case.model == PRESET
     vocabulary = 256 if preset else VOCABULARY
     source = ithaca.load_model(case.model if preset else _folder(top, case.model), case.dtype, seed=3)
-    model = ithaca.apply(source, _plan(ithaca, case.plan, top), ithaca.mesh(**case.mesh, device="cpu"))
+    model = ithaca.apply(source, _plan(ithaca, case.plan, top), ithaca.mesh(**case.mesh, device="cpu"))  # pyrefly: ignore
     if preset:
         folder = _agreed_folder(top)
         ithaca.save_model(model, folder)

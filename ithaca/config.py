@@ -145,6 +145,8 @@ class RunSection:
     """Where metrics go besides the run folder: `tensorboard` or `wandb`."""
     timeout: float | None = None
     """Seconds to wait for a rank that hangs before the run stops. Default: 600 plus three expected steps."""
+    share_gpus: bool = False
+    """Let several ranks use one GPU, to try a run of many ranks on few GPUs. They take turns, so it is slow."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_every < 0:

@@ -35,6 +35,7 @@ def test_the_table_of_options() -> None:
     wanted = {}
     for section, options in sections.items():
         for name, value in vars(options).items():
+            value = str(value).lower() if isinstance(value, bool) else value  # as TOML has it
             wanted[f"{section}.{name}"] = "–" if value in (None, "") else f"`{value}`"
     wanted["plan.recipe"] = f"`{AUTO}`"
     assert listed == wanted

@@ -94,6 +94,11 @@ class Mesh:
         return self.device.type == "cuda"
 
     @property
+    def gpu_ranks(self) -> int:
+        """Ranks that share this rank's GPU, itself among them."""
+        return -(-(self.node_ranks or self.size) // torch.cuda.device_count()) if self.gpu else 1
+
+    @property
     def several_nodes(self) -> bool:
         return self.node_ranks is not None and self.node_ranks < self.size
 
@@ -111,14 +116,16 @@ def mesh(
     replicate: int = 1,
     device: str | None = None,
     timeout: float | None = None,
+    share_gpus: bool = False,
 ) -> Mesh:
     """Lay a grid over this job's ranks. Without `shard`, that axis takes the ranks that the others leave.
 
     Joins the job (torchrun's environment) if this process has not joined one. `device` is 'cuda' or 'cpu'; without it,
     'cuda' is used where there is a GPU. `timeout` is how many seconds to wait for the other ranks; without it, five
-    minutes. A rank that does not come, or ends meanwhile, raises a LostRankError on the others.
+    minutes. A rank that does not come, or ends meanwhile, raises a LostRankError on the others. `share_gpus` lets a
+    node have more ranks than GPUs, which then take turns.
     """
-    seconds, place = checked_seconds(timeout), _device(device)
+    seconds, place = checked_seconds(timeout), _device(device, share_gpus)
     joined = _join(place, seconds)
     assert dist.group.WORLD is not None
     with answering(dist.group.WORLD):
@@ -145,8 +152,13 @@ def _lay(replicate: int, shard: int | None, ring: int, ulysses: int, place: torc
         _device_mesh(place.type, seconds, **copies, parameters=axes.parameter),
         dist.group.WORLD,
         **_context_groups(place.type, seconds, axes),
-        node_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", axes.size)),
+        node_ranks=_node_ranks(axes.size),
     )
+
+
+def _node_ranks(ranks: int) -> int:
+    """Ranks on this node; `ranks` if the environment does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def _fitted(replicate: int, shard: int | None, ring: int, ulysses: int, world: int) -> Axes:
@@ -261,7 +273,7 @@ def _context_groups(device: str, seconds: float, axes: Axes) -> dict[str, dist.P
     return groups
 
 
-def _device(name: str | None) -> torch.device:
+def _device(name: str | None, share: bool = False) -> torch.device:
     if name not in (None, "cpu", "cuda"):
         raise PlanError(f"device '{name}' is not known: 'cuda' and 'cpu' are")
     if name == "cuda" and not torch.cuda.is_available():
@@ -269,10 +281,36 @@ def _device(name: str | None) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
-    if local >= count:
-        raise PlanError(f"this is rank {local} of its node, but the node has {count} GPUs: start {count} ranks")
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
+    if local >= count and not share:
+        raise PlanError(
+            f"this is rank {local} of its node, but the node has {count} GPUs: start {count} ranks, or let ranks share "
+            "a GPU with run.share_gpus=true"
+        )
+    if share and _node_ranks(1) > count:
+        _prepare_sharing(count)
+    torch.cuda.set_device(local % count)
+    return torch.device("cuda", local % count)
+
+
+SHARING_NCCL = (2, 30)
+SHARING = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",  # its switch knows one rank for each GPU
+    "NCCL_MAX_CTAS": "2",  # kernels that wait for other ranks leave the chip to these
+}
+
+
+def _prepare_sharing(gpus: int) -> None:
+    """Let NCCL have several ranks on one GPU; what users have set themselves stays."""
+    version = torch.cuda.nccl.version()
+    if version < SHARING_NCCL:
+        needed, found = (".".join(map(str, numbers)) for numbers in (SHARING_NCCL, version))
+        raise PlanError(
+            f"run.share_gpus=true needs NCCL {needed} or newer, and this is {found}: preload one, as "
+            f"LD_PRELOAD=/path/to/libnccl.so.2, or start {gpus} ranks"
+        )
+    for variable, value in SHARING.items():
+        os.environ.setdefault(variable, value)
 
 
 def _backend(device: torch.device) -> str:

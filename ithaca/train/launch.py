@@ -151,8 +151,10 @@ def _count(config: Config, ranks: int | None) -> int:
     count = (gpus or 2) if ranks is None else ranks
     if count < 1:
         raise ConfigError(f"--ranks is {count}: 1 or more is needed")
-    if gpus and count > gpus:
-        raise ConfigError(f"--ranks is {count}, but this machine has {gpus} GPUs: 1 to {gpus} work")
+    if gpus and count > gpus and not config.run.share_gpus:
+        raise ConfigError(
+            f"--ranks is {count}, but this machine has {gpus} GPUs: 1 to {gpus} work, and with run.share_gpus=true more"
+        )
     if count > CPU_RANKS:
         raise ConfigError(f"--ranks is {count}: 1 to {CPU_RANKS} work on a CPU")
     return count

@@ -45,7 +45,8 @@ def train(config: Config, path: Path, launched: bool = False) -> None:
     """
     use_expandable_segments()
     device, longer = None if config.train.device == "auto" else config.train.device, config.run.timeout or 0
-    grid = mesh(**vars(config.mesh), device=device, timeout=max(longer, JOIN_SECONDS))
+    share = config.run.share_gpus
+    grid = mesh(**vars(config.mesh), device=device, timeout=max(longer, JOIN_SECONDS), share_gpus=share)
     with answering(grid.group):
         _train(config, RunFolder(path), grid, launched)
 
@@ -57,7 +58,7 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool) -> None:
         memory = free_memory(grid)
         config, (plan, axes, why) = from_first(grid.group, lambda: settle(config, run, grid, memory))
         if axes != config.mesh:
-            grid = mesh(**vars(axes), device=grid.device.type)
+            grid = mesh(**vars(axes), device=grid.device.type, share_gpus=config.run.share_gpus)
         resumed = from_first(grid.group, run.has_checkpoints)
         data = open_data(config, run, grid)
         check_data(data, grid)

@@ -49,7 +49,8 @@ def free_memory(grid: Mesh) -> FreeMemory:
     """Return the free memory of the fullest GPU and of the fullest node. Collective."""
     free, total = torch.cuda.mem_get_info(grid.device) if grid.device.type == "cuda" else (0, 0)
     # The planner itself keeps back the driver's memory for this process (Cluster.capacity), so it is added here
-    return FreeMemory(*least(grid.group, min(total, free + RUNTIME), host_budget()[0]))
+    mine = min(total // grid.gpu_ranks, free // grid.gpu_ranks + RUNTIME)
+    return FreeMemory(*least(grid.group, mine, host_budget()[0]))
 
 
 def settle(config: Config, run: RunFolder, grid: Mesh, memory: FreeMemory) -> tuple[Config, Chosen]:

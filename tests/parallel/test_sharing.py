@@ -1,0 +1,71 @@
+"""Several ranks on one GPU: refused, unless it is asked for and NCCL can. The GPUs here are made up."""
+
+import os
+
+import pytest
+import torch
+
+from ithaca.base.errors import ConfigError, PlanError
+from ithaca.config import Config, RunSection
+from ithaca.parallel import mesh
+from ithaca.train import launch
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Two GPUs, NCCL 2.30.4, and rank 3 of the 5 of a node; the devices that were set."""
+    seen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 4))
+    for variable, value in {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "5"}.items():
+        monkeypatch.setenv(variable, value)
+    for variable in mesh.SHARING:
+        monkeypatch.setenv(variable, "")  # so that it is as before after the test
+        monkeypatch.delenv(variable)
+    return seen
+
+
+def test_refused(two_gpus: list[int]) -> None:
+    with pytest.raises(PlanError, match=r"rank 3 of its node, but the node has 2 GPUs: start 2 ranks, or .*share_gpus"):
+        mesh._device(None)
+    assert not two_gpus
+
+
+def test_turns(two_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 3 has the second of two GPUs. What users have set for NCCL stays."""
+    monkeypatch.setenv("NCCL_MAX_CTAS", "7")
+    assert mesh._device("cuda", share=True) == torch.device("cuda", 1)
+    assert two_gpus == [1]
+    assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert os.environ["NCCL_MAX_CTAS"] == "7"
+
+
+def test_as_many_ranks_as_gpus_share_nothing(two_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    assert mesh._device(None, share=True) == torch.device("cuda", 1)
+    assert two_gpus == [1]
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_an_older_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    with pytest.raises(
+        PlanError, match=r"needs NCCL 2\.30 or newer, and this is 2\.27\.5: preload one, .* or start 2 ra"
+    ):
+        mesh._device(None, share=True)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_launcher() -> None:
+    config = Config()
+    with pytest.raises(
+        ConfigError, match=r"--ranks is 5, but this machine has 2 GPUs: 1 to 2 work, and with run\.share"
+    ):
+        launch._count(config, 5)
+    assert launch._count(config, None) == 2
+    assert launch._count(Config(run=RunSection(share_gpus=True)), 5) == 5
