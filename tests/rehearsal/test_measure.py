@@ -19,11 +19,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 
-    def rates(kernel: Kernel, head_size: int, _: Any) -> tuple[float, float]:
+    def rates(kernel: Kernel, head_size: int, *_: Any) -> tuple[float, float]:
         return len(kernel.name) * head_size * 1e12, len(kernel.name) * head_size * 5e11
 
-    monkeypatch.setattr(measure, "_attention_rates", rates)
-    for name in ("_host_rate", "_bandwidth", "_matmul_rate"):
+    monkeypatch.setattr(measure, "attention_rates", rates)
+    for name in ("host_rate", "bandwidth", "matmul_rate"):
         monkeypatch.setattr(measure, name, lambda _: 1e10)
 
 
