@@ -66,15 +66,11 @@ def train(
     ranks: Annotated[
         int | None, typer.Option(help="Processes on this machine. Default: one per GPU, or 2 on a CPU.")
     ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(help="Number of nodes. Start the same command on each. srun sets it.")
-    ] = None,
-    meet: Annotated[
-        str | None, typer.Option(metavar="HOST[:PORT]", help="The node where all nodes meet. Default port: 29500.")
-    ] = None,
+    nodes: Annotated[int | None, typer.Option(hidden=True)] = None,
+    meet: Annotated[str | None, typer.Option(hidden=True)] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Rename the old run folder and start again.")] = False,
 ) -> None:
-    """Train a model, or continue a run."""
+    """Train a model, or continue a run. On several nodes: start it with torchrun or srun."""
     from ithaca.config import read_config
 
     if run and not _is_text(run):

@@ -273,7 +273,7 @@ def train_lines(question: Question, answer: Answer) -> list[str]:
     if question.running:
         return [f"The same Plan by name: {_settings(question, answer)}"]
     nodes = question.cluster.machine.nodes
-    where = f", on each of the {nodes} nodes (with srun, or with --nodes {nodes} --meet HOST)" if nodes > 1 else ""
+    where = f", on each of the {nodes} nodes (by srun or torchrun, as docs/clusters.md shows)" if nodes > 1 else ""
     return [f"To train{where}:", train_line(question, answer)]
 
 

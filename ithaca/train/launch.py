@@ -1,8 +1,8 @@
-"""Start the processes of a run: one per GPU, or a few on a CPU, on one node or on several.
+"""Start the processes of a run on this node: one per GPU, or a few on a CPU. Several nodes: torchrun or srun.
 
 Under torchrun or srun this process is one rank of the job that they started.
 
-If a rank dies, or hangs longer than the timeout, all ranks on all nodes end and the run restarts from its last
+On one node: if a rank dies, or hangs longer than the timeout, all ranks end and the run restarts from its last
 checkpoint. It restarts a few times in a row; a new checkpoint in between starts the count again. A user's mistake does
 not restart. The first Ctrl-C reaches the ranks, which finish their step and save. The second one kills them, also if
 they hang.
@@ -10,25 +10,28 @@ they hang.
 
 import itertools
 import os
+import re
+import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
-from ithaca.base.errors import ConfigError, LostRankError, RunError
-from ithaca.config import AUTO, Config
+from ithaca.base.errors import ConfigError, LostRankError, RunError, first_line, shown
+from ithaca.config import Config
 from ithaca.model.source import load_model
 from ithaca.train.loop import train
-from ithaca.train.nodes import ALONE, Meeting, Place, meet, read_place
 from ithaca.train.processes import Watch, leave, run_ranks
 from ithaca.train.report import tell
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import Step, read_step
 
 CPU_RANKS = 1024
+LOOPBACK = "127.0.0.1"
+STORE_SECONDS = 30.0  # that the launcher has to reach the store that it has opened
 RESTARTS = 3  # in a row, without a new checkpoint in between
 
 
@@ -40,25 +43,37 @@ def launch(
     nodes: int | None = None,
     meeting_place: str | None = None,
 ) -> None:
-    """Train on this machine's GPUs, or on `ranks` processes, and on other nodes too. Raise the error of the job."""
-    options = {"--ranks": ranks, "--nodes": nodes, "--meet": meeting_place}
+    """Train on this machine's GPUs, or on `ranks` processes, or as one rank under torchrun or srun."""
+    if nodes is not None or meeting_place is not None:
+        _refuse_nodes(nodes, meeting_place)
     if "RANK" in os.environ:
         _check_environment()
-        _join(config, options, path, fresh, "torchrun")
-        return
-    step = read_step(os.environ) if nodes is None else None  # --nodes wins over SLURM
-    if step and not step.one_per_node:
+        _join(config, ranks, path, fresh, "torchrun")
+    elif step := read_step(os.environ):
+        _check_tasks(step, config)
         os.environ.update(_task_environment(step))
-        _join(config, options, path, fresh, "srun")
-        return
-    if step:
-        nodes, meeting_place = len(step.tasks), meeting_place or f"{step.hosts[0]}:{step.port}"
-    place = _place(nodes, meeting_place, path, fresh)
-    if place is ALONE:
-        _launch_alone(config, ranks, path, fresh)
+        _join(config, ranks, path, fresh, "srun")
     else:
-        assert path is not None
-        _start(config, ranks, path, place, nodes or 1)
+        _launch_alone(config, ranks, path, fresh)
+
+
+def torchrun_line(nodes: str, host: str) -> str:
+    """The line that starts a run of several nodes, on each of them."""
+    return (
+        f"torchrun --nnodes {nodes} --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint {host} "
+        "--max-restarts 3 -m -- ithaca train … --run DIR"
+    )
+
+
+def _refuse_nodes(nodes: int | None, meeting_place: str | None) -> NoReturn:
+    """Options of an own way to start several nodes. They stay as words, to say what does it now."""
+    given = {"--nodes": nodes, "--meet": meeting_place}
+    words = " ".join(f"{name} {shown(value)}" for name, value in given.items() if value is not None)
+    if nodes == 1 and meeting_place is None:
+        raise ConfigError(f"{words} is the default: leave it out to train on this node alone")
+    count = str(nodes) if nodes and nodes > 1 else "2"
+    host = meeting_place if meeting_place and re.fullmatch(r"[\w.:\[\]-]{1,255}", meeting_place) else "node0:29500"
+    raise ConfigError(f"{words} is not an option any more: start on each node {torchrun_line(count, host)}")
 
 
 def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: bool) -> None:
@@ -71,16 +86,15 @@ def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: b
     if count == 1:
         train(config, folder.path)
     else:
-        _start(config, count, folder.path, ALONE, 1)
+        _start(config, count, folder.path)
 
 
-def _join(config: Config, options: Mapping[str, object], path: Path | None, fresh: bool, starter: str) -> None:
+def _join(config: Config, ranks: int | None, path: Path | None, fresh: bool, starter: str) -> None:
     """Train as one rank of a job that torchrun or srun started."""
-    for option, value in options.items():
-        if value is not None:
-            raise ConfigError(
-                f"{option} {value} cannot be given under {starter}, which started {os.environ['WORLD_SIZE']} ranks"
-            )
+    if ranks is not None:
+        raise ConfigError(
+            f"--ranks {ranks} cannot be given under {starter}, which started {os.environ['WORLD_SIZE']} ranks"
+        )
     if path is None:
         raise ConfigError(f"--run is missing: under {starter} name the run folder, on a disk that all nodes share")
     if fresh:
@@ -115,28 +129,19 @@ def _is_number(text: str) -> bool:
 def _task_environment(step: Step) -> dict[str, str]:
     """Return the environment of a SLURM task as a rank. The user's MASTER_ADDR and MASTER_PORT win."""
     given = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
-    shown = {"LOCAL_RANK": "0"} if torch.cuda.device_count() == 1 else {}
-    return {**step.environment(), **given, **shown}
+    only = {"LOCAL_RANK": "0"} if torch.cuda.device_count() == 1 else {}  # the one GPU that SLURM shows this task
+    return {**step.environment(), **given, **only}
 
 
-def _place(nodes: int | None, meeting_place: str | None, path: Path | None, fresh: bool) -> Place:
-    """Return the place where the launchers of several nodes meet."""
-    if nodes is not None and nodes < 1:
-        raise ConfigError(f"--nodes is {nodes}: 1 or more is needed")
-    if nodes is None or nodes == 1:
-        if meeting_place is not None:
-            number = "is not given" if nodes is None else "is 1"
-            raise ConfigError(
-                f"--meet {meeting_place} is for several nodes, but --nodes {number}: give their number, as --nodes 2"
-            )
-        return ALONE
-    if meeting_place is None:
-        raise ConfigError(f"--meet is missing: name the one of the {nodes} nodes where they meet, as --meet node0")
-    if path is None:
-        raise ConfigError(f"--run is missing: name the run folder, on a disk that all {nodes} nodes share")
-    if fresh:
-        raise ConfigError(f"--fresh cannot be given with --nodes {nodes}, each of which would do it: name a new --run")
-    return read_place(meeting_place)
+def _check_tasks(step: Step, config: Config) -> None:
+    """A task is a rank. Refuse one task for several GPUs: the others would stay idle."""
+    gpus = torch.cuda.device_count() if config.train.device != "cpu" else 0
+    if step.one_per_node and gpus > 1:
+        line = torchrun_line(str(len(step.tasks)), f"{step.hosts[0]}:{step.port}")
+        raise ConfigError(
+            f"srun started 1 task on each of {len(step.tasks)} nodes, but this node has {gpus} GPUs: start a task for "
+            f"each, as srun --ntasks-per-node={gpus}, or let torchrun start the ranks, as srun {line}"
+        )
 
 
 def _count(config: Config, ranks: int | None) -> int:
@@ -161,23 +166,16 @@ def _new_folder(config: Config) -> Path:
     return path
 
 
-def _start(config: Config, ranks: int | None, path: Path, place: Place, nodes: int) -> None:
-    """Train on processes of this node and of the other nodes. Restart all of them when one dies."""
-    with Watch() as watch, meet(place, nodes, lambda: watch.asked) as meeting:
-        count = _count(config, ranks)
-        if nodes > 1:
-            tell(f"Waiting on {meeting.name} for {nodes} nodes to meet at {place}", sys.stdout)
-        meeting.number_ranks(count, _options(config))
-        if nodes > 1:
-            first, last = meeting.ranks[0], meeting.ranks[-1]
-            tell(f"Ranks {first} to {last} of {meeting.world} run on {meeting.name}", sys.stdout)
+def _start(config: Config, count: int, path: Path) -> None:
+    """Train on processes of this node. Restart all of them when one dies."""
+    with Watch() as watch:
         folder, failures = RunFolder(path), 0  # in a row
-        saved = meeting.newest("start", folder.last_checkpoint())
+        saved = folder.last_checkpoint()
         for attempt in itertools.count():
-            how = _attempt(config, path, attempt, meeting, watch)
+            how = _attempt(config, path, count, attempt, watch)
             if how is None:
                 return
-            newest = meeting.newest(f"attempt {attempt}", folder.last_checkpoint())
+            newest = folder.last_checkpoint()
             failures, saved = (1 if newest > saved else failures + 1), max(saved, newest)
             if failures > RESTARTS:
                 raise RunError(
@@ -188,19 +186,39 @@ def _start(config: Config, ranks: int | None, path: Path, place: Place, nodes: i
             tell(f"{how[0].upper()}{how[1:]}. {again}", sys.stderr)
 
 
-def _options(config: Config) -> dict[str, str]:
-    """Return all options by name, as text that nodes can compare."""
-    sections = {section.name: getattr(config, section.name) for section in fields(config)}
-    sections["plan"] = config.plan or SimpleNamespace(recipe=AUTO)
-    return {
-        f"{section}.{name}": repr(value)
-        for section, options in sections.items()
-        for name, value in vars(options).items()
+def _attempt(config: Config, path: Path, count: int, attempt: int, watch: Watch) -> str | None:
+    """Run the job once, to its end. Return how the first rank died; None if none did."""
+    store = _open_store()
+    return run_ranks(config, path, _environments(count, store.port, attempt), watch)
+
+
+def _environments(count: int, port: int, attempt: int) -> list[dict[str, str]]:
+    """What each rank must find in its environment to join the others in this attempt."""
+    common = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: rank 0 must not open one
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
     }
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def _attempt(config: Config, path: Path, attempt: int, meeting: Meeting, watch: Watch) -> str | None:
-    """Run the job once, to its end on all nodes. Return how the first rank died; None if none did."""
-    environments = meeting.environments(attempt)
-    how = run_ranks(config, path, environments, watch, lambda: meeting.troubled(attempt))
-    return meeting.settle(attempt, f"{how} on {meeting.name}" if how and meeting.nodes > 1 else how)
+def _open_store() -> dist.TCPStore:
+    """torch's store for the ranks of an attempt, in this process: whoever dies, the others can still ask there.
+
+    It gets a socket of the loopback. torch's own takes connections on every interface, whatever the host.
+    """
+    try:
+        with socket.socket() as opened:
+            opened.bind((LOOPBACK, 0))
+            opened.listen()
+            port, fd = opened.getsockname()[1], opened.detach()
+        wait = timedelta(seconds=STORE_SECONDS)
+        return dist.TCPStore(LOOPBACK, port, None, True, timeout=wait, wait_for_workers=False, master_listen_fd=fd)
+    except (OSError, dist.DistError) as problem:
+        raise RunError(
+            f"the store of the ranks cannot be opened at {LOOPBACK} ({first_line(problem)}): "
+            "allow more open files, as ulimit -n 4096"
+        ) from None

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -84,12 +84,10 @@ class Rank:
     pipe: Connection  # where it says what the user did wrong
 
 
-def run_ranks(
-    config: Config, path: Path, environments: list[dict[str, str]], watch: Watch, elsewhere: Callable[[], bool]
-) -> str | None:
+def run_ranks(config: Config, path: Path, environments: list[dict[str, str]], watch: Watch) -> str | None:
     """Run ranks to their end, each with its environment. Return how the first rank died; None if none did.
 
-    The ranks end, too, when `elsewhere` reports a death on another node. A user's mistake is raised.
+    A user's mistake is raised.
     """
     ranks: list[Rank] = []
     try:
@@ -97,12 +95,11 @@ def run_ranks(
             ranks.append(_start(config, path, environment))
             watch.ranks.append(ranks[-1].process)
         watch.forward_request()  # a signal may have come before the ranks had started
-        while not _death(ranks) and _alive(ranks) and not elsewhere():
+        while not _death(ranks) and _alive(ranks):
             time.sleep(POLL_SECONDS)
         how = _death(ranks)
         _kill(ranks)
         while _alive(ranks) and watch.asked < 2:  # a rank that waits for a disk or a driver takes its time
-            elsewhere()
             time.sleep(POLL_SECONDS)
     finally:
         _kill(ranks)

@@ -31,7 +31,7 @@ class Step:
 
     @property
     def one_per_node(self) -> bool:
-        """Whether each task has a node for itself, and is to start the ranks there."""
+        """Whether each task has a node for itself."""
         return all(count == 1 for count in self.tasks)
 
     def environment(self) -> dict[str, str]:
@@ -55,7 +55,7 @@ def read_step(environ: Mapping[str, str]) -> Step | None:
     except (KeyError, ValueError) as problem:
         raise ConfigError(
             f"SLURM says that this is one of {environ['SLURM_STEP_NUM_TASKS']} tasks, but its variables cannot "
-            f"be read ({type(problem).__name__}: {problem}): --nodes 1 trains on this node alone"
+            f"be read ({type(problem).__name__}: {problem}): unset SLURM_STEP_NUM_TASKS to train on this node alone"
         ) from None
 
 

@@ -162,7 +162,7 @@ def test_more_gpus_than_a_node_has(say: Say) -> None:
     """The answer says how they share a sequence, and where the command is started."""
     out = say("llama3-8b", "--gpus", "16xH100-80GB", "--tokens", "5M").out
     assert "; 16 GPUs share each sequence (8 Ulysses × 2 ring ranks)" in out.splitlines()[0]
-    assert "To train, on each of the 2 nodes (with srun, or with --nodes 2 --meet HOST):" in out
+    assert "To train, on each of the 2 nodes (by srun or torchrun, as docs/clusters.md shows):" in out
     assert re.search(r"Host memory: .* on each node", out)
 
 

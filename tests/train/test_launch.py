@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+import torch.distributed as dist
 
 from ithaca.base.errors import RunError
 from ithaca.config import Config
 from ithaca.train import launch
-from ithaca.train.nodes import ALONE
 from ithaca.train.run_folder import RunFolder
 
 
@@ -16,12 +17,12 @@ def start(monkeypatch: pytest.MonkeyPatch, path: Path, attempt: Callable[[int], 
     """Launch a run whose attempts end as given; return their numbers."""
     attempts = []
 
-    def once(config: Config, path: Path, number: int, *_: object) -> str | None:  # noqa: ARG001
+    def once(config: Config, path: Path, count: int, number: int, *_: object) -> str | None:  # noqa: ARG001
         attempts.append(number)
         return attempt(number)
 
     monkeypatch.setattr(launch, "_attempt", once)
-    launch._start(Config(), 1, path, ALONE, 1)
+    launch._start(Config(), 1, path)
     return attempts
 
 
@@ -47,3 +48,30 @@ def test_failures_without_progress_end_the_run(monkeypatch: pytest.MonkeyPatch, 
     save(tmp_path, 40)  # an old checkpoint is no progress
     with pytest.raises(RunError, match="signal 9, and 3 restarts in a row made no new checkpoint: fix the cause"):
         start(monkeypatch, tmp_path, lambda _: "rank 1 was killed by signal 9")
+
+
+def test_ranks_of_one_node_come_from_nowhere_else() -> None:
+    """The store has a socket of the loopback alone."""
+    store = launch._open_store()
+    found = [item for item in psutil.Process().net_connections() if item.laddr and item.laddr.port == store.port]
+    assert {item.laddr.ip for item in found} == {"127.0.0.1"}
+    store.set("key", "value")
+    assert dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False).get("key") == b"value"
+
+
+def test_a_store_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise dist.DistStoreError("The client socket has timed out\nwith a trace")
+
+    monkeypatch.setattr(dist, "TCPStore", fail)
+    with pytest.raises(RunError, match=r"at 127.0.0.1 \(The client socket has timed out\): allow more open files"):
+        launch._open_store()
+
+
+def test_every_rank_has_a_number_and_all_the_same_store() -> None:
+    found = launch._environments(3, 1234, 2)
+    assert [(item["RANK"], item["LOCAL_RANK"]) for item in found] == [("0", "0"), ("1", "1"), ("2", "2")]
+    for item in found:
+        assert (item["WORLD_SIZE"], item["LOCAL_WORLD_SIZE"]) == ("3", "3")
+        assert (item["MASTER_ADDR"], item["MASTER_PORT"]) == ("127.0.0.1", "1234")
+        assert item["TORCHELASTIC_RESTART_COUNT"] == "2"

@@ -1,30 +1,30 @@
-"""`ithaca train` on two nodes, which are two launchers on this machine that meet over its loopback."""
+"""`ithaca train` on several nodes: torchrun's and srun's processes on this machine, over its loopback."""
 
 import multiprocessing
 import os
 import random
 import signal
 import socket
+import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
+from ithaca.cli import main
 from ithaca.config import Config, read_config
+from ithaca.train import launch
 from ithaca.train.loop import train
 from ithaca.train.processes import Watch, run_ranks, worker
 from ithaca.train.run_folder import RunFolder
-from ithaca.train.slurm import FIRST_PORT, PORTS
-from ithaca.train.stop import SAME_SECONDS, StopRequest
-from tests.nursery import SECONDS, Ended, Nursery, ranks_of
+from ithaca.train.slurm import FIRST_PORT, PORTS, Step
+from tests.nursery import SECONDS, Nursery
 from tests.train.conftest import SMALL
 from tests.train.test_mistakes import assert_one_sentence
-
-SWEEP = ["plan.recipe=sweep", "mesh.ulysses=2", "mesh.ring=2", "plan.chunk=32", "train.steps=9"]
-ENDLESS = "train.steps=1000000"
 
 
 def free_port() -> int:
@@ -42,11 +42,6 @@ def free_port() -> int:
 def words(run: str, model: Path, *sets: str) -> list[str]:
     options = [*SMALL, f"model.source={model}", "model.dtype=float32", *sets]
     return ["train", "--run", run, *(word for item in options for word in ("--set", item))]
-
-
-def two_nodes(run: str, ranks: int, model: Path, *sets: str) -> list[tuple[list[str], dict[str, str]]]:
-    nodes = ["--nodes", "2", "--meet", f"127.0.0.1:{free_port()}", "--ranks", str(ranks)]
-    return [(words(run, model, *sets) + nodes, {})] * 2
 
 
 def slurm(tasks: str, node: int, local: int, port: int) -> dict[str, str]:
@@ -74,118 +69,6 @@ def wait_for_steps(path: Path, steps: int) -> None:
         time.sleep(0.02)
 
 
-@dataclass(frozen=True)
-class KillThenStop:
-    """Kill the rank of one node and, when the run goes on after that, ask that node to stop."""
-
-    path: Path
-
-    def __call__(self, launchers: list[int]) -> None:
-        wait_for_steps(self.path, 5)
-        ranks_of(launchers[1])[0].kill()
-        wait_for_steps(self.path, len(losses(self.path)) + 3)  # those that are left take one more at most
-        os.kill(launchers[1], signal.SIGINT)
-
-
-@dataclass(frozen=True)
-class StopOneAndKillOne:
-    """Ask one node of a job to stop, and kill a rank of another job's."""
-
-    folder: Path
-
-    def __call__(self, launchers: list[int]) -> None:
-        wait_for_steps(self.folder / "stopped", 1)
-        os.kill(launchers[3], signal.SIGINT)
-        wait_for_steps(self.folder / "killed", 5)
-        ranks_of(launchers[1])[1].kill()
-
-
-@dataclass(frozen=True)
-class StopAtOnce:
-    """Ask one node twice."""
-
-    folder: Path
-
-    def __call__(self, launchers: list[int]) -> None:
-        wait_for_steps(self.folder / "run", 1)
-        ranks_of(launchers[0])[0].suspend()  # else one request would do
-        for _ in range(2):
-            os.kill(launchers[0], signal.SIGTERM)
-            time.sleep(4 * SAME_SECONDS)
-
-
-def train_some(config: Config, path: Path, steps: int) -> None:
-    """Stop after some steps as Ctrl-C does."""
-    asked = iter(range(1, steps + 1))
-    StopRequest.agreed = lambda _: next(asked) == steps
-    train(config, path)
-
-
-def test_two_nodes(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
-    """Both launchers go round once and end well, and the losses are those of two undisturbed ranks on one node."""
-    disturb = KillThenStop(tmp_path / "run")
-    for end in nursery.commands(*two_nodes("run", 1, small_model, ENDLESS), folder=tmp_path, disturb=disturb):
-        check_went_round(end)
-    found = losses(tmp_path / "run")
-    assert len(found) >= 8
-    assert (tmp_path / "run" / "checkpoints" / f"step-{len(found):08d}").exists()
-    config = read_config(None, [*SMALL, f"model.source={small_model}", "model.dtype=float32", ENDLESS])
-    for end in nursery.job(train_some, config, tmp_path / "one", len(found), ranks=2):
-        assert end.code == 0, end.err
-    assert losses(tmp_path / "one") == found
-
-
-def check_went_round(end: Ended) -> None:
-    assert end.code == 0, end.err
-    assert "Traceback" not in end.err
-    assert f"was killed by signal 9 on {socket.gethostname()}. Restarting" in end.err
-    assert "(1 of 3)" in end.err
-    assert "(2 of 3)" not in end.err
-
-
-@pytest.mark.full
-def test_two_nodes_of_two_ranks_and_two_of_one(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
-    """A job whose rank is killed, and one that is stopped, at the same time: processes take long to start."""
-    commands = [
-        *two_nodes("killed", 2, small_model, *SWEEP),
-        *two_nodes("stopped", 1, small_model, ENDLESS),
-    ]
-    ends = nursery.commands(*commands, folder=tmp_path, disturb=StopOneAndKillOne(tmp_path))
-    check_killed(nursery, small_model, tmp_path, ends[:2])
-    check_stopped(tmp_path, ends[2:])
-
-
-def check_killed(nursery: Nursery, model: Path, folder: Path, ends: list[Ended]) -> None:
-    """Both launchers have gone round once, and the losses are those of four undisturbed ranks on one node."""
-    for end in ends:
-        check_went_round(end)
-    config = read_config(None, [*SMALL, f"model.source={model}", "model.dtype=float32", *SWEEP])
-    for end in nursery.job(train, config, folder / "one", ranks=4):
-        assert end.code == 0, end.err
-    assert losses(folder / "killed") == losses(folder / "one")
-    assert len(losses(folder / "one")) == 9
-
-
-def check_stopped(folder: Path, ends: list[Ended]) -> None:
-    """One launcher was asked; the run has saved, and ended well on both nodes."""
-    assert [end.code for end in ends] == [0, 0], ends
-    assert "Stopped after step" in ends[0].out + ends[1].out
-    assert not any("Traceback" in end.err for end in ends)
-    assert RunFolder(folder / "stopped").has_checkpoints()
-
-
-@pytest.mark.full
-def test_two_nodes_stopped_at_once(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
-    """The node that was not asked is told why."""
-    commands = two_nodes("run", 1, small_model, ENDLESS, "run.checkpoint_every=0")
-    asked, other = nursery.commands(*commands, folder=tmp_path, disturb=StopAtOnce(tmp_path))
-    assert asked.code == 130, asked
-    assert other.code == 1, other
-    assert f"error: the run was stopped on {socket.gethostname()}" in other.err
-    assert "Traceback" not in asked.err + other.err
-    assert not RunFolder(tmp_path / "run").has_checkpoints()
-
-
 def lonely(port: int) -> dict[str, str]:
     """The environment of a launcher's only rank."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -199,7 +82,7 @@ def ask_too_early(config: Config, path: Path) -> None:
         while not watch.asked:
             time.sleep(0.01)
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        assert run_ranks(config, path, [lonely(store.port)], watch, lambda: False) is None
+        assert run_ranks(config, path, [lonely(store.port)], watch) is None
 
 
 @pytest.mark.full
@@ -245,36 +128,56 @@ def test_a_task_of_srun_for_each_rank(nursery: Nursery, small_model: Path, tmp_p
     assert losses(tmp_path / "run") == losses(tmp_path / "one")
 
 
-@pytest.mark.full
-def test_a_task_of_srun_for_each_node(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
-    """Each starts a rank, which meets a mistake."""
-    wrong = [*words("wrong", small_model, "mesh.ulysses=2", "plan.recipe=dense"), "--ranks", "1"]
-    port = free_port()
-    tasks = [(wrong, slurm("1,1", node, 0, port)) for node in (0, 1)]
-    for end in nursery.commands(*tasks, folder=tmp_path, disturb=nobody):
-        assert end.code == 2
-        assert_one_sentence(end)
-        assert "recipe 'dense' has no context parallelism" in end.err
-    assert not RunFolder(tmp_path / "wrong").begun()
+def in_srun(gpus: int, folder: Path) -> None:
+    """A task of a step with one task on each of two nodes, on a node with some GPUs."""
+    torch.cuda.device_count = lambda: gpus
+    os.chdir(folder)
+    os.environ.update(slurm("1,1", 0, 0, 20001))
+    sys.argv = ["ithaca", "train", "--run", "run"]
+    main()
+
+
+def test_a_task_of_srun_for_each_node(nursery: Nursery, tmp_path: Path) -> None:
+    """One task cannot use eight GPUs; torchrun can start the ranks."""
+    (end,) = nursery.job(in_srun, 8, tmp_path)
+    assert end.code == 2, end
+    assert_one_sentence(end)
+    assert "srun started 1 task on each of 2 nodes, but this node has 8 GPUs" in end.err
+    assert "as srun --ntasks-per-node=8, or" in end.err
+    assert "as srun torchrun --nnodes 2 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint localhost:" in end.err
+
+
+def test_a_task_of_srun_for_each_node_of_one_gpu() -> None:
+    for gpus, device in ((1, "auto"), (0, "auto"), (8, "cpu")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+            step = Step(hosts=("a", "b"), tasks=(1, 1), node=0, local=0, port=20001)
+            launch._check_tasks(step, Config(train=replace(Config().train, device=device)))
 
 
 TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "20001"}
 
+LINE = "start on each node torchrun --nnodes 2 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint"
+
 REFUSED: dict[str, tuple[list[str], dict[str, str]]] = {
-    "--meet is missing": (["--nodes", "2", "--run", "run"], {}),
-    "--run is missing": (["--nodes", "2", "--meet", "localhost"], {}),
-    "--fresh cannot be given with --nodes 2": (["--nodes", "2", "--meet", "localhost", "--run", "run", "--fresh"], {}),
-    "--nodes is 0: 1 or more": (["--nodes", "0"], {}),
-    "--meet localhost is for several nodes, but --nodes is not given": (["--meet", "localhost"], {}),
-    "--meet localhost is for several nodes, but --nodes is 1": (["--nodes", "1", "--meet", "localhost"], {}),
-    "names port 'x'": (["--nodes", "2", "--meet", "localhost:x", "--run", "run"], {}),
-    "is not known here": (["--nodes", "2", "--meet", "node.invalid", "--run", "run"], {}),
-    "--nodes 2 cannot be given under torchrun": (["--nodes", "2"], {**TORCHRUN, "RANK": "0"}),
+    f"--nodes 2 is not an option any more: {LINE} node0:29500 --max-restarts 3": (["--nodes", "2", "--run", "run"], {}),
+    f"--nodes 2 --meet 'localhost:4321' is not an option any more: {LINE} localhost:4321": (
+        ["--nodes", "2", "--meet", "localhost:4321", "--run", "run"],
+        {},
+    ),
+    f"--meet 'localhost' is not an option any more: {LINE} localhost": (["--meet", "localhost"], {}),
+    f"--meet 'a b' is not an option any more: {LINE} node0:29500": (["--meet", "a b"], {}),
+    "--nodes 1 is the default: leave it out": (["--nodes", "1"], {}),
+    "--nodes 4 is not an option any more: start on each node torchrun --nnodes 4": (
+        ["--nodes", "4"],
+        {**TORCHRUN, "RANK": "0"},
+    ),
     "the environment has RANK=0, as torchrun sets it, but no WORLD_SIZE": ([], {"RANK": "0"}),
     "the environment has RANK=2 and WORLD_SIZE=2": ([], {**TORCHRUN, "RANK": "2"}),
+    "--ranks 2 cannot be given under torchrun, which started 2": (["--ranks", "2"], {**TORCHRUN, "RANK": "0"}),
+    "--fresh cannot be given under torchrun": (["--run", "run", "--fresh"], {**TORCHRUN, "RANK": "0"}),
     "--ranks 2 cannot be given under srun, which started 3": (["--ranks", "2"], slurm("2,1", 0, 0, 20001)),
     "--run is missing: under srun": ([], slurm("2,1", 0, 0, 20001)),
-    "--run is missing: name the run folder, on a disk that all 2": ([], slurm("1,1", 0, 0, 20001)),
 }
 
 

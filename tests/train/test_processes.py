@@ -25,7 +25,7 @@ from ithaca.train.stop import StopRequest
 from tests.nursery import Nursery, fork_ranks
 
 
-def launch(train: Callable[..., None], asked: bool = False, elsewhere: Callable[[Watch], bool] | None = None) -> None:
+def launch(train: Callable[..., None], asked: bool = False) -> None:
     """Run two ranks that train so, on a machine without a folder for temporary files; print how it ended."""
     fork_ranks()
     processes.train = train  # pyrefly: ignore
@@ -37,7 +37,7 @@ def launch(train: Callable[..., None], asked: bool = False, elsewhere: Callable[
         if asked:
             watch._handle(signal.SIGTERM, None)
         try:
-            print(run_ranks(None, Path(), environments, watch, lambda: bool(elsewhere and elsewhere(watch))))  # pyrefly: ignore
+            print(run_ranks(None, Path(), environments, watch))  # pyrefly: ignore
         except (IthacaError, KeyboardInterrupt) as error:
             print(type(error).__name__, error)
 
@@ -66,18 +66,9 @@ def fill_the_disk(config: Any, path: Path, launched: bool) -> None:  # noqa: ARG
     raise RunError("the disk is full" + 10**6 * "!" if os.environ["RANK"] == "1" else "the disk is full")
 
 
-def once_they_have_ended(watch: Watch) -> bool:
-    for rank in watch.ranks:
-        rank.join()
-    return True
-
-
 @pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("elsewhere", [None, once_they_have_ended])
-def test_a_sentence_is_told_whatever_else_ended_the_ranks(
-    nursery: Nursery, asked: bool, elsewhere: Callable[[Watch], bool] | None
-) -> None:
-    (end,) = nursery.job(launch, fill_the_disk, asked, elsewhere)
+def test_a_sentence_is_told_whatever_else_ended_the_ranks(nursery: Nursery, asked: bool) -> None:
+    (end,) = nursery.job(launch, fill_the_disk, asked)
     assert (end.code, end.err) == (0, "")
     assert end.out.startswith("RunError the disk is full")
 
@@ -126,39 +117,32 @@ class Process:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
-    """run_ranks over a process that is given, after so many requests."""
+    """run_ranks over processes that are given, after so many requests."""
     monkeypatch.setattr(processes, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(processes, "GONE_SECONDS", 0.001)
 
-    def run(process: Process, elsewhere: Callable[[], bool], asked: int = 0) -> str | None:
-        rank = Rank("0", process, multiprocessing.Pipe()[0])  # pyrefly: ignore
-        monkeypatch.setattr(processes, "_start", lambda *_: rank)
+    def run(*ranks: Process, asked: int = 0) -> str | None:
+        started = iter(
+            [Rank(str(number), rank, multiprocessing.Pipe()[0]) for number, rank in enumerate(ranks)]  # pyrefly: ignore
+        )
+        monkeypatch.setattr(processes, "_start", lambda *_: next(started))
         watch: Any = SimpleNamespace(ranks=[], asked=asked, forward_request=lambda: None)
-        return run_ranks(None, Path(), [{}], watch, elsewhere)  # pyrefly: ignore
+        return run_ranks(None, Path(), [{} for _ in ranks], watch)  # pyrefly: ignore
 
     return run
 
 
 def test_a_rank_that_is_slow_to_die(run: Callable[..., str | None]) -> None:
-    """It is waited for, and the other nodes are heard meanwhile, until all is over or one is asked twice."""
-    looks: list[None] = []
-
-    def elsewhere() -> bool:
-        looks.append(None)
-        if len(looks) == 20:
-            raise RunError("called off")
-        return True
-
-    assert run(Process(*8 * [None], -9), elsewhere) is None
-    assert 3 < len(looks) < 10
-    with pytest.raises(RunError, match="called off"):
-        run(Process(None), elsewhere)
+    """It is waited for until it has ended, or until one is asked twice."""
+    slow = Process(*8 * [None], -9)
+    assert run(Process(1), slow) == "rank 0 ended with code 1"
+    assert slow.exitcode == -9
     with pytest.raises(KeyboardInterrupt):
-        run(Process(None), lambda: True, asked=2)
+        run(Process(1), Process(None), asked=2)
 
 
 def test_a_rank_that_dies_just_when_it_is_looked_at(run: Callable[..., str | None]) -> None:
-    assert run(Process(None, 1), lambda: False) == "rank 0 ended with code 1"
+    assert run(Process(None, 1)) == "rank 0 ended with code 1"
 
 
 def test_the_first_request_is_passed_on_and_the_second_kills(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,9 +66,9 @@ def test_no_step_of_several_tasks(environ: dict[str, str]) -> None:
 def test_a_step_that_cannot_be_read() -> None:
     for name, value in (("SLURM_NODEID", None), ("SLURM_STEP_TASKS_PER_NODE", None), ("SLURM_LOCALID", "x")):
         environ = {**STEP, name: value} if value else {key: text for key, text in STEP.items() if key != name}
-        with pytest.raises(ConfigError, match=r"one of 16 tasks, but its variables .*: --nodes 1 trains"):
+        with pytest.raises(ConfigError, match=r"one of 16 tasks, but its variables .*: unset SLURM_STEP_NUM_TASKS"):
             read_step(environ)
-    with pytest.raises(ConfigError, match=r"one of many tasks, but its variables .*: --nodes 1 trains"):
+    with pytest.raises(ConfigError, match=r"one of many tasks, but its variables .*: unset SLURM_STEP_NUM_TASKS"):
         read_step({**STEP, "SLURM_STEP_NUM_TASKS": "many"})
 
 
