@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ithaca import __version__
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.sizes import format_count, format_seconds
@@ -18,7 +20,6 @@ from ithaca.doctor.rates import measured_tables
 from ithaca.model.config_json import find_config
 from ithaca.parallel.mesh import mesh
 from ithaca.rehearsal.measure import write_rates
-from ithaca.tape.file import free_space
 
 SECTIONS = (
     versions.SECTION,
@@ -49,9 +50,13 @@ def check(options: Options) -> None:
         find_config(options.model)
     if options.device not in (None, "cpu", "cuda"):
         raise ConfigError(f"--device {options.device} is not known: cpu and cuda are")
-    if options.disk is not None:
-        free_space(str(options.disk))
-    if options.out is not None and (options.out.is_dir() or not os.access(options.out.parent, os.W_OK)):
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda needs a CUDA GPU, and there is none here: --device cpu works")
+    if options.disk is not None and not (options.disk.is_dir() and os.access(options.disk, os.W_OK)):
+        raise ConfigError(f"--disk {options.disk} is no folder that a file can be made in: name one, as --disk /tmp")
+    # Only the first rank writes, and other nodes may not have the folder
+    first = os.environ.get("RANK", "0") == "0"
+    if first and options.out and (options.out.is_dir() or not os.access(options.out.parent, os.W_OK)):
         raise ConfigError(f"--out {options.out} cannot be written: name a file in a folder that exists")
 
 

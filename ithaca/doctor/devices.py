@@ -85,18 +85,19 @@ def attention(kernel: str, device: torch.device, effort: Effort) -> dict[str, fl
 
 def conclude(exam: Exam, told: list[Found], findings: dict[str, Found]) -> Found:  # noqa: ARG001
     seats = [(exam.nodes[rank], found["id"]) for rank, found in enumerate(told)]
+    shared = max(map(seats.count, seats))
     names = dict.fromkeys(name for found in told for name in found["rates"])
     rates: dict[str, list[float | None]] = {name: [found["rates"].get(name) for found in told] for name in names}
     return {
         "device": told[0]["device"],
         "cores": told[0]["cores"],
-        "ranks_on_a_device": max(map(seats.count, seats)),
+        "ranks_on_a_device": shared,
         "memory": min(found["memory"] for found in told),
         "free": min(found["free"] for found in told),
         "host_free": min(found["host_free"] for found in told),
         "slowest": {name: min(filter(None, values)) for name, values in rates.items()},
         "by_rank": rates,
-        "notes": _odd_devices(told) + _slow_ranks(rates),
+        "notes": _odd_devices(told) + ([] if shared > 1 else _slow_ranks(rates)),
         "not_run": told[0]["not_run"],
         "problems": [f"rank {rank}: {error}" for rank, found in enumerate(told) for error in found["errors"]],
     }

@@ -22,8 +22,8 @@ TITLES = {
     "host": ("host link, all GPUs at once", "B/s"),
     "inside": ("to other ranks of the node", "B/s"),
     "across": ("to other nodes", "B/s"),
-    "memory": ("memory of a GPU", "B"),
-    "ram": ("host memory for each GPU", "B"),
+    "memory": ("memory of a rank's device", "B"),
+    "ram": ("host memory of a rank", "B"),
     "disk": ("disk of a node, beside products", "B/s"),
 }
 

@@ -60,20 +60,24 @@ def examine(exam: Exam) -> Found:
 
 
 def compare(grid: Mesh, dtype: str) -> Found:
-    """The distance of every recipe from one rank, tensor by tensor, and how far each may be."""
+    """The distance of every recipe from one rank. The first rank compares: all ranks have the same whole gradients."""
     source = small_model(dtype)
-    rows = packed_rows(source.spec.vocab)
-    one = step(apply(source, Plan(recipe="dense"), alone(grid.device.type)), rows)
-    exact, twin = (naive_step(source, rows, kind, grid.device) for kind in (torch.float64, DTYPES[dtype]))
-    allowed_one, allowed = allowances(one, exact, twin, DTYPES[dtype])
-    found = [{"recipe": "one rank", "mesh": "against the naive twin", **judge(one, exact, allowed_one)}]
+    rows = packed_rows(source.spec.vocab, grid.size + 1)  # more than data ranks, and not evenly
+    found, allowed, one = [], {}, {}
+    if grid.rank == 0:
+        one = step(apply(source, Plan(recipe="dense"), alone(grid.device.type)), rows)
+        exact = naive_step(source, rows, torch.float64, grid.device)
+        twin = exact if dtype == "float64" else naive_step(source, rows, DTYPES[dtype], grid.device)
+        allowed_one, allowed = allowances(one, exact, twin, DTYPES[dtype])
+        found.append({"recipe": "one rank", "mesh": "against the naive twin", **judge(one, exact, allowed_one)})
     for name in RECIPES:
         for axes in fitting_meshes(name, grid.size, source.spec.heads):
+            entry = {"recipe": name, "mesh": str(axes)}
             try:
-                result = judge(_recipe_step(name, axes, source, rows, grid), one, allowed)
+                outcome = _recipe_step(name, axes, source, rows, grid)
+                found.append(entry | (judge(outcome, one, allowed) if grid.rank == 0 else {}))
             except Exception as error:  # the recipes after it are still worth trying
-                result = {"error": describe(error)}
-            found.append({"recipe": name, "mesh": str(axes), **result})
+                found.append(entry | {"error": describe(error)})
     return {"dtype": dtype, "recipes": found}
 
 
@@ -82,13 +86,13 @@ def small_model(dtype: str) -> ModelSource:
     return ModelSource(spec, CONFIG, RandomWeights(spec, 0, DEVIATION), dtype, None)
 
 
-def packed_rows(vocab: int) -> Rows:
-    """Rows of documents; a fifth of the labels does not count."""
-    generator = torch.Generator().manual_seed(0)
-    shape = len(DOCUMENTS), sum(DOCUMENTS[0])
+def packed_rows(vocab: int, count: int) -> Rows:
+    """Rows of documents, at least one of each kind; a fifth of the labels does not count."""
+    packings = [DOCUMENTS[row % len(DOCUMENTS)] for row in range(max(count, len(DOCUMENTS)))]
+    generator, shape = torch.Generator().manual_seed(0), (len(packings), sum(DOCUMENTS[0]))
     tokens = torch.randint(0, vocab, shape, generator=generator)
     labels = tokens.masked_fill(torch.rand(shape, generator=generator) < 0.2, -100)
-    ids = [torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) for lengths in DOCUMENTS]
+    ids = [torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) for lengths in packings]
     return tokens, labels, torch.stack(ids)
 
 
@@ -183,13 +187,17 @@ def judge(found: Outcome, wanted: Outcome, allowed: Bounds) -> Found:
 
 
 def conclude(exam: Exam, told: list[Found], findings: dict[str, Found]) -> Found:  # noqa: ARG001
-    found = [max(entries, key=_badness) for entries in zip(*(rank["recipes"] for rank in told), strict=True)]
+    found = told[0]["recipes"]
+    for rank, theirs in enumerate(told[1:], start=1):
+        for ours, their in zip(found[1:], theirs["recipes"], strict=True):
+            if "error" in their and "error" not in ours:
+                ours["error"] = f"rank {rank}: {their['error']}"
     problems = [_problem(entry) for entry in found if _badness(entry) > 1]
     return {"dtype": told[0]["dtype"], "ranks": exam.grid.size, "recipes": found, "problems": problems}
 
 
 def _badness(entry: Found) -> float:
-    """What one rank found of a recipe, in order: an error, NaN, and the distance as a multiple of what is allowed."""
+    """The distance as a multiple of what is allowed; infinite for an error or NaN."""
     if "error" in entry or isinstance(entry["distance"], str):
         return math.inf
     return entry["distance"] / entry["allowed"]

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -82,7 +83,7 @@ def ask_too_early(config: Config, path: Path) -> None:
         while not watch.asked:
             time.sleep(0.01)
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        assert run_ranks(config, path, [lonely(store.port)], watch) is None
+        assert run_ranks(partial(train, config, path, launched=True), [lonely(store.port)], watch) is None
 
 
 @pytest.mark.full
@@ -97,7 +98,7 @@ def die_early(config: Config, path: Path) -> None:
     """As a launcher, whose store goes with it, while its rank is still on its way."""
     spawn = multiprocessing.get_context("spawn")
     _, pipe = spawn.Pipe(duplex=False)
-    rank = spawn.Process(target=worker, args=(config, path, lonely(free_port()), pipe))
+    rank = spawn.Process(target=worker, args=(partial(train, config, path, launched=True), lonely(free_port()), pipe))
     rank.start()
     print(rank.pid, flush=True)
     os._exit(0)
