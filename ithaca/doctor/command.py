@@ -55,7 +55,7 @@ def check(options: Options) -> None:
     if options.disk is not None and not (options.disk.is_dir() and os.access(options.disk, os.W_OK)):
         raise ConfigError(f"--disk {options.disk} is no folder that a file can be made in: name one, as --disk /tmp")
     # Only the first rank writes, and other nodes may not have the folder
-    first = os.environ.get("RANK", "0") == "0"
+    first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     if first and options.out and (options.out.is_dir() or not os.access(options.out.parent, os.W_OK)):
         raise ConfigError(f"--out {options.out} cannot be written: name a file in a folder that exists")
 

@@ -38,7 +38,7 @@ CONFIG = {
     "vocab_size": 97,
     "hidden_size": 72,
     "intermediate_size": 104,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 10,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -47,8 +47,8 @@ CONFIG = {
     "hidden_act": "silu",
 }
 DEVIATION = 0.1  # of the weights: with the usual 0.02 attention would be nearly uniform
-DOCUMENTS = ((203,), (1, 60, 35, 107), (97, 2, 104))  # tokens of each document, row by row
-SIZES = {"chunk": 67, "tile": 29}  # of Plans that have them
+DOCUMENTS = ((101,), (1, 30, 17, 53), (48, 2, 51))  # tokens of each document, row by row
+SIZES = {"chunk": 37, "tile": 13}  # of Plans that have them
 
 Rows = tuple[Tensor, Tensor, Tensor]  # tokens, labels, documents
 Outcome = dict[str, Tensor]  # the loss and all gradients, in float64 on the host

@@ -14,9 +14,9 @@ from ithaca.train.stop import SIGNALS
 
 def start(options: Options, ranks: int | None) -> None:
     """Examine this machine's GPUs, or `ranks` processes, or the job that this process is a rank of."""
+    check(options)
     config = Config(train=replace(Config().train, device=options.device or "auto"))
     starter = find_starter(config)
-    check(options)
     if starter and ranks is not None:
         raise ConfigError(f"--ranks {ranks} cannot be given under {starter}, which starts the ranks: leave it out")
     count = 1 if starter else count_ranks(config, ranks)
