@@ -13,10 +13,10 @@ import torch
 
 from ithaca import __version__
 from ithaca.base.errors import ConfigError, RunError
-from ithaca.base.sizes import format_count, format_seconds
+from ithaca.base.sizes import format_count
 from ithaca.doctor import devices, disk, links, meaning, recipes, step, versions
 from ithaca.doctor.exam import Exam, Found, Section, begin, run_sections
-from ithaca.doctor.rates import measured_tables
+from ithaca.doctor.rates import Tables, gpus_option, measured_tables
 from ithaca.model.config_json import find_config
 from ithaca.parallel.mesh import mesh
 from ithaca.rehearsal.measure import write_rates
@@ -70,9 +70,13 @@ def examine_ranks(options: Options) -> None:
     findings = run_sections(exam, SECTIONS, say)
     if not exam.first:
         return
-    written = _write(exam, findings, options.out)
+    tables = measured_tables(exam, findings)
+    if options.out and tables:
+        write_rates(options.out, tables)
     if options.as_json:
-        print(json.dumps(as_object(exam, findings, written), indent=2))
+        print(json.dumps(as_object(exam, findings, options.out if tables else None), indent=2))
+    elif options.out:
+        print(f"\n{_written(exam, options.out, tables)}")
     bad = not_right(findings)
     if bad:
         raise RunError(f"not all is right: {format_count(len(bad), 'section')} of {len(findings)}, {', '.join(bad)}")
@@ -104,17 +108,15 @@ def _title(exam: Exam) -> str:
 
 
 def _print_section(section: Section, found: Found) -> None:
-    print(f"\n{section.name}: {found['status']} ({format_seconds(found['took'])})")
+    print(f"\n{section.name}: {found['status']} ({found['took']:.1f} s)")
     text = [found["skipped"]] if found["status"] == "skipped" else []
     text += section.lines(found) if found["status"] in ("right", "wrong") else []
     for line in (*text, *(f"! {problem}" for problem in found.get("problems", ()))):
         print(f"  {line}".rstrip(), flush=True)
 
 
-def _write(exam: Exam, findings: dict[str, Found], out: Path | None) -> Path | None:
-    """Write what was measured; None if no file was asked for, or if there is nothing to write."""
-    tables = measured_tables(exam, findings)
-    if out is None or not tables:
-        return None
-    write_rates(out, tables)
-    return out
+def _written(exam: Exam, out: Path, tables: Tables) -> str:
+    if not tables:
+        return f"Nothing was written to {out}: the device was not measured"
+    gpus = gpus_option(exam, next(iter(tables)).strip('"'))
+    return f"Wrote {out}, for: ithaca plan {exam.model} --gpus {gpus} --hardware {out}"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
 from ithaca.attention.kernels.choose import make_kernel
@@ -68,7 +69,8 @@ def describe_device(device: torch.device) -> Found:
         free, total = torch.cuda.mem_get_info(device)
         kind = {"device": properties.name, "id": str(getattr(properties, "uuid", device)), "cores": None}
         return {**kind, "memory": total, "free": free, "host_free": host}
-    return {"device": "CPU", "id": "CPU", "cores": os.cpu_count(), "memory": host, "free": host, "host_free": host}
+    kind = {"device": "CPU", "id": "CPU", "cores": os.cpu_count()}
+    return {**kind, "memory": psutil.virtual_memory().total, "free": host, "host_free": host}
 
 
 def refusal(kernel: str, device: torch.device) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from ithaca.base.sizes import format_bytes, format_seconds, format_tokens
 from ithaca.doctor.exam import Exam, Found, Section
-from ithaca.doctor.rates import cluster, known_gpus, measured_tables
+from ithaca.doctor.rates import cluster, gpus_option, known_gpus, measured_tables
 from ithaca.doctor.units import columns, format_rate, rate_title
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
@@ -43,7 +43,7 @@ def conclude(exam: Exam, told: list[Found], findings: dict[str, Found]) -> Found
     tokens = min(most.values())
     answers = {kind: search(spec, there, tokens) if tokens else None for kind, there in clusters.items()}
     return {
-        "gpus": f"{exam.grid.size}x{next(iter(gpus.values())).name}",
+        "gpus": gpus_option(exam, next(iter(gpus.values())).name),
         "table": _table(gpus, findings),
         "model": exam.model,
         "longest": most,

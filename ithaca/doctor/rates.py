@@ -98,6 +98,12 @@ def _read(tables: Tables) -> Gpu:
         return read_gpus(file)[next(iter(tables)).strip('"')]
 
 
+def gpus_option(exam: Exam, name: str) -> str:
+    """The ranks' devices as `--gpus` of `ithaca plan` has them: 8xH200-141GB, or with nodes 2x8xH200-141GB."""
+    nodes = len(set(exam.nodes))
+    return f"{exam.grid.size}x{name}" if nodes == 1 else f"{nodes}x{exam.most_on_a_node}x{name}"
+
+
 def cluster(exam: Exam, gpu: Gpu) -> Cluster:
     """The nodes that the ranks are on."""
     here = exam.most_on_a_node

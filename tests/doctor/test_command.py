@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ithaca.base.errors import PlanError
 from ithaca.cli import app
-from ithaca.doctor import disk, recipes
+from ithaca.doctor import devices, disk, recipes
 from ithaca.doctor.command import SECTIONS
 from ithaca.planner.hardware import read_gpus
 from ithaca.plans.recipes import RECIPES
@@ -29,8 +29,9 @@ def statuses(out: str) -> dict[str, str]:
 
 
 def test_one_rank(nursery: Nursery, tmp_path: Path) -> None:
-    (end,) = nursery.job(doctor, tmp_path, "--ranks", "1", "--quick", "--disk", str(tmp_path))
+    (end,) = nursery.job(doctor, tmp_path, "--ranks", "1", "--quick", "--disk", str(tmp_path), "--out", "here.toml")
     assert end.code == 0, end.err
+    assert "\nWrote here.toml, for: ithaca plan tiny --gpus 1xCPU --hardware here.toml\n" in end.out
     assert statuses(end.out) == dict.fromkeys(NAMES, "right") | {"links": "skipped"}
     assert end.out.startswith("ithaca doctor: 1 rank on 1 node (CPU, gloo)\n")
     assert end.out.endswith("\nAll is right.\n")
@@ -130,6 +131,25 @@ def test_a_wrong_gradient_and_a_section_that_fails(nursery: Nursery, tmp_path: P
     assert re.findall(r"^  (\w+) .*WRONG$", end.out, re.MULTILINE) == ["alst"]
     assert "! rank 0: PlanError: no room\n" in end.out
     assert "All is right" not in end.out
+
+
+def doctor_without_devices(folder: Path, *words: str) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("the driver does not answer")
+
+    devices.matmul_rate = lost  # pyrefly: ignore
+    doctor(folder, *words)
+
+
+def test_a_device_that_was_not_measured(nursery: Nursery, tmp_path: Path) -> None:
+    """The step is measured all the same; nothing is predicted or written."""
+    (end,) = nursery.job(doctor_without_devices, tmp_path, "--ranks", "1", "--out", "here.toml")
+    assert end.code == 1
+    assert "  ! rank 0: matmul: RuntimeError: the driver does not answer\n" in end.out
+    assert re.search(r"^  a step +– +– +[\d.]+ s$", end.out, re.MULTILINE)
+    assert "meaning: skipped" in end.out
+    assert end.out.endswith("\nNothing was written to here.toml: the device was not measured\n")
+    assert not list(tmp_path.iterdir())
 
 
 MISTAKES = {

@@ -92,7 +92,7 @@ def test_what_it_means(exam: Any, findings: dict[str, Found]) -> None:
     assert table["disk"] == (4e9, 2e9)
     assert table["attention.flash4.forward"] == (655e12, 640e12)
     text = "\n".join(meaning.lines(found))
-    assert "16xH200-141GB" in text
+    assert "2x8xH200-141GB" in text
     assert "llama3-8b: longest context" in text
 
 
