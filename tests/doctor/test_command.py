@@ -104,6 +104,27 @@ def test_the_file_is_read_by_plan(four: tuple[dict, Path]) -> None:
     assert tomllib.loads(file.read_text()).keys() == {"CPU"}
 
 
+def test_the_page_shows_what_is_said(four: tuple[dict, Path]) -> None:
+    """Sections, rows and meshes; figures are of their day."""
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^\$ ithaca doctor --ranks 4 .*?\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert statuses(shown) == dict.fromkeys(NAMES, "right")
+
+    def titles(lines: list[str]) -> list[str]:
+        """What stands in the left columns: all before a run of spaces and a figure, or a tensor's name."""
+        return [re.split(r" {2,}(?=[\d–]|model\.)", line)[0] for line in lines]
+
+    sections = four[0]["sections"]
+    for section in SECTIONS:
+        if section.name in ("devices", "recipes"):
+            said = titles(section.lines(sections[section.name]))
+            (text,) = re.findall(rf"^{section.name}: .*\n((?:  .*\n)+)", shown, re.MULTILINE)
+            written = titles([line.removeprefix("  ") for line in text.splitlines()])
+            assert written[1:] == said[1:]  # the first has free memory
+    for row in re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)[: len(NAMES)]:
+        assert row in NAMES
+
+
 def doctor_with_a_mistake(folder: Path, *words: str) -> None:
     """One gradient of one recipe is wrong, and the disk fails."""
     honest = recipes._recipe_step

@@ -1,6 +1,7 @@
 """Sections on several ranks: one that fails on a rank ends neither the others nor the sections after it."""
 
 import json
+import time
 from typing import Any
 
 import torch
@@ -10,8 +11,6 @@ from ithaca.doctor import exam as exams
 from ithaca.doctor.exam import Exam, Found, Section, begin, run_sections
 from ithaca.parallel.mesh import mesh
 from tests.nursery import Nursery
-
-TRIED: list[str] = []
 
 
 def fail_before_a_collective(exam: Exam) -> Found:
@@ -69,3 +68,18 @@ def test_a_rank_that_fails_while_the_others_wait(nursery: Nursery) -> None:
     assert one == "rank 1: ValueError: this rank fails"
     assert zero.startswith("rank 0: ")
     assert two.startswith("rank 2: ")
+
+
+def tell_twice() -> list[list[Found] | None]:
+    grid, told = mesh(device="cpu"), []
+    for number in range(2):
+        exam = begin(grid, True, None, None)
+        time.sleep(0.2 * grid.rank)  # what it told before must not be taken for this
+        told.append(exam.tell("a section", {"number": number}))
+    return told
+
+
+def test_two_examinations_of_one_job(ranks) -> None:
+    first, second = ranks(2).run(tell_twice)
+    assert first == [[{"number": 0}] * 2, [{"number": 1}] * 2]
+    assert second == [None, None]
