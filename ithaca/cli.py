@@ -265,8 +265,14 @@ def main() -> None:
 
 
 def _fail(sentence: str, code: int) -> NoReturn:
-    """Print one line, also where a name or a library's reason has several."""
-    print("error:", " ".join(sentence.split("\n")).strip(), file=sys.stderr)
+    """Print one line, also where a name or a library's reason has several. torchrun does not try again."""
+    line = " ".join(sentence.split("\n")).strip()
+    print("error:", line, file=sys.stderr)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from ithaca.train.elastic import end_torchrun, report_error
+
+        report_error(line)
+        end_torchrun()
     sys.exit(code)
 
 

@@ -5,11 +5,18 @@ torch waits 10 to 30 minutes for a rank that does not come, and does not say whi
 also holds for the start of the process groups: a rank may end after it has signed in.
 
 The store is the one that torch would use: its address is in MASTER_ADDR and MASTER_PORT, and rank 0 opens it unless
-the launcher has done so (TORCHELASTIC_USE_AGENT_STORE). Waiting costs each rank five small requests a second.
+the launcher has done so (TORCHELASTIC_USE_AGENT_STORE). Waiting costs each rank ten small requests a second.
+
+**Attempts.** torchrun keeps its store over restarts, with the addresses of ranks that are gone. So each attempt has a
+part of the store for itself. Rank 0 names it: torchrun's run id and restart count, and a random number. The number is
+needed because each node counts its own restarts, and a node that only follows another one does not count. The other
+ranks take the newest name. A rank that finds its own rank signed in there belongs to a later attempt, and waits for the
+next name.
 """
 
 import json
 import os
+import secrets
 import socket
 import time
 from dataclasses import dataclass
@@ -28,7 +35,8 @@ TOLD_SECONDS = 1.0  # for which a store stays after its rank has given up, so th
 LONGER = "a larger run.timeout, or timeout of ithaca.mesh, waits longer"
 TORCH_SECONDS = default_pg_timeout.total_seconds()  # torch's own timeout of a group, once the job has begun
 
-# Keys of the store
+# Keys of the store. All but the first are in an attempt's own part of it
+_ATTEMPT = "ithaca/attempt"  # the name of the newest one
 _JOINED = "ithaca/joined/"  # + rank
 _ALL = "ithaca/joined"  # set by rank 0 when it has seen all of them
 _GIVEN_UP = "ithaca/given-up"
@@ -43,7 +51,7 @@ class Job:
     host: str
     port: int
     launcher: bool  # whether the store is the launcher's
-    attempt: str = ""  # set apart the keys of ranks that torchrun has started again, with the same store
+    attempt: str = "0"  # torchrun's run id and restart count, as this node has them
 
     @property
     def hosts(self) -> bool:
@@ -54,17 +62,14 @@ class Job:
 def join_job(backend: str, seconds: float) -> None:
     """Join the job that the environment describes. Raise a LostRankError if other ranks do not come in time."""
     job, until = read_job(), time.monotonic() + seconds
-    # torch's own prefix: the store of the job and this one are then the same, for the roll call too
-    store = dist.PrefixStore(f"default_pg{job.attempt}", _open_store(job, seconds, until))
-    _sign_in(store, job, seconds, until)
+    store = _sign_in(_open_store(job, seconds, until), job, seconds, until)
     limit = timedelta(seconds=seconds)
     try:
         with roll_call(list(range(job.ranks)), job.rank, store):
             dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks, timeout=limit)
     except RuntimeError as problem:
-        raise RunError(
-            f"rank {job.rank} of {job.ranks} cannot connect to the other ranks ({first_line(problem)})"
-        ) from None
+        text = f"rank {job.rank} of {job.ranks} cannot connect to the other ranks ({first_line(problem)})"
+        raise LostRankError(text, []) from None
     store.set_timeout(default_pg_timeout)
 
 
@@ -91,12 +96,9 @@ def read_job() -> Job:
     if not (_is_number(port) and int(port) < 2**16):
         raise PlanError(f"the environment has MASTER_PORT={port}, which is no port: 1 to 65535 are, as 29500")
     launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # Over several nodes each torchrun counts its own restarts, so this would differ between ranks
-    one_node = os.environ.get("LOCAL_WORLD_SIZE") == ranks
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if launcher and one_node else "0"
-    return Job(
-        int(rank), int(ranks), os.environ["MASTER_ADDR"], int(port), launcher, "" if attempt == "0" else f"/{attempt}"
-    )
+    names = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RUN_ID", "RESTART_COUNT"))
+    attempt = "/".join(name for name in names if name)
+    return Job(int(rank), int(ranks), os.environ["MASTER_ADDR"], int(port), launcher, attempt)
 
 
 def _is_number(text: str) -> bool:
@@ -138,15 +140,25 @@ def _wait_for_host(job: Job, seconds: float, until: float) -> None:
             ) from None
 
 
-def _sign_in(store: dist.Store, job: Job, seconds: float, until: float) -> None:
-    """Sign in, and wait until all ranks have."""
+def _sign_in(store: dist.Store, job: Job, seconds: float, until: float) -> dist.Store:
+    """Sign in to the newest attempt, and wait until all ranks have. Return the attempt's part of the store."""
     try:
-        store.set(f"{_JOINED}{job.rank}", "-")
-        while not _all_joined(store, job):
-            if store.check([_GIVEN_UP]):
-                raise LostRankError(**json.loads(store.get(_GIVEN_UP)))
+        if job.rank == 0:
+            store.set(_ATTEMPT, f"{job.attempt}/{secrets.token_hex(4)}")
+        name, part, own = "", None, False
+        while True:
+            newest = store.get(_ATTEMPT).decode() if store.check([_ATTEMPT]) else ""
+            if newest != name:
+                name = newest
+                part = dist.PrefixStore(f"default_pg/{name}", store)  # below torch's own prefix
+                own = part.add(f"{_JOINED}{job.rank}", 1) == 1
+            if part and own:
+                if _all_joined(part, job):
+                    return part
+                if part.check([_GIVEN_UP]):
+                    raise LostRankError(**json.loads(part.get(_GIVEN_UP)))
             if time.monotonic() > until:
-                _give_up(store, job, seconds)
+                _give_up(part if own else None, job, seconds)
             time.sleep(POLL_SECONDS)
     except RuntimeError:  # the store does not respond
         who = "the launcher" if job.launcher else f"rank 0 of {job.ranks}"
@@ -166,8 +178,14 @@ def _all_joined(store: dist.Store, job: Job) -> bool:
     return True
 
 
-def _give_up(store: dist.Store, job: Job, seconds: float) -> None:
+def _give_up(store: dist.Store | None, job: Job, seconds: float) -> None:
     """Raise an error that names the ranks that have not signed in, here and on the other ranks."""
+    if store is None:
+        raise LostRankError(
+            f"rank 0 of {job.ranks} did not join the job within {format_seconds(seconds)}: its own output says why, "
+            f"and {LONGER}",
+            [0],
+        )
     missing = without_key(store, _JOINED, list(range(job.ranks)))
     if not missing:
         return  # the last one has come right now

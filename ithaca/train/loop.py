@@ -143,6 +143,7 @@ class TrainingRun:
             raise RunError(self._out_of_memory(error)) from None
         except RuntimeError as error:
             if lost_touch(error):
+                self.stop.ignore()
                 self.checkpoints.abandon()
             raise
         finally:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ithaca.base.errors import IthacaError, LostRankError, RunError, first_line
+from ithaca.train.elastic import report_error
 from ithaca.train.report import tell
 from ithaca.train.stop import SIGNALS, Requests, heeded
 
@@ -195,7 +196,9 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def leave(text: str) -> NoReturn:
+    """End this rank, so that its launcher can restart the job."""
     tell(text, sys.stderr)
+    report_error(text)
     _exit(1)
 
 

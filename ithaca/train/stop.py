@@ -69,6 +69,12 @@ class StopRequest:
         """Ask all ranks to stop, from within the run."""
         self._requests.count = max(self._requests.count, 1)
 
+    def ignore(self) -> None:
+        """Ignore signals from now on. A rank that has lost another one finds out which, also if torchrun ends it."""
+        for number in self._before:
+            signal.signal(number, lambda *_: None)
+        self._before = {}
+
     def close(self) -> None:
         """Restore the signal handlers."""
         for number, handler in self._before.items():

@@ -30,37 +30,55 @@ def free_port() -> int:
         return opened.getsockname()[1]
 
 
-def test_ranks_that_torchrun_starts_again_on_one_node_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun keeps its store, with the keys of the first attempt: ranks would meet addresses that are gone."""
-    job = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    for name, value in {**job, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}.items():
+def test_an_attempt_has_torchruns_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in {**job, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert joining.read_job().attempt == ""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert joining.read_job().attempt == "/2"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # each node counts for itself, and ranks would not find each other
-    assert joining.read_job().attempt == ""
+    assert joining.read_job().attempt == "2"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    assert joining.read_job().attempt == "mine/2"
 
 
-def attempts(port: int) -> None:
-    """Two attempts of a job of one rank at the same store."""
-    for attempt in ("0", "1"):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
-        child = os.fork()
-        if not child:
-            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost")
-            os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-            ithaca.mesh(device="cpu")
-            print("joined before:", job_store().check(["left"]), flush=True)
-            job_store().set("left", "-")
-            os._exit(0)
-        os.waitpid(child, 0)
+def join_again(rank: int, port: int, attempt: int) -> None:
+    """One rank of an attempt at torchrun's store."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="mine")
+    # Node 0 follows node 1, which has lost a rank, and does not count that as a restart
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt if rank else 0)
+    ithaca.mesh(device="cpu", timeout=5 * WAIT)
+    seen = job_store().check([f"left{rank}"])
+    job_store().set(f"left{rank}", "-")
+    found = [None, None]
+    dist.all_gather_object(found, attempt)
+    print(f"attempt {attempt}, rank {rank}: with {found}, left by another: {seen}", flush=True)
+    os._exit(0)
 
 
-def test_a_second_attempt_does_not_see_the_keys_of_the_first(nursery: Nursery) -> None:
+def attempts(port: int, first: int) -> None:
+    """Two attempts of a job of two ranks at the same store. In the second, one rank comes when the other waits."""
+    for attempt in (0, 1):
+        children = []
+        for rank in (first, 1 - first):
+            child = os.fork()
+            if not child:
+                join_again(rank, port, attempt)
+            children.append(child)
+            if attempt:
+                time.sleep(3 * joining.POLL_SECONDS)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_second_attempt_does_not_see_the_keys_of_the_first(nursery: Nursery, first: int) -> None:
+    """torchrun keeps its store, with the keys of the first attempt: ranks would meet addresses that are gone."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    (end,) = nursery.job(attempts, store.port)
-    assert end.out.count("joined before: False") == 2
+    (end,) = nursery.job(attempts, store.port, first)
+    assert sorted(end.out.splitlines()) == [
+        f"attempt {attempt}, rank {rank}: with [{attempt}, {attempt}], left by another: False"
+        for attempt in (0, 1)
+        for rank in (0, 1)
+    ]
 
 
 def some_ranks(
@@ -127,10 +145,18 @@ def test_rank_0_never_starts(nursery: Nursery, tmp_path: Path) -> None:
 
 
 def test_several_ranks_never_start(nursery: Nursery, tmp_path: Path) -> None:
-    """Rank 0 among them; the launcher has the store."""
-    said = "2 of 5 ranks joined the job within 6 s, and ranks 0, 2 and 4 did not: their own output says why, and "
-    said += f"{LONGER} [0, 2, 4]"
-    assert say(nursery, tmp_path, (1, 3), 5, come, (WAIT,), True) == [
+    said = "2 of 5 ranks joined the job within 6 s, and ranks 1, 3 and 4 did not: their own output says why, and "
+    said += f"{LONGER} [1, 3, 4]"
+    assert say(nursery, tmp_path, (0, 2), 5, come, (WAIT,), True) == [
+        f"rank 0: LostRankError: {said}",
+        f"rank 2: LostRankError: {said}",
+    ]
+
+
+def test_rank_0_never_starts_where_the_launcher_has_the_store(nursery: Nursery, tmp_path: Path) -> None:
+    """No attempt begins without it."""
+    said = f"rank 0 of 5 did not join the job within 1.5 s: its own output says why, and {LONGER} [0]"
+    assert say(nursery, tmp_path, (1, 3), 5, come, (1.5,), True) == [
         f"rank 1: LostRankError: {said}",
         f"rank 3: LostRankError: {said}",
     ]
@@ -150,19 +176,19 @@ def test_who_gives_up_tells_the_others(nursery: Nursery, tmp_path: Path) -> None
 
 
 def come_late(rank: int, folder: Path) -> None:
-    """Rank 1 waits for the others in vain, and rank 0 comes when it has ended."""
+    """Rank 0 waits for the others in vain, and rank 1 comes when it has ended."""
     until = time.monotonic() + SECONDS
-    while rank == 0 and not (folder / "ended").exists() and time.monotonic() < until:
+    while rank == 1 and not (folder / "ended").exists() and time.monotonic() < until:
         time.sleep(0.05)
     try:
-        come(rank, 2 * SECONDS if rank == 0 else 0.5)
+        come(rank, 2 * SECONDS if rank == 1 else 0.5)
     finally:
         (folder / "ended").touch()
 
 
 def test_a_late_rank_does_not_wait(nursery: Nursery, tmp_path: Path) -> None:
-    said = "1 of 3 ranks joined the job within 0.5 s, and ranks 0 and 2 did not: their own output says why, and "
-    said += f"{LONGER} [0, 2]"
+    said = "1 of 3 ranks joined the job within 0.5 s, and ranks 1 and 2 did not: their own output says why, and "
+    said += f"{LONGER} [1, 2]"
     assert say(nursery, tmp_path, (0, 1), 3, come_late, (tmp_path,), True) == [
         f"rank 0: LostRankError: {said}",
         f"rank 1: LostRankError: {said}",

@@ -86,3 +86,18 @@ def asked_on_one_rank(asked: int) -> tuple[bool, bool]:
 @pytest.mark.parametrize("asked", [0, 2])
 def test_all_ranks_stop_when_one_is_asked(ranks, asked: int) -> None:
     assert ranks(3).run(asked_on_one_rank, asked) == [(False, True)] * 3
+
+
+def test_a_rank_that_has_lost_another_one_ignores_signals() -> None:
+    """Also when it has closed the request: torchrun sends SIGTERM while it calls the roll."""
+    before = {number: signal.getsignal(number) for number in stop.SIGNALS}
+    try:
+        request = StopRequest(SimpleNamespace(first_on_node=True), launched=False)  # pyrefly: ignore
+        request.ignore()
+        request.close()
+        for number in (signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert request._requests.count == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +27,7 @@ from ithaca.train.run_folder import RunFolder
 from ithaca.train.stop import SAME_SECONDS, StopRequest
 from tests.missing import survive, vanish
 from tests.nursery import Nursery, ranks_of
-from tests.train.test_nodes import nobody, wait_for_steps
+from tests.train.test_nodes import wait_for_steps
 
 
 def losses(path: Path) -> list[tuple[int, float, float]]:
@@ -262,17 +261,3 @@ def test_ctrl_c_twice_at_a_terminal(nursery: Nursery, small_model: Path, tmp_pat
     assert end.code == 130, end
     assert "Traceback" not in end.err
     assert not psutil.pid_exists(int((tmp_path / "hung").read_text()))
-
-
-def test_under_torchrun(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
-    """Two of them, as on two nodes, of a rank each."""
-    sets = [
-        word for item in (f"model.source={small_model}", "train.tokens=64", "train.steps=2") for word in ("--set", item)
-    ]
-    with socket.create_server(("127.0.0.1", 0)) as trial:
-        place = f"127.0.0.1:{trial.getsockname()[1]}"
-    meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", place]
-    node = (["torchrun", *meet, "-m", "--", "ithaca", "train", "--run", "run", *sets], {})
-    for end in nursery.commands(node, node, folder=tmp_path, disturb=nobody):
-        assert end.code == 0, end.err
-    assert len(losses(tmp_path / "run")) == 2
