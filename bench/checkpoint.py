@@ -35,7 +35,7 @@ def measure(model_name: str, tokens: int, rounds: int, plain_steps: int, folder:
     def step() -> float:
         began = time.perf_counter()
         model(batch).backward()
-        clip(model, 1.0)
+        clip(model, 1.0, optimizer)
         checkpoints.before_update()
         optimizer.step()
         optimizer.zero_grad()

@@ -8,7 +8,8 @@
 documents, one call of cuDNN for all else. Its walk cut documents as `cudnn+flash` does now. `walk` is `flash4` as
 `sweep` calls it, tile by tile; the other columns are single calls, as recipes of schedule `whole` make them.
 
-Rates: the kernels take turns, and medians count, so that a GPU that slows down under power slows all of them down.
+Rates: the kernels take turns, each round another one first, and medians count: a GPU that slows down under power slows
+all of them down, and none always follows the one that heats it most.
 Backward counts as 2.5 times the FLOPs of forward. The ratios are of forward and backward together.
 
 Errors are relative Frobenius distances to attention in float64 of the same bf16 numbers, over all rows and over the
@@ -35,7 +36,7 @@ from ithaca.base.tiles import Tiles
 from ithaca.plans.plan import CHUNK
 from ithaca.rehearsal.kernel_bound import seconds_of
 
-LEAST_ROUNDS, MOST_ROUNDS = 2, 7  # over all kernels of a case
+LEAST_ROUNDS, MOST_ROUNDS = 2, 12  # over all kernels of a case
 SMOKE_CHUNK = 100  # tokens of a tile of the walk
 SECONDS = 4.0  # of a case; after them no round begins that need not
 BLOCK = 2**27  # scores in float64 that the reference holds at a time
@@ -203,9 +204,11 @@ def rates(case: Case, place: Place) -> Row:
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in kernels}
     spent = 0.0
     for turn in range(2 if place.smoke else MOST_ROUNDS + 1):
-        if turn > LEAST_ROUNDS and spent > SECONDS:
+        names = [*kernels]
+        if not names or (turn > LEAST_ROUNDS and spent > SECONDS):
             break
-        for name, kernel in [*kernels.items()]:
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            kernel = kernels[name]
             try:
                 found = _time(kernel, q, k, v, do, pieces, scale, place.device)
             except Exception as problem:  # the other kernels can still run

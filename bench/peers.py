@@ -76,7 +76,7 @@ class Ours:
         return loss.detach()
 
     def update(self) -> None:
-        clip(self.steps.model, 1.0)
+        clip(self.steps.model, 1.0, self.steps.optimizer)
         self.steps.optimizer.step()
         self.steps.optimizer.zero_grad()
 

@@ -1,7 +1,7 @@
 """Is the Plan that the planner picks the fastest? Every way to run some models at some lengths, on one GPU.
 
     python -m bench.recipes --dry-run              points, candidates and predictions; needs no GPU
-    python -m bench.recipes                        run them all: about seven minutes on an H200
+    python -m bench.recipes                        run them all: about twelve minutes on an H200
     python -m bench.recipes --points fresh --hardware rates.toml --limit 300
 
 At each point every candidate runs that fits by prediction: `dense` with each way to checkpoint, `sweep` with everything
@@ -57,7 +57,7 @@ TOO_SLOW = 8.0  # times the best prediction: such a candidate is left out
 BUILD = 1.0  # seconds to build a model, assumed for the estimate
 PIN = 0.65 / 2**30  # seconds to pin a byte of host memory, measured on the machine of the H200
 COMPILE = 45.0  # seconds to load torch and compile kernels, assumed for the estimate
-STEPS = ((0.3, (2, 3)), (0.8, (1, 3)), (1.3, (1, 2)), (float("inf"), (1, 1)))
+STEPS = ((0.3, (2, 7)), (0.8, (1, 3)), (1.3, (1, 2)), (float("inf"), (1, 1)))
 """Predicted seconds below which so many steps warm up and so many are timed."""
 ON_DEVICE = {"x": "device", "o": "device", "residual": "device"}
 DOCUMENTS_KNOWN = "documents" in {field.name for field in fields(Job)}
@@ -105,20 +105,27 @@ def _points(model: str, layers: int | None, one: str, many: str) -> list[Point]:
 
 POINTS: dict[str, list[Point]] = {
     "fresh": [
-        *_points("smollm2-135m", None, "4K 8K 32K 64K", "8K 32K 128K 256K"),
+        *_points("smollm2-135m", None, "6K 24K 48K", "16K 48K 96K 192K"),
+        *_points("smollm2-135m", 4, "", "256K"),
+        *_points("llama3.2-1b", None, "8K 24K", "16K 48K 128K"),
+        *_points("llama3.2-1b", 8, "48K", ""),
+        *_points("llama3.2-3b", 8, "4K 24K", "8K"),
+        *_points("llama3.2-3b", 4, "", "64K"),
+        *_points("qwen3-8b", 4, "4K 16K", "32K"),
+        *_points("llama3-8b", 4, "8K", "32K"),
+        *_points("llama3-8b", 2, "64K", "128K"),
+        *_points("llama3-8b", 1, "", "256K"),
+    ],
+    "tuned": [
+        *_points("smollm2-135m", None, "4K 8K 16K 32K 64K", "8K 32K 64K 128K 256K"),
         *_points("smollm2-135m", 2, "256K", ""),
-        *_points("llama3.2-1b", None, "4K 16K", "8K 64K"),
+        *_points("llama3.2-1b", None, "4K 16K 32K", "8K 64K"),
         *_points("llama3.2-1b", 8, "64K", ""),
         *_points("llama3.2-1b", 4, "", "256K"),
         *_points("llama3.2-3b", 8, "8K 32K", "16K"),
         *_points("llama3.2-3b", 4, "", "128K"),
-        *_points("llama3-8b", 4, "4K 16K", "64K"),
+        *_points("llama3-8b", 4, "4K 16K 32K", "64K"),
         *_points("llama3-8b", 2, "128K", "256K"),
-    ],
-    "tuned": [
-        *_points("smollm2-135m", None, "16K", "64K"),
-        *_points("llama3.2-1b", None, "32K", ""),
-        *_points("llama3-8b", 4, "32K", ""),
     ],
 }
 SMOKE = {"tuned": _points("tiny", None, "256", ""), "fresh": _points("tiny", 2, "", "512")}
@@ -148,7 +155,8 @@ class Candidate:
         return BUILD + PIN * self.host + sum(self.steps(False)) * self.seconds
 
 
-def _job(point: Point, plan: Plan) -> Job:
+def job_of(point: Point, plan: Plan) -> Job:
+    """A point under a Plan."""
     known: dict[str, Any] = {}
     if point.packed:
         # A planner that knows no documents takes equal sequences with as many pairs of tokens instead
@@ -168,7 +176,7 @@ def _search(point: Point, cluster: Cluster, recipe: str | None = None) -> Plan |
 
 def candidate(name: str, point: Point, plan: Plan, cluster: Cluster) -> Candidate:
     """A Plan with its predictions."""
-    job = _job(point, plan)
+    job = job_of(point, plan)
     memory, settled = step_memory(job), job.plan
     options = vars(replace(settled, x=None, o=None, disk=None)) | {"chunk": job.layout.tiles.size, "tile": job.tile}
     return Candidate(

@@ -26,9 +26,9 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
 
 
 def read_plan(text: str) -> Plan:
-    """'recipe=sweep; chunk=16K' -> the Plan with these options."""
-    pairs = (item.partition("=") for item in text.split(";") if item.strip())
-    return build(Plan, {key.strip(): value.strip() for key, _, value in pairs}, "plan.")
+    """'recipe=sweep; chunk=16K; zero=2' -> the Plan with these options."""
+    pairs = [[word.strip() for word in item.split("=", 1)] for item in text.split(";") if item.strip()]
+    return build(Plan, {key: int(value) if value.isdigit() else value for key, value in pairs}, "plan.")
 
 
 def machine() -> dict[str, Any]:

@@ -12,6 +12,7 @@ import gc
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -50,7 +51,7 @@ class Steps:
         """Run a step with no synchronisation of ours and return its loss."""
         loss = self.model(batch)
         loss.backward()
-        clip(self.model, 1.0)
+        clip(self.model, 1.0, self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -68,7 +69,7 @@ class Steps:
         marks.append(self.now())
         loss.backward()
         marks.append(self.now())
-        clip(self.model, 1.0)
+        clip(self.model, 1.0, self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
         marks.append(self.now())
@@ -99,7 +100,7 @@ def _host_peak() -> int:
 
 def measure(
     source: ModelSource, tokens: int, plan: ithaca.Plan, warm: int, repeats: int, kernels: list[str]
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Time and memory of steps over `tokens` tokens, with each of some kernels on one model."""
     before = psutil.Process().memory_info().rss
     steps = Steps(source, plan)
@@ -108,7 +109,8 @@ def measure(
     steps.model.allocate(1, tokens)
     allocated = {"reserve_seconds": steps.now() - began, "host_bytes_before": before}
     batch = steps.batch(tokens)
-    return [_timed(steps, name, batch, repeats) | {"kernels_seen": seen[name]} | allocated for name in kernels]
+    for name in kernels:
+        yield _timed(steps, name, batch, repeats) | {"kernels_seen": seen[name]} | allocated
 
 
 def _warm_up(steps: Steps, kernel: str, tokens: int) -> list[str]:
@@ -188,10 +190,10 @@ def main() -> None:
     for plan in args.plan or [ithaca.Plan()]:
         source = read_source(args.model, args.layers)
         kernels = args.kernels.split(",") if args.kernels else [plan.kernel]
-        rows = measure(source, args.tokens, plan, args.warm or args.tokens, args.repeats, kernels)
-        results += [{"model": args.model, **row, "matmul_tflops": bound} for row in rows]
-        record(name, results, args.out, args.commit)  # after each: the next may run out of memory or time
-        print("\n".join(map(_lines, results[-len(rows) :])), flush=True)
+        for row in measure(source, args.tokens, plan, args.warm or args.tokens, args.repeats, kernels):
+            results.append({"model": args.model, **row, "matmul_tflops": bound})
+            record(name, results, args.out, args.commit)  # after each: the next may run out of memory or time
+            print(_lines(results[-1]), flush=True)
         gc.collect()  # modules under FSDP2 refer to each other
         torch.cuda.empty_cache()
 

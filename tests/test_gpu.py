@@ -17,7 +17,7 @@ from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.merge import merge
 from ithaca.base.tiles import Tiles
 from ithaca.checkpoint.snapshot import Snapshot, training_state
-from ithaca.model.block import gated, norm
+from ithaca.model.block import gated, norm_beside
 from ithaca.model.decoder import stored_name
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
@@ -179,8 +179,12 @@ def test_optimizer_states_on_the_host(tmp_path: Path, tile: int | None, delays: 
     "shape",
     [(1, 2), (37, 24), (70_001, 576), (4099, 4096), (300, 9000), (5, 16385), (1, 1, 2), (300, 0, 64), (2049, 9, 80)],
 )
-def test_fused_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """The RMS norm and its gradients against plain torch in float64, with rows that lie apart, as those of q and k."""
+@pytest.mark.parametrize("beside", [False, True])
+def test_fused_norm(dtype: torch.dtype, shape: tuple[int, ...], beside: bool) -> None:
+    """The RMS norm and its gradients against plain torch in float64, with rows that lie apart, as those of q and k.
+
+    `beside`: the input itself has a gradient, too.
+    """
     torch.manual_seed(sum(shape))
     spec = replace(read_spec(PRESETS["tiny"]), norm_eps=1e-5)
     given = torch.randn(shape[0], *(size + 2 for size in shape[1:])).to(dtype).cuda()
@@ -188,13 +192,15 @@ def test_fused_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     given = given[..., : shape[-1]].detach().requires_grad_()  # still with the strides of what it is a part of
     assert given.shape == shape
     upstream = torch.randn(*shape[:-1], shape[-1] + 1).to(dtype).cuda()[..., 1:]
-    ours = norm(spec, given, weight)
-    found = torch.autograd.grad(ours, (given, weight), upstream)
+    passed, ours = norm_beside(spec, given, weight)
+    other = torch.randn(shape).to(dtype).cuda() * beside
+    outputs, upstreams = ((ours, passed), (upstream, other)) if beside else ((ours,), (upstream,))
+    found = torch.autograd.grad(outputs, (given, weight), upstreams)
     exact = given.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     wanted = F.rms_norm(exact[0], shape[-1:], exact[1], spec.norm_eps)
     bound = {torch.bfloat16: 5e-3, torch.float32: 2e-6, torch.float64: 1e-14}[dtype]
-    gradients = torch.autograd.grad(wanted, exact, upstream.double())
-    for a, b in zip((ours, *found), (wanted, *gradients), strict=True):
+    dx, dweight = torch.autograd.grad(wanted, exact, upstream.double())
+    for a, b in zip((ours, *found), (wanted, dx + other.double(), dweight), strict=True):
         assert a.dtype == dtype
         assert not b.numel() or not b.any() or relative(a.double(), b) <= bound
         assert b.any() or not a.any()

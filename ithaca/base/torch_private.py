@@ -68,6 +68,11 @@ def sharded_like(parameter: Tensor, local: Tensor) -> DTensor:
     return DTensor(local, parameter._spec, requires_grad=False)  # pyrefly: ignore
 
 
+def count_all(steps: list[Tensor]) -> None:
+    """Add 1 to many tensors in a few kernels."""
+    torch._foreach_add_(steps, 1)
+
+
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors, which may change their dtype, in a few kernels. `torch.cat` would take one for each."""
     torch._foreach_copy_(targets, sources)

@@ -26,6 +26,7 @@ from ithaca.rehearsal.measure import (
     compute_dtype,
     host_rate,
     kernel_rates,
+    launch_rate,
     matmul_rate,
 )
 from ithaca.tape.budget import host_budget
@@ -53,6 +54,7 @@ def examine(exam: Exam) -> Found:
             found["not_run"][kernel] = reason
         else:
             measure(f"attention.{kernel}", lambda kernel=kernel: attention(kernel, device, effort))
+    measure("launches", lambda: launch_rate(device, effort))
     if device.type == "cuda":
         for turn in range(exam.most_on_a_node):
             mine = turn == exam.local_rank
@@ -129,7 +131,7 @@ def lines(found: Found) -> list[str]:
     sharing = f"; {shared} ranks share it, and each measured while the others did" if shared > 1 else ""
     rows = [["", "slowest rank", "fastest rank"]]
     for name, rate in found["slowest"].items():
-        unit = "B/s" if name in ("bandwidth", "host", "host_alone") else "FLOP/s"
+        unit = UNITS.get(name, "FLOP/s")
         fastest = max(filter(None, found["by_rank"][name]))
         rows.append([TITLES.get(name) or rate_title(name), format_rate(rate, unit), format_rate(fastest, unit)])
     reasons = dict.fromkeys(found["not_run"].values())
@@ -141,7 +143,9 @@ def lines(found: Found) -> list[str]:
 TITLES = {
     "matmul": "matrix products",
     "bandwidth": "memory, read and written",
+    "launches": "operations launched in small steps",
     "host_alone": "host link, one GPU of a node at a time",
     "host": "host link, all GPUs at once",
 }
+UNITS = {"bandwidth": "B/s", "host": "B/s", "host_alone": "B/s", "launches": "/s"}
 SECTION = Section("devices", examine, conclude, lines)

@@ -20,6 +20,7 @@ TITLES = {
     "matmul": ("matrix products", "FLOP/s"),
     "bandwidth": ("memory, read and written", "B/s"),
     "host": ("host link, all GPUs at once", "B/s"),
+    "launches": ("operations launched in small steps", "/s"),
     "inside": ("to other ranks of the node", "B/s"),
     "across": ("to other nodes", "B/s"),
     "memory": ("memory of a rank's device", "B"),

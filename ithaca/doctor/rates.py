@@ -20,7 +20,7 @@ from ithaca.tape.budget import KEPT_BACK
 
 CPU_KERNEL = "torch-cpu"
 OTHER_KERNEL = "flash"  # computes what `cudnn+flash` leaves
-RATES = ("matmul", "bandwidth", "host")
+RATES = ("matmul", "bandwidth", "host", "launches")
 NEEDED = ("matmul", "bandwidth")  # without them nothing is predicted
 
 Tables = dict[str, dict[str, tuple[float, str]]]  # a TOML table's name -> numbers, each with its source
@@ -71,7 +71,7 @@ def _stand_ins(exam: Exam, devices: Found, numbers: dict[str, tuple[float, str]]
     matmul, bandwidth = numbers["matmul"][0], numbers["bandwidth"][0]
     numbers["flops"] = (matmul, "no data sheet: the measured rate of matrix products")
     for where in ("inside", "across"):
-        numbers.setdefault(where, (bandwidth / 2, "assumed: a copy in memory; one rank has no link"))
+        numbers.setdefault(where, (bandwidth / 2, "assumed: a copy in memory; no such link was measured"))
     if exam.grid.gpu:
         major, minor = torch.cuda.get_device_capability(exam.grid.device)
         numbers["capability"] = (major + minor / 10, "its driver")

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ithaca.base.precision import fusable
-from ithaca.model.linear import linear
+from ithaca.model.linear import Layer, Rows, linear, linears
 from ithaca.model.rotary import Rotation, rotate
 from ithaca.model.spec import Heads, Spec, runs
 
@@ -32,16 +32,24 @@ def project(
     spec: Spec, w: Weights, x_TE: Tensor, rotation: Rotation | None, heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [T, Hq, D], k and v [T, Hkv, D] of these heads; `rotation` is None in a layer without rotary embedding."""
-    normed = x_TE if spec.post_norm else norm(spec, x_TE, w["input_layernorm.weight"])
-    q = _head_rows(spec, w, "self_attn.q_proj", normed, heads.q)
-    k = _head_rows(spec, w, "self_attn.k_proj", normed, heads.kv)
-    v = _head_rows(spec, w, "self_attn.v_proj", normed, heads.kv)
+    return project_beside(spec, w, x_TE, rotation, heads)[1]
+
+
+def project_beside(
+    spec: Spec, w: Weights, x_TE: Tensor, rotation: Rotation | None, heads: Heads
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """x and its projections. Who takes x from here for the residual saves backward an addition (`norm_beside`)."""
+    x_TE, normed = (x_TE, x_TE) if spec.post_norm else norm_beside(spec, x_TE, w["input_layernorm.weight"])
+    parts = {"q": heads.q, "k": heads.kv, "v": heads.kv}
+    layers = [Layer(f"self_attn.{part}_proj", _rows(spec, which)) for part, which in parts.items()]
+    found = zip(linears(w, layers, normed), parts.values(), strict=True)
+    q, k, v = (y.view(len(x_TE), len(which), spec.head_size) for y, which in found)
     if spec.qk_norm:
         q = norm(spec, q, w["self_attn.q_norm.weight"])
         k = norm(spec, k, w["self_attn.k_norm.weight"])
     if rotation is not None:
         q, k = rotate(q, rotation), rotate(k, rotation)
-    return q, k, v
+    return x_TE, (q, k, v)
 
 
 def output_projection(spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads: Heads) -> Tensor:
@@ -60,15 +68,15 @@ def output_projection(spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads
 
 def mlp(spec: Spec, w: Weights, x_TE: Tensor, out: Tensor | None = None) -> Tensor:
     """x plus the gated MLP of x; written to `out`, if given, which may be x."""
-    return torch.add(x_TE, mlp_alone(spec, w, x_TE), out=out)
+    return torch.add(*mlp_beside(spec, w, x_TE), out=out)
 
 
-def mlp_alone(spec: Spec, w: Weights, x_TE: Tensor) -> Tensor:
-    """The gated MLP of x, which a block adds to x."""
-    normed = x_TE if spec.post_norm else norm(spec, x_TE, w["post_attention_layernorm.weight"])
-    gate, up = linear(w, "mlp.gate_proj", normed), linear(w, "mlp.up_proj", normed)
+def mlp_beside(spec: Spec, w: Weights, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """x and its gated MLP, which a block adds."""
+    x_TE, normed = (x_TE, x_TE) if spec.post_norm else norm_beside(spec, x_TE, w["post_attention_layernorm.weight"])
+    gate, up = linears(w, [Layer("mlp.gate_proj"), Layer("mlp.up_proj")], normed)
     y_TE = linear(w, "mlp.down_proj", gated(gate, up))
-    return norm(spec, y_TE, w["post_feedforward_layernorm.weight"]) if spec.post_norm else y_TE
+    return x_TE, norm(spec, y_TE, w["post_feedforward_layernorm.weight"]) if spec.post_norm else y_TE
 
 
 def final_linear(spec: Spec) -> str | None:
@@ -85,10 +93,15 @@ def norm(spec: Spec, x: Tensor, weight: Tensor) -> Tensor:
 
     If gradients are wanted, a GPU runs a backward pass of our own (`_Norm`).
     """
+    return norm_beside(spec, x, weight)[1]
+
+
+def norm_beside(spec: Spec, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x and its norm. On a GPU, backward adds the gradients of both in one pass, if x is taken from here."""
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if wanted and fusable(x) and x.shape[-1] <= WIDEST_NORM:
         return _Norm.apply(x, weight, spec.norm_eps)
-    return F.rms_norm(x, (x.shape[-1],), weight, spec.norm_eps)
+    return x, F.rms_norm(x, (x.shape[-1],), weight, spec.norm_eps)
 
 
 class _Norm(torch.autograd.Function):
@@ -98,23 +111,27 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        ctx.set_materialize_grads(False)
+        return x, F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, beside: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         from ithaca.model import triton_elementwise as fused
 
         x, weight = ctx.saved_tensors
-        return *fused.norm_backward(dy, x, weight, ctx.eps), None
+        if dy is None:
+            return beside, None, None
+        return *fused.norm_backward(dy, x, weight, ctx.eps, beside), None
 
 
-def _head_rows(spec: Spec, w: Weights, name: str, x_TE: Tensor, heads: Sequence[int]) -> Tensor:
+def _rows(spec: Spec, heads: Sequence[int]) -> Rows:
+    """The rows of a projection that give these heads."""
     rows = [slice(run.start * spec.head_size, run.stop * spec.head_size) for run in runs(heads)]
-    return linear(w, name, x_TE, rows=rows[0] if len(rows) == 1 else rows).view(len(x_TE), len(heads), spec.head_size)
+    return rows[0] if len(rows) == 1 else rows
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:

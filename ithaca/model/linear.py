@@ -5,10 +5,14 @@ in the dtype of the computation, and their sum over 160 tiles in bf16 has five t
 weights of a backward pass are `Summed`: a linear layer adds its weight gradient to an fp32 sum within the GEMM that
 computes it. That costs 7 to 11 % of the GEMM, where a separate addition costs 13 to 34 %. The gradients of the norms'
 weights still come from autograd and are added afterwards.
+
+On a GPU, layers that read one input (q, k and v; gate and up) add up its gradient within their products, too. Autograd
+would write each part and read it again. Gradients of weights that are not summed leave their product in fp32.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
-from ithaca.base.precision import at_least_fp32
+from ithaca.base.precision import at_least_fp32, fusable
 
 ALL = slice(None)
 ALIGNED = 128  # numbers: 512 bytes, as torch aligns tensors, which matrix products rely on for their speed
@@ -56,16 +60,54 @@ class Summed(dict[str, Tensor]):
         return list(found[: len(inputs)])  # pyrefly: ignore
 
 
+class Layer(NamedTuple):
+    """A linear layer by name, or some rows and columns of it. The bias comes with the first column."""
+
+    name: str
+    rows: Rows = ALL
+    columns: slice = ALL
+
+
 def linear(w: Mapping[str, Tensor], name: str, x: Tensor, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
-    """x times some rows and columns of a named weight; the bias, where there is one, comes with the first column."""
+    """x times some rows and columns of a named weight, plus its bias if there is one."""
+    (y,) = linears(w, [Layer(name, rows, columns)], x)
+    return y
+
+
+def linears(w: Mapping[str, Tensor], layers: Sequence[Layer], x: Tensor) -> list[Tensor]:
+    """The outputs of some layers that read one input."""
+    calls = [_call(w, layer) for layer in layers]
+    if not isinstance(w, Summed) and not (fusable(x) and torch.is_grad_enabled()):
+        return [F.linear(x, call.weight, call.bias) for call in calls]
+    groups = [calls] if fusable(x) else [[call] for call in calls]
+    found = []
+    for group in groups:
+        tensors = [call.weight for call in group] + [call.bias for call in group]
+        found += _Linears.apply(x, group, *tensors)
+    return found
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The part of a layer that is multiplied, and where its gradients are added up."""
+
+    layer: Layer
+    weight: Tensor
+    bias: Tensor | None
+    weight_sum: Tensor | None
+    bias_sum: Tensor | None
+    computed: bool  # or zeros stand for the output
+
+
+def _call(w: Mapping[str, Tensor], layer: Layer) -> _Call:
+    name, rows, columns = layer.name, layer.rows, layer.columns
     weight = take_rows(_columns(w[f"{name}.weight"], columns), rows)
     bias = w.get(f"{name}.bias") if not columns.start else None
     bias = None if bias is None else take_rows(bias, rows)
     if not isinstance(w, Summed):
-        return F.linear(x, weight, bias)
-    weight_sum = w.sums.get(f"{name}.weight")
+        return _Call(layer, weight, bias, None, None, computed=True)
     bias_sum = None if bias is None else w.sums.get(f"{name}.bias")
-    return _Linear.apply(x, weight, bias, weight_sum, bias_sum, (rows, columns), name != w.final)
+    return _Call(layer, weight, bias, w.sums.get(f"{name}.weight"), bias_sum, name != w.final)
 
 
 def _zeros(like: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -80,36 +122,49 @@ def _zeros(like: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
     return {name: part[: tensor.numel()].view(tensor.shape) for (name, tensor), part in pairs}, whole
 
 
-class _Linear(torch.autograd.Function):
+class _Linears(torch.autograd.Function):
+    """Its inputs are x, the calls, all weights and all biases; gradients of weights with sums are added to these."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        weight_sum: Tensor | None,
-        bias_sum: Tensor | None,
-        part: tuple[Rows, slice],
-        computed: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.sums, ctx.part = (weight_sum, bias_sum), part
-        return F.linear(x, weight, bias) if computed else x.new_zeros(1, 1).expand(len(x), len(weight))
+    def forward(ctx: Any, x: Tensor, calls: Sequence[_Call], *tensors: Any) -> tuple[Tensor, ...]:
+        weights, biases = tensors[: len(calls)], tensors[len(calls) :]
+        ctx.save_for_backward(x, *weights)
+        # Not the calls themselves: they hold weights beside those that autograd saves and frees
+        ctx.sums = [(call.layer, call.weight_sum, call.bias_sum) for call in calls]
+        ctx.set_materialize_grads(False)
+        return tuple(
+            F.linear(x, weight, bias) if call.computed else x.new_zeros(1, 1).expand(len(x), len(call.weight))
+            for call, weight, bias in zip(calls, weights, biases, strict=True)
+        )
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        (weight_sum, bias_sum), (rows, columns) = ctx.sums, ctx.part
-        if weight_sum is not None:
-            total = take_rows(weight_sum[:, columns], rows)
-            add_product(total, dy.T, x)
-            if not isinstance(rows, slice):  # the sums of several runs were copied
-                _put_rows(weight_sum[:, columns], rows, total)
-        if bias_sum is not None:
-            total = take_rows(bias_sum, rows) + dy.sum(0, dtype=bias_sum.dtype)
-            _put_rows(bias_sum, rows, total)
-        return dy @ weight, None, None, None, None, None, None
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2:]
+        dx: Tensor | None = None
+        grads: list[Tensor | None] = [None] * (2 * len(weights))
+        for number, (dy, weight, (layer, weight_sum, bias_sum)) in enumerate(zip(dys, weights, ctx.sums, strict=True)):
+            if dy is None or not dy.shape[1]:
+                continue
+            if ctx.needs_input_grad[0]:
+                dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+            if weight_sum is not None:
+                _add_weight_gradient(weight_sum, dy, x, layer)
+            elif wanted[number]:
+                grads[number] = _product(dy.T, x)
+            if bias_sum is not None:
+                _put_rows(bias_sum, layer.rows, take_rows(bias_sum, layer.rows) + dy.sum(0, dtype=bias_sum.dtype))
+            elif wanted[len(weights) + number]:
+                grads[len(weights) + number] = dy.sum(0, dtype=at_least_fp32(dy.dtype))
+        return dx, None, *grads
+
+
+def _add_weight_gradient(weight_sum: Tensor, dy: Tensor, x: Tensor, layer: Layer) -> None:
+    total = take_rows(weight_sum[:, layer.columns], layer.rows)
+    add_product(total, dy.T, x)
+    if not isinstance(layer.rows, slice):  # the sums of several runs were copied
+        _put_rows(weight_sum[:, layer.columns], layer.rows, total)
 
 
 def take_rows(x: Tensor, rows: Rows) -> Tensor:
@@ -142,3 +197,11 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in at least fp32."""
+    high = at_least_fp32(a.dtype)
+    if a.dtype == high:
+        return a @ b
+    return torch.ops.aten.mm.dtype(a, b, high) if a.is_cuda else a.to(high) @ b.to(high)

@@ -86,8 +86,8 @@ def gated_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor
 
 @triton.jit
 def _norm_backward(
-    dy, x, weight, dx, parts, rows, inner, width, eps, dy_outer, dy_inner, x_outer, x_inner,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    dy, x, weight, beside, dx, parts, rows, inner, width, eps, dy_outer, dy_inner, x_outer, x_inner,
+    BESIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Every program takes ROWS rows at a time, writes their dx, and adds up its part of the weight's gradient."""
     feature = tl.arange(0, WIDTH)
@@ -106,13 +106,21 @@ def _norm_backward(
         total += tl.sum(g * normed, 0)
         g = g * w
         share = (tl.sum(g * normed, 1) / width)[:, None]
-        target = dx + (row * width)[:, None] + feature[None, :]
-        tl.store(target, ((g - normed * share) * scale).to(dx.dtype.element_ty), mask=mask)
+        found = (g - normed * share) * scale
+        place = (row * width)[:, None] + feature[None, :]
+        if BESIDE:
+            found += tl.load(beside + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + place, found.to(dx.dtype.element_ty), mask=mask)
     tl.store(parts + tl.program_id(0) * width + feature, total, mask=feature < width)
 
 
-def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of x, [rows, width] or [tokens, heads, width], and of the weight, in fp32."""
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x, [rows, width] or [tokens, heads, width], and of the weight, in fp32.
+
+    `beside`: another gradient of x, which is added to it.
+    """
     width, rows = x.shape[-1], x.numel() // x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # Two strides lead to every row; a matrix has one row at each place of the outer dimension
@@ -122,9 +130,9 @@ def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Te
     programs = max(min(NORM_PROGRAMS * _multiprocessors(x.device), triton.cdiv(rows, height)), 1)
     parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _norm_backward[(programs,)](
-        dy, x, weight.contiguous(), dx, parts, rows, x.shape[1] if x.dim() == 3 else 1, width, eps,
-        dy_outer, dy_inner, x_outer, x_inner,
-        ROWS=height, WIDTH=wide, num_warps=min(max(height * wide // 512, 4), 16),
+        dy, x, weight.contiguous(), None if beside is None else beside.contiguous(), dx, parts, rows,
+        x.shape[1] if x.dim() == 3 else 1, width, eps, dy_outer, dy_inner, x_outer, x_inner,
+        BESIDE=beside is not None, ROWS=height, WIDTH=wide, num_warps=min(max(height * wide // 512, 4), 16),
     )  # fmt: skip
     return dx, parts.sum(0)
 

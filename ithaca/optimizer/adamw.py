@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -12,12 +12,16 @@ from torch.distributed.tensor import DTensor
 from ithaca.base.errors import InputError, PlanError
 from ithaca.base.owners import STATES, owned_by
 from ithaca.base.sizes import format_bytes
+from ithaca.base.torch_private import local_tensor
 from ithaca.optimizer.host_adamw import MOMENTS, HostAdamW, state_bytes
+from ithaca.optimizer.update import gradient_norm, scales_gradients, update
 from ithaca.parallel.agree import on_this_node, together
 from ithaca.parallel.mesh import Mesh
 from ithaca.plans.plan import Plan
 from ithaca.tape.budget import host_budget
 from ithaca.tape.engine import Engine
+
+CLIP_EPS = 1e-6  # torch's, added to the norm
 
 
 class Sharded(Protocol):
@@ -70,7 +74,7 @@ def make_optimizer(
             model.mesh.group,
             lambda: HostAdamW(groups, model.engine, learning_rate=learning_rate, betas=betas),
         )
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+    optimizer = AdamW(groups, lr=learning_rate, betas=betas, fused=True)
     for parameter in trained:
         # As AdamW makes them in its first step. A checkpoint can then be read into them at any time
         optimizer.state[parameter] = {
@@ -111,10 +115,47 @@ def _refuse_states(needed: int, ranks: int, reserved_bytes: int, free: int, reas
     raise PlanError(text + (", or ".join(ways) or "a smaller model or more nodes would fit"))
 
 
-def clip(model: Sharded, largest: float) -> Tensor:
+def clip(model: Sharded, largest: float, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
     """Scale the gradients down to a norm of at most `largest`, over all ranks. Return the norm before that.
 
     A 0-dim tensor: a number would make the host wait for the GPU.
+
+    With an optimizer of `make_optimizer` that can, the next step scales the gradients while it reads them. They stay as
+    they are until then, and no pass over them is lost.
     """
+    if isinstance(optimizer, AdamW | HostAdamW) and scales_gradients(optimizer):
+        norm = gradient_norm(model.parameters())
+        optimizer.scale = (largest / (norm + CLIP_EPS)).clamp(max=1.0)
+        return norm
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW with the same states. On a GPU, in fp32, it updates by a kernel of our own (update.py)."""
+
+    scale: Tensor | None = None  # of the gradients in the next step (`clip`)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        scale, self.scale = self.scale, None
+        if not scales_gradients(self):
+            assert scale is None
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if trained:
+                states = [self.state[parameter] for parameter in trained]
+                first, second = ([local_tensor(state[name]) for state in states] for name in MOMENTS)
+                weights, gradients = map(local_tensor, trained), (local_tensor(p.grad) for p in trained)
+                steps = [state["step"] for state in states]
+                update([*weights], [*gradients], (first, second), steps, group, True, scale)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.scale = None

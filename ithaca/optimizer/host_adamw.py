@@ -5,7 +5,7 @@
     time     each step reads and writes 8 bytes a parameter over the link to the host, in both directions at once.
              Nothing hides these copies: 0.18 s for 1e9 parameters of a rank (H200). They hide the arithmetic
 
-The arithmetic is torch's fused AdamW on slices, the same kernel as for moments on the device, so the bits are the same.
+The arithmetic runs on slices, by the same kernel as for moments on the device (update.py), so the bits are the same.
 ZeRO-Offload updates on the CPU instead and halves the traffic. It needs its own kernels, gives other bits, and needs
 many cores for each GPU. The price: the CPU waits for the end of a step.
 """
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
 from ithaca.base.errors import InputError
 from ithaca.base.owners import HOST, TAPES, owned_by
 from ithaca.base.tiles import Tiles
+from ithaca.optimizer.update import scales_gradients, update
 from ithaca.parallel.mesh import host_mesh
 from ithaca.parallel.sharding import host_twin
 from ithaca.schedule.step_memory import MOMENT_SLOTS, MOMENT_TILE
@@ -43,6 +43,8 @@ class HostAdamW(torch.optim.Optimizer):
     `tile` is in elements and must be a multiple of `VECTOR`: on a CPU, the elements behind the last whole vector of a
     slice are computed without vector instructions, which round differently.
     """
+
+    scale: Tensor | None = None  # of the gradients in the next step (`clip` in adamw.py)
 
     def __init__(
         self,
@@ -88,12 +90,13 @@ class HostAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        fused, scale, self.scale = scales_gradients(self), self.scale, None
         updated = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         local = [(parameter, group) for parameter, group in updated if parameter in self._tapes]
         try:
             for number, (parameter, group) in enumerate(local, start=1):
                 following = self._tapes[local[number][0]] if number < len(local) else []
-                self._update(parameter, group, following)
+                self._update(parameter, group, following, fused, scale)
         except BaseException:
             self._release_slots()
             raise
@@ -110,7 +113,9 @@ class HostAdamW(torch.optim.Optimizer):
         for slots in self._slots:
             slots.reclaim()
 
-    def _update(self, parameter: DTensor, group: dict[str, Any], following: list[HostTape]) -> None:
+    def _update(
+        self, parameter: DTensor, group: dict[str, Any], following: list[HostTape], fused: bool, scale: Tensor | None
+    ) -> None:
         """Update one parameter, tile by tile. Its last tile overlaps with the first copy of the `following` tapes."""
         assert isinstance(parameter.grad, DTensor)
         weights, gradients = parameter.to_local().detach().view(-1), parameter.grad.to_local().reshape(-1)
@@ -122,7 +127,9 @@ class HostAdamW(torch.optim.Optimizer):
                     tape.prefetch(0)
             # A copy: torch counts a step with each call, but all tiles of a parameter belong to one step
             count = self.state[parameter]["step"].clone()
-            _fused(weights[rows], gradients[rows], moments, count, group)
+            update(
+                [weights[rows]], [gradients[rows]], ([moments[0]], [moments[1]]), [count], group, fused, scale
+            )  # fmt: skip
             for tape, moment in zip(tapes, moments, strict=True):
                 tape.write(index, moment)
 
@@ -152,33 +159,16 @@ class HostAdamW(torch.optim.Optimizer):
                 # A parameter that never had a gradient has no states yet: zeros
                 _local(own_value).copy_(_local(values[name])) if name in values else _local(own_value).zero_()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.scale = None
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_tapes"):
             raise InputError(
                 "an optimizer with states in host memory takes no further parameters: make a new one with all of them"
             )
         super().add_param_group(param_group)
-
-
-def _fused(weights: Tensor, gradients: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
-    averages, squares = ([moment] for moment in moments)
-    adamw(
-        [weights],
-        [gradients],
-        averages,
-        squares,
-        [],
-        [step],
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
 
 
 def _local(tensor: Tensor) -> Tensor:

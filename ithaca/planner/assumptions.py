@@ -52,6 +52,8 @@ def _figure(gpu: Gpu, name: str) -> str:
         direction, size = number.removesuffix("_64"), " with heads of 64" if number.endswith("_64") else ""
         return f"attention {direction} of {kernel}{size} {getattr(gpu.rates(kernel), number) / 1e12:.4g} TFLOP/s"
     value, title = getattr(gpu, name), name.replace("_", " ")
+    if name == "launches":
+        return f"{value:.4g} GPU operations/s launched by the host"
     if name in ("flops", "matmul"):
         return f"{title} {value / 1e12:.4g} TFLOP/s"
     return f"{title} {value / 1e9:.4g} GB" + ("" if name in ("memory", "ram") else "/s")

@@ -68,6 +68,7 @@ class Gpu:
     host: float
     ram: float
     matmul: float
+    launches: float
     capability: tuple[int, int]  # CUDA compute capability
     attention: tuple[AttentionRates, ...]
     sources: Mapping[str, str] = field(compare=False)
@@ -175,6 +176,8 @@ def _gpu(name: str, table: Mapping[str, Any], measured: Gpu | None) -> Gpu:
         elif number == "matmul" and "flops" in numbers and measured:
             numbers[number] = numbers["flops"] * measured.matmul / measured.flops
             sources[number] = _assumed(measured.matmul / measured.flops)
+        elif number == "launches" and measured:
+            numbers[number], sources[number] = measured.launches, f"assumed: the host of the {MEASURED_ON}"
         else:
             raise PlanError(f"GPU '{name}' has no {number}: {NEEDED}")
     known = (*NUMBERS, "capability", "attention")

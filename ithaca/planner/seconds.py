@@ -33,12 +33,10 @@ from ithaca.parallel.layout import Layout
 from ithaca.planner.attention_rates import attention_seconds
 from ithaca.planner.hardware import Gpu, Machine
 from ithaca.plans.plan import Plan
-from ithaca.schedule.costs import Message, Peers, traffic
+from ithaca.schedule.costs import Message, Peers, Work, traffic
 from ithaca.schedule.job import BF16, FP32, Job
 
-# Host seconds, on the machine of an H200; the schedules state what their Python takes beside them
-LAUNCH = 30e-6  # of an operation: SmolLM2-135M, 64K in tiles of 8K, 0.5445 s for 13,825
-SHARDED = 0.3e-3  # FSDP2's hooks in a layer, beside the operations that they launch
+SHARDED = 10  # FSDP2's hooks in a layer take the host as long as so many operations, beside those that they launch
 # GPU seconds of an operation that has nothing to do: 13,825 operations keep it busy for 0.33 s, 5,891 for 0.297 s
 LEAST = (0.33 - 0.297) / (13825 - 5891)
 # Bytes per parameter, Llama3.2-1B on an H200: the kernels' time, 14 ms each, by the bandwidth of a copy
@@ -76,8 +74,7 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
     merging = work.merged / gpu.bandwidth
     forward, backward = work.attention_runs * (forward + merging), backward + merging
     linear = BETWEEN * (work.linear / gpu.matmul + work.moved / gpu.bandwidth) + LEAST * work.launches
-    hooks = 0.0 if runs_alone(job.axes, job.plan.zero) else SHARDED * job.spec.layers
-    launching = LAUNCH * work.launches + work.python + hooks
+    launching = host_operations(job, work) / gpu.launches
     ulysses, ring = exchange_seconds(job, machine)
     copies = max(work.host.most / gpu.host, work.disk.most * machine.gpus / DISK)
     weights = _weights(job.spec, job.plan, machine)
@@ -86,6 +83,12 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
     exposed = job.costs.exposed(job, max(computing, launching), ulysses, ring)
     step = optimizer + max(exposed, copies, ulysses + ring, weights)
     return Seconds(forward, backward, linear, launching, ulysses + ring, copies, weights, optimizer, step)
+
+
+def host_operations(job: Job, work: Work) -> float:
+    """What the host does in a step, counted in GPU operations that it could launch meanwhile."""
+    hooks = 0 if runs_alone(job.axes, job.plan.zero) else SHARDED * job.spec.layers
+    return work.launches + work.python + hooks
 
 
 def _weights(spec: Spec, plan: Plan, machine: Machine) -> float:

@@ -22,7 +22,8 @@ from ithaca.base.torch_private import TorchDispatchMode
 PRODUCT_SECONDS = 0.3  # how long each product runs
 ATTENTION_SECONDS = 1.0  # how long each attention call runs
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.addmm_.default, aten.addmm.dtype_out)
+ALONE = (aten.mm.default, aten.mm.dtype)  # added to nothing
+PRODUCTS = (*ALONE, aten.addmm.default, aten.addmm_.default, aten.addmm.dtype_out)
 
 Operand = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, stride, dtype
 Product = tuple[Operand, Operand, torch.dtype | None]  # both operands; the dtype of a sum that the product is added to
@@ -38,7 +39,7 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in PRODUCTS:
-            total, a, b = (None, *args[:2]) if func is aten.mm.default else args[:3]
+            total, a, b = (None, *args[:2]) if func in ALONE else args[:3]
             self.seen[_operand(a), _operand(b), None if total is None else total.dtype] += 1
         return func(*args, **(kwargs or {}))
 

@@ -2,8 +2,9 @@
 
 Each number is a median of repeated runs on random data, after the clock has settled under load. The matrix products are
 those of a block's MLP: two as in the forward pass, and one weight gradient that is added in fp32. Attention is measured
-with each kernel that runs here, at head sizes 128 and 64. One GPU cannot measure the links between GPUs, so the table
-leaves them out.
+with each kernel that runs here, at head sizes 128 and 64. How fast the host launches operations shows in steps of a
+model that are too small to keep the GPU busy. One GPU cannot measure the links between GPUs, so the table leaves them
+out.
 
 `ithaca doctor` measures with the same functions, also on a CPU, which computes in float32. An `Effort` sets sizes and
 durations, never what a number means.
@@ -15,17 +16,39 @@ from pathlib import Path
 
 import torch
 
+from ithaca.assemble import apply
 from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.choose import make_kernel
 from ithaca.attention.kernels.seam import Kernel, softmax_scale
 from ithaca.base.errors import PlanError
+from ithaca.model.families import read_spec
 from ithaca.model.linear import add_product
+from ithaca.model.source import ModelSource, RandomWeights
+from ithaca.optimizer.adamw import clip, make_optimizer
+from ithaca.parallel.mesh import alone
 from ithaca.planner.hardware import HERE, nearest, read_gpus
+from ithaca.planner.seconds import host_operations
+from ithaca.plans.plan import Plan
 from ithaca.rehearsal.kernel_bound import median_seconds
+from ithaca.schedule.job import Job
 
 KERNELS = ("flash4", "cudnn+flash")
 HEAD_SIZES = {"": 128, "_64": 64}  # ending of a rate's name: head size
 VISITS = {True: 2, False: 15}  # causal: visits. The proportion of triangles and full squares over 16 chunks
+HEADS = 4  # query heads of one key/value head, as Llama3-8B has them on 8 ranks
+# A model with the layers of a large one and nothing to compute; its heads are those of the measured kernels
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 24,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 1024,
+    "tie_word_embeddings": True,
+}
+SMALL_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +61,6 @@ class Effort:
     hidden: int = 4096
     mlp: int = 14336
     chunk: int = 65536  # tokens of attention: a chunk of Llama3-8B under `sweep`
-    heads: int = 4  # query heads of one key/value head, as on 8 ranks
     copied: int = 2**28  # elements of a copy
 
 
@@ -59,6 +81,7 @@ def measure_here(file: Path) -> str:
     gpu = nearest(properties.name, properties.total_memory, read_gpus())
     rates = {"host": host_rate(device), "bandwidth": bandwidth(device), "matmul": matmul_rate(device)}
     kernels = {kernel: kernel_rates(kernel, device) for kernel in KERNELS}
+    rates["launches"] = launch_rate(device)
     tables = {f'"{gpu.name}"': rates} | {f'"{gpu.name}".attention."{name}"': found for name, found in kernels.items()}
     try:
         write_rates(
@@ -80,6 +103,26 @@ def write_rates(file: Path, tables: dict[str, dict[str, tuple[float, str]]]) -> 
                 "",
             ]
     file.write_text("\n".join(lines), encoding="utf-8")
+
+
+def launch_rate(device: torch.device, effort: Effort = FULL) -> float:
+    """GPU operations a second that the host launches in steps of a small model."""
+    spec, dtype = read_spec(SMALL), str(compute_dtype(device)).removeprefix("torch.")
+    plan = Plan(checkpoint="none", zero=2)
+    model = apply(ModelSource(spec, {}, RandomWeights(spec, 0), dtype, None), plan, alone(device.type))
+    model.allocate(1, SMALL_TOKENS)
+    optimizer = make_optimizer(model, learning_rate=0.0)
+    tokens = torch.randint(0, spec.vocab, (1, SMALL_TOKENS))
+    batch = model.shard(tokens, tokens)
+
+    def step() -> None:
+        model(batch).backward()
+        clip(model, 1.0, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    job = Job(spec=spec, plan=model.plan, tokens=SMALL_TOKENS)
+    return host_operations(job, job.costs.work(job)) / median_seconds(step, effort.compute_seconds, device)
 
 
 def kernel_rates(name: str, device: torch.device, effort: Effort = FULL) -> dict[str, float]:
@@ -117,7 +160,7 @@ def matmul_rate(device: torch.device, effort: Effort = FULL) -> float:
 def attention_rates(kernel: Kernel, head_size: int, device: torch.device, effort: Effort = FULL) -> tuple[float, float]:
     """FLOP/s of attention, forward and backward, over the triangles and squares that 16 chunks visit."""
     dtype, chunk, seconds = compute_dtype(device), effort.chunk, effort.compute_seconds
-    q = torch.randn(chunk, effort.heads, head_size, device=device, dtype=dtype)
+    q = torch.randn(chunk, HEADS, head_size, device=device, dtype=dtype)
     k, v = (torch.randn(chunk, 1, head_size, device=device, dtype=dtype) for _ in range(2))
     scale = softmax_scale(q)
     bounds = (0, chunk)
@@ -133,7 +176,7 @@ def attention_rates(kernel: Kernel, head_size: int, device: torch.device, effort
             seconds,
             device,
         )
-        flops += visits * (2 if causal else 4) * chunk**2 * effort.heads * head_size
+        flops += visits * (2 if causal else 4) * chunk**2 * HEADS * head_size
     return flops / forward, 2.5 * flops / backward
 
 

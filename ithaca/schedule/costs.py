@@ -112,13 +112,13 @@ class Work:
     linear: float  # FLOPs of matrix products
     moved: float  # device bytes that norms, gates, rotary and residuals read and write
     launches: float  # GPU operations
-    python: float  # seconds of the host beside launching them
+    python: float  # what else the host does, as so many operations
     host: Copies  # over the link to the host: tapes in host memory and on disk
     disk: Copies
 
 
 # The host beside launching: steps of SmolLM2-135M, 16K tokens, on the machine of an H200, without 30 µs an operation
-# (planner/seconds.py): 0.138 s (`dense`, none), 0.181 (selective), 0.219 (full), 0.241 and 0.283 (`sweep`, tapes on the
+# (hardware.toml): 0.138 s (`dense`, none), 0.181 (selective), 0.219 (full), 0.241 and 0.283 (`sweep`, tapes on the
 # device, on the host). Timings of one setting differ by up to 20 %
 
 # Operations in steps of SmolLM2-135M, 30 layers, on an H200: 2,907 (`dense`, none), 3,207 (selective), 3,237 (full),
@@ -128,19 +128,16 @@ PER_TILE = 32  # GPU operations of an MLP tile, forward, again and backward
 PER_SHARDED_LAYER = 48  # FSDP2's copies of a layer's weights and gradients, for both passes
 PER_LOSS_TILE = 25  # Llama3.2-1B: 2,503 with 8 tiles of the loss, 2,355 with 2
 PER_MESSAGE = 4  # packing, sending, unpacking: assumed
-PER_OPTIMIZER = 10
-TOGETHER = 21e6  # parameters that one of torch's foreach kernels takes: 183 launches for 1.24e9, 27 for 0.135e9
-FOREACH = 3  # such kernels in a step
+PER_OPTIMIZER = 16  # the norm and its scale, counting, two groups, a table for each (optimizer/): counted in the code
 
 
 def other_launches(job: "Job") -> float:
     """GPU operations of a step outside the blocks' computing: loss, messages, weights, optimizer."""
-    layers, shard = job.spec.layers, job.spec.parameters() / job.axes.parameter
+    layers = job.spec.layers
     messages = sum(message.count for way in job.costs.messages(job, 0) for message in way)
     loss = job.chunks * -(-job.block_tokens // job.plan.loss_tile)
-    optimizer = FOREACH * -(-shard // TOGETHER) + PER_OPTIMIZER
     sharding = 0 if runs_alone(job.axes, job.plan.zero) else PER_SHARDED_LAYER
-    return layers * (sharding + PER_MESSAGE * messages) + PER_LOSS_TILE * loss + optimizer
+    return layers * (sharding + PER_MESSAGE * messages) + PER_LOSS_TILE * loss + PER_OPTIMIZER
 
 
 def mlp_tiles(job: "Job") -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ithaca.base.tiles import Tiles
-from ithaca.model.block import Weights, final_linear, mlp, mlp_alone, output_projection, project
+from ithaca.model.block import Weights, final_linear, mlp, mlp_beside, output_projection, project
 from ithaca.model.linear import Summed
 from ithaca.model.rotary import Rotation
 from ithaca.model.spec import Heads, Spec
@@ -44,8 +44,7 @@ def post_attention_backward(
 def _tile_backward(spec: Spec, w: Summed, x: Tensor, o: Tensor, dy: Tensor) -> list[Tensor]:
     x, o = (tensor.detach().requires_grad_() for tensor in (x, o))
     with torch.enable_grad():
-        middle = output_projection(spec, w, x, o, Heads.all(spec))
-        y = mlp_alone(spec, w, middle)
+        middle, y = mlp_beside(spec, w, output_projection(spec, w, x, o, Heads.all(spec)))
     # The block's result is their sum, whose gradient is that of both
     return w.differentiate((middle, y), (x, o), (dy, dy))
 

@@ -44,7 +44,9 @@ LIBRARIES = 64 * 2**20  # bytes that cuBLAS takes
 PER_TOKEN = 24  # bytes of token ids, labels, positions
 LEFT_OVER = 2.4  # times the head in the computation's dtype; more if one block alone runs
 LEFT_OVER_ONE_BLOCK = 3.7
-LEFT_OVER_ONE_RANK = 0.5  # without FSDP2 nothing passes between streams (bench/results/recipes-tuned.json)
+# Without FSDP2 nothing passes between streams: holes among tensors that differ in size (bench/results/recipes-*.json)
+LEFT_OVER_ONE_RANK = 0.5
+LEFT_OVER_STATES = 2  # hidden states of all local tokens, where blocks run over all of them
 MOMENTS = 2  # of AdamW for each parameter
 MOMENT_TILE = 8 * 2**20  # elements of host moments that pass through the device together
 MOMENT_SLOTS = 4  # such tiles: one in use, one ahead, two on their way out
@@ -156,7 +158,9 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     shards = high * job.layers_running * block.mine + of_head
     at_end = {GRADIENTS: shards + reduces * (high * block.all if tied else table), BLOCKS: table}
     if tied:
-        at_end |= {LOSS: table, OTHER: table, GATHERED: reduces * job.itemsize * head.unit}
+        at_end |= {LOSS: table, GATHERED: reduces * job.itemsize * head.unit}
+    if reduces and tied:
+        at_end |= {OTHER: table}
     elif not reduces and not job.plan.sweeps:
         at_end |= {OTHER: job.itemsize * spec.vocab * spec.hidden}  # as autograd has it before it is cast
     yield "the embedding's gradient", Counter(at_end)
@@ -202,8 +206,11 @@ def moment_slot_bytes(largest: int) -> int:
 
 
 def _left_over(job: Job) -> float:
-    times = LEFT_OVER if job.layers_running > 1 else LEFT_OVER_ONE_BLOCK
-    return job.itemsize * table_parameters(job).unit * (LEFT_OVER_ONE_RANK if _alone(job) else times)
+    head = job.itemsize * table_parameters(job).unit
+    if _alone(job):
+        states = 0 if job.plan.sweeps else LEFT_OVER_STATES * job.hidden(job.block_tokens)
+        return LEFT_OVER_ONE_RANK * head + states
+    return head * (LEFT_OVER if job.layers_running > 1 else LEFT_OVER_ONE_BLOCK)
 
 
 @dataclass(frozen=True)

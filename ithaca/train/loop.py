@@ -218,7 +218,7 @@ class TrainingRun:
 
     def _update(self, batches: list[Batch], rate: float) -> tuple[float, float]:
         """Update the weights. Return the step's loss and the norm of its gradients."""
-        tensors = self._backward(batches), clip(self.model, self.config.train.clip)
+        tensors = self._backward(batches), clip(self.model, self.config.train.clip, self.optimizer)
         loss, norm = (tensor.item() for tensor in tensors)  # the host waits for the GPU here, after clipping is queued
         if not math.isfinite(loss) or not math.isfinite(norm):
             self._fail(loss, norm)

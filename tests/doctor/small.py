@@ -7,6 +7,7 @@ from pathlib import Path
 from ithaca.cli import main
 from ithaca.doctor import exam
 from ithaca.doctor.exam import Sizes
+from ithaca.rehearsal import measure
 from ithaca.rehearsal.measure import Effort
 from tests.nursery import fork_ranks
 
@@ -22,6 +23,7 @@ SIZES = Sizes(
 def doctor(folder: Path, *words: str) -> None:
     """`ithaca doctor …` in a process of its own, whose ranks are forked."""
     exam.CPU_QUICK = exam.CPU_SIZES = SIZES  # pyrefly: ignore
+    measure.SMALL["num_hidden_layers"] = 2
     fork_ranks()
     os.chdir(folder)
     sys.argv = ["ithaca", "doctor", "--device", "cpu", *words]

@@ -1,4 +1,4 @@
-"""Predictions against what was seen on a GPU, as bench.rehearsals has recorded it."""
+"""Predictions against what was seen on a GPU, as bench.rehearsals and bench.recipes have recorded it."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bench import recipes
 from ithaca.base.owners import GRADIENTS
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
@@ -60,3 +61,23 @@ def test_seconds(seen: dict[str, Any]) -> None:
     machine = Machine(nodes=seen["ranks"], gpus=1, inside=GPU.bandwidth / 2, across=GPU.bandwidth / 2)
     found = predict_seconds(job_of(seen), GPU, machine)
     assert found.step == pytest.approx(seen["seconds"], rel=0.12)
+
+
+ONE_GPU = [
+    pytest.param(row["point"], seen, id=f"{row['point']}, {seen['name'].split(' = ')[0]}")
+    for file in ("recipes-tuned.json", "recipes-tuned-first.json")
+    for row in json.loads((RESULTS / file).read_text())["results"]
+    for seen in row["candidates"]
+    if "seconds" in seen
+]
+
+
+@pytest.mark.parametrize(("point", "seen"), ONE_GPU)
+def test_one_gpu(point: str, seen: dict[str, Any]) -> None:
+    """Peaks, and steps for which the GPU and not the host takes longest: hosts differed by a third from run to run."""
+    (found,) = (one for one in recipes.POINTS["tuned"] if one.name == point)
+    job = recipes.job_of(found, Plan(**seen["plan"] | {"kernel": "flash4"}))
+    assert step_memory(job).total == pytest.approx(seen["peak_bytes"], rel=0.06)
+    seconds = predict_seconds(job, read_gpus()["H200-141GB"], Machine(nodes=1, gpus=1))
+    if seconds.launching < 0.8 * seconds.computing:
+        assert seconds.step == pytest.approx(seen["seconds"], rel=0.07)

@@ -1,5 +1,6 @@
 """What `ithaca plan --measure` writes, with made-up figures in place of a GPU's."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +9,11 @@ import pytest
 import torch
 
 from ithaca.attention.kernels.seam import Kernel
+from ithaca.model.families import read_spec
 from ithaca.planner.hardware import HERE, read_gpus
+from ithaca.plans.plan import Plan
 from ithaca.rehearsal import measure
+from ithaca.schedule.job import Job
 
 
 @pytest.fixture
@@ -23,7 +27,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return len(kernel.name) * head_size * 1e12, len(kernel.name) * head_size * 5e11
 
     monkeypatch.setattr(measure, "attention_rates", rates)
-    for name in ("host_rate", "bandwidth", "matmul_rate"):
+    for name in ("host_rate", "bandwidth", "matmul_rate", "launch_rate"):
         monkeypatch.setattr(measure, name, lambda _: 1e10)
 
 
@@ -45,9 +49,27 @@ def test_the_file_has_every_kernel_that_runs(
     assert cudnn is not None
     assert (cudnn.of(128), cudnn.of(64)) == ((11 * 128e12, 11 * 64e12), (11 * 64e12, 11 * 32e12))
     assert found.sources["attention.cudnn+flash.backward_64"] == found.sources["host"] == HERE
-    assert found.host == 1e10
+    assert found.host == found.launches == 1e10
     if missing:
         assert flash4 == own.rates("flash4")
     else:
         assert flash4 is not None
         assert flash4.of(64) == (6 * 64e12, 6 * 32e12)
+
+
+def test_the_host_is_measured_by_steps_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many operations as the planner counts for them, over the seconds of a step."""
+    monkeypatch.setattr(measure, "SMALL", measure.SMALL | {"num_hidden_layers": 2})
+    steps = []
+
+    def seconds(work: Callable[[], object], *_: Any) -> float:
+        work()
+        steps.append(work)
+        return 0.25
+
+    monkeypatch.setattr(measure, "median_seconds", seconds)
+    spec = read_spec(measure.SMALL)
+    job = Job(spec=spec, plan=Plan(checkpoint="none", zero=2), tokens=measure.SMALL_TOKENS)
+    work = job.costs.work(job)
+    assert measure.launch_rate(torch.device("cpu")) == pytest.approx(4 * (work.launches + work.python))
+    assert len(steps) == 1

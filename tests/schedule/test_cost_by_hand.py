@@ -11,7 +11,7 @@ from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import AttentionRates, Cluster, Machine, read_gpus
 from ithaca.planner.search import longest, search
-from ithaca.planner.seconds import BETWEEN, LAUNCH, LEAST, Seconds, predict_seconds
+from ithaca.planner.seconds import BETWEEN, LEAST, Seconds, predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import phases, step_memory
@@ -66,11 +66,26 @@ def test_k_and_v_that_travel(travel: str, copies: int) -> None:
 def test_everything_that_a_block_makes(spec: Spec, ulysses: int) -> None:
     """x, two norms, a sum; q, k, v, o, 32 numbers of lse; with Ulysses o twice; with norms of q and k these twice."""
     plan = Plan(recipe="ulysses" if ulysses > 1 else "dense", checkpoint="none")
-    found = phases_of(plan, 8 * K * ulysses, ulysses, spec=spec)["attention of the last block"]
+    found = phases_of(plan, 8 * K * ulysses, ulysses, spec=spec)["the MLP of the last block"]
     T, mlp, block = 8 * K, *((14336, LLAMA_BLOCK) if spec is LLAMA else (12288, QWEN_BLOCK))
     again = (Q if ulysses > 1 else 0) + (Q + KV if spec is QWEN else 0)
     kept = T * BF16 * (4 * E + 2 * Q + again + 2 * KV + 3 * mlp) + T * FP32 * 32
-    assert found[BLOCKS] == spec.layers * kept + 2 * T * E * BF16 + FP32 * block
+    # dy; gradients of gate, up and their product, which is freed
+    assert found[BLOCKS] == spec.layers * kept + T * (E + 2 * mlp) * BF16 + FP32 * block
+
+
+@pytest.mark.parametrize(("tile", "checkpoint"), [(8 * K, "full"), (2 * K, "full"), (8 * K, "selective")])
+def test_a_single_tile_makes_no_room_for_its_gradients(tile: int, checkpoint: str) -> None:
+    plan = Plan(recipe="dense", checkpoint=checkpoint, tile=tile)
+    found = phases_of(plan, 8 * K, 1, spec=LLAMA)["the MLP of the last block"]
+    T = 8 * K
+    wide = 5 * tile * 14336 + (2 if tile == T else 3) * tile * E  # with the sum and its norm
+    gradients = E if tile == T else 2 * E + Q  # dy; dx and do, which tiles write
+    again = E + 2 * Q + 2 * KV if checkpoint == "full" else Q  # normed x, q, k, v, o; or o, which is kept
+    kept, lse = 32 * T * E * BF16, T * FP32 * 32
+    lses = lse if checkpoint == "full" else 32 * lse
+    more = 31 * T * Q * BF16 if checkpoint == "selective" else 0
+    assert found[BLOCKS] == kept + more + BF16 * (wide + T * (gradients + again)) + lses + FP32 * LLAMA_BLOCK
 
 
 def test_what_is_not_cut_over_ranks() -> None:
@@ -121,8 +136,8 @@ def test_weights_are_waited_for_where_there_is_little_else() -> None:
 
 def products(plan: Plan) -> float:
     """Seconds of products and bytes, without the least time of every operation."""
-    found = seconds(plan)
-    return found.linear - found.launching * LEAST / LAUNCH
+    job = Job(spec=LLAMA, plan=plan, tokens=M, axes=Axes(ulysses=8))
+    return seconds(plan).linear - LEAST * job.costs.work(job).launches
 
 
 def test_products_that_run_again() -> None:

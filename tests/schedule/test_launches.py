@@ -18,7 +18,7 @@ from ithaca.model.families import read_spec
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Machine, read_gpus
-from ithaca.planner.seconds import CAST, LAUNCH, LEAST, SHARDED, SHARDING, Seconds, predict_seconds
+from ithaca.planner.seconds import CAST, LEAST, SHARDED, SHARDING, Seconds, predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.rehearse import loopback_mesh
 from ithaca.schedule.costs import PER_SHARDED_LAYER
@@ -128,7 +128,7 @@ def test_a_small_model_waits_for_its_launches() -> None:
         found = predict_seconds(job, gpu, machine)
         work = job.costs.work(job)
         assert work.python > 0
-        assert found.launching == pytest.approx(LAUNCH * work.launches + work.python)
+        assert found.launching == pytest.approx((work.launches + work.python) / gpu.launches)
         return found.step - found.optimizer, found.launching
 
     coarse, fine = step("smollm2-135m", 64 * K), step("smollm2-135m", 8 * K)
@@ -151,7 +151,9 @@ def test_one_rank_without_fsdp() -> None:
 
     (with_fsdp, more), (without, fewer) = both(Axes())
     assert more - fewer == PER_SHARDED_LAYER * spec.layers
-    assert with_fsdp.launching - without.launching == pytest.approx(LAUNCH * (more - fewer) + SHARDED * spec.layers)
+    assert with_fsdp.launching - without.launching == pytest.approx(
+        (more - fewer + SHARDED * spec.layers) / gpu.launches
+    )
     assert without.computing > with_fsdp.launching  # so the step is the GPU's
     copies = (SHARDING - CAST) * spec.parameters() / gpu.bandwidth
     assert with_fsdp.step - without.step == pytest.approx(copies + LEAST * (more - fewer))

@@ -65,7 +65,7 @@ O_SLOTS, O_SLOTS_PASSING = 2, 4  # an x that is rebuilt chunk by chunk is read t
 LSE_SLOTS = 2
 KV_SLOTS, KV_GRADIENT_SLOTS = 8, 6
 
-PYTHON, PYTHON_OF_COPIES = 5.3e-3, 1.4e-3  # host seconds of a chunk in a layer (costs.py); more if tapes are copied
+PYTHON, PYTHON_OF_COPIES = 177, 47  # the host, for a chunk in a layer (costs.py); more if tapes are copied
 PER_CHUNK, PER_VISIT = 52, 27  # operations of a chunk beside its tiles', and of a visit to another (costs.py)
 ATTENDING_AGAIN = 6  # a visit that is recomputed: assumed
 REBUILDING = 12  # a tile of an x that is rebuilt: the forward third of a tile
@@ -243,7 +243,7 @@ def work(job: "Job") -> Work:
         linear=linear_flops(job, again),
         moved=moved_bytes(job, runs=2),
         launches=_launches(job) + other_launches(job),
-        python=spec.layers * job.chunks * (PYTHON + (PYTHON_OF_COPIES if copied.most else 0.0)),
+        python=spec.layers * job.chunks * (PYTHON + (PYTHON_OF_COPIES if copied.most else 0)),
         host=copied,
         disk=copies(job, ("disk",)),
     )

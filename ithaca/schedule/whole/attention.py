@@ -23,7 +23,7 @@ from ithaca.attention.documents import Pieces
 from ithaca.attention.kernels.seam import Kernel, attend, softmax_scale
 from ithaca.base.owners import ATTENTION, owned_by
 from ithaca.base.precision import at_least_fp32
-from ithaca.model.block import Weights, project
+from ithaca.model.block import Weights, project, project_beside
 from ithaca.model.linear import Summed
 from ithaca.model.rotary import Rotation
 from ithaca.model.spec import Heads, Spec, runs
@@ -72,14 +72,14 @@ class Attention:
             _, *kv = project(self.spec, w, x, rotation, Heads(range(0), split.kv_heads))
         return self.exchange.to_heads(split, (), kv).wait()[1]
 
-    def differentiable(self, w: Weights, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """o in one round, with everything that backward needs kept by autograd."""
-        q, k, v = project(self.spec, w, x, rotation, Heads.all(self.spec))
+    def differentiable(self, w: Weights, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """x, for the residual, and o in one round, with everything that backward needs kept by autograd."""
+        x, (q, k, v) = project_beside(self.spec, w, x, rotation, Heads.all(self.spec))
         if self.exchange.ranks == 1:
-            return attend(q, k, v, self.kernel, self.pieces)
+            return x, attend(q, k, v, self.kernel, self.pieces)
         split = self.rounds[0][0]
         q, k, v = _ToHeads.apply(q, k, v, self.exchange, split)
-        return _ToTokens.apply(attend(q, k, v, self.kernel, self.pieces), self.exchange, split)
+        return x, _ToTokens.apply(attend(q, k, v, self.kernel, self.pieces), self.exchange, split)
 
     @owned_by(ATTENTION)
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

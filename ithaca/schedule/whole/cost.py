@@ -3,7 +3,8 @@
 Between blocks, per local token in units of a hidden state d: `none` about 16 d; `selective` x and o, 2 d and the
 log-sum-exp; `full` x, 1 d, on the device or elsewhere. Within a block everything is of all local tokens T:
 
-    MLP         5 τM + 3 τE for a tile of τ tokens, beside x, dy, dx and what attention holds
+    MLP         5 τM + 3 τE for a tile of τ tokens, beside x, dy, dx, do and what attention holds. A single tile takes
+                5 TM + 2 TE, and has no dx and do yet. Under `none` gate, up and their product are kept already
     attention   q, o, do, K, V of this rank's heads, dq, dK, dV and the kernel's workspace
     ring        K and V of two ring ranks and the fp32 sums of their gradients; of all of them if they are gathered
 
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 X_SLOTS = 3  # tiles of an x on the device: one in use, one ahead, one on its way out
 X_TILE = 8192  # tokens copied at a time if the Plan has no tile
 KEEPING_ALL, CHECKPOINTED = 64, 42  # operations of a layer beside FSDP2's and its tiles' (costs.py)
-PYTHON = {"none": 2.5e-3, "selective": 4e-3, "full": 4.75e-3}  # host seconds of a layer, likewise
+PYTHON = {"none": 83, "selective": 133, "full": 158}  # the host, for a layer, likewise
 AGAIN = 1  # attention forward again, under `full`, in place of reading what is kept
 PER_ROUND = 30  # a head round: packing, attention and both again backward; assumed
 
@@ -124,16 +125,23 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
     T, q, k = job.block_tokens, job.own_queries(), job.own_keys()
     x, tokens_q = job.hidden(T), job.queries(T)
     if job.plan.checkpoint == "none":
-        mlp = Counter({BLOCKS: 2 * x + 3 * T * job.spec.mlp * job.itemsize})
-        return {"the MLP": mlp, "attention": Counter({BLOCKS: 2 * x, ATTENTION: 2 * q + job.workspace(q, k) + 2 * k})}
+        wide = T * job.spec.mlp * job.itemsize
+        # dy; gradients of gate, up and their product, which is freed
+        mlp = Counter({BLOCKS: x + 2 * wide})
+        # The MLP's kept tensors, 3 wide ones, are freed by now
+        attention = Counter({ATTENTION: max(2 * q + job.workspace(q, k) + 2 * k - 3 * wide, 0)})
+        return {"the MLP": mlp, "attention": attention}
     fetched = {*job.plan.placement(job.spec.layers).x} - {"device"}
     states = (x if fetched else 0) + 2 * x  # x, dy, dx
     if not one_round(job):
         return _peaks_in_rounds(job, states)
     keeps_o = job.plan.checkpoint == "selective"
-    # q, k, v, o of this rank's heads
+    # q, k, v, o of this rank's heads; o of its tokens
     held = 0 if keeps_o else job.projection_bytes() + 2 * q + 2 * k + job.own_lse()
-    mlp = Counter({BLOCKS: states + held + (1 if keeps_o else 2) * tokens_q + job.mlp_bytes()})
+    held += tokens_q if job.axes.ulysses > 1 and not keeps_o else 0
+    tiled = tokens_q + job.mlp_bytes()  # do, which the tiles write, as dx
+    whole = job.mlp_bytes() - 2 * x
+    mlp = Counter({BLOCKS: states + held + (tiled if job.tile < T else whole)})
     attention = Counter(
         {
             BLOCKS: states + job.projection_bytes() + job.own_lse(),

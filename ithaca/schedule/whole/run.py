@@ -42,8 +42,8 @@ def run_block(w: dict[str, Tensor], x_TE: Tensor, call: BlockCall) -> Tensor:
     """The block's output; differentiable in x and the weights."""
     if call.checkpoint == "none":
         spec = call.attention.spec
-        o = call.attention.differentiable(w, x_TE, call.rotation)
-        return mlp(spec, w, output_projection(spec, w, x_TE, o, Heads.all(spec)))
+        x, o = call.attention.differentiable(w, x_TE, call.rotation)
+        return mlp(spec, w, output_projection(spec, w, x, o, Heads.all(spec)))
     return _Checkpointed.apply(x_TE, call, tuple(w), *w.values())
 
 
