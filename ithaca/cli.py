@@ -221,6 +221,29 @@ def rehearse(
     run(model, ranks, length, layers, recipe, set_ or [], limit, memory_only, bare, hardware, json, documents)
 
 
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None, typer.Option(help="The model whose longest context is planned. Default: llama3-8b, tiny on a CPU.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes on this machine. Default: one per GPU, or 2 on a CPU.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is a GPU.")] = None,
+    disk: Annotated[Path | None, typer.Option(metavar="DIR", help="Also measure the disk of this folder.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what was measured, for --hardware of ithaca plan.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="About a minute: smaller sizes, fewer repeats.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Examine a machine: what it reaches beside what is assumed, and every recipe against one rank."""
+    from ithaca.doctor.command import Options
+    from ithaca.doctor.start import start
+
+    start(Options(model=model, disk=disk, out=out, quick=quick, as_json=json, device=device), ranks)
+
+
 def main() -> None:
     """Run the command line. A user's mistake is one sentence, without a traceback."""
     for stream in (sys.stdout, sys.stderr):

@@ -9,6 +9,7 @@ import gc
 import io
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -188,13 +189,16 @@ def _ended(folder: Path, rank: int) -> Ended:
 
 
 def _command(words: tuple[str, ...], folder: Path, environ: dict[str, str] | None = None) -> None:
-    """`ithaca …` or `torchrun …`, in a session of its own as a terminal gives it."""
+    """`ithaca …`, `torchrun …` or a module (`-m …`), in a session of its own as a terminal gives it."""
     os.setsid()
     os.chdir(folder)
     os.environ.update(environ or {})
     sys.argv = ["ithaca", *words]
     if words[0] == "torchrun":
         torchrun(words[1:])
+    elif words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__")
     else:
         fork_ranks()
         main()

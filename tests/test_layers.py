@@ -27,6 +27,7 @@ ROOMS = (
     "planner",
     "rehearsal",
     "train",
+    "doctor",
     "cli",
 )
 TOP = ("__init__", "__main__")  # the public names and `python -m ithaca`: they may import every room

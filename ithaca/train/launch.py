@@ -13,7 +13,9 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,15 +48,22 @@ def launch(
     """Train on this machine's GPUs, or on `ranks` processes, or as one rank under torchrun or srun."""
     if nodes is not None or meeting_place is not None:
         _refuse_nodes(nodes, meeting_place)
-    if "RANK" in os.environ:
-        _check_environment()
-        _join(config, ranks, path, fresh, "torchrun")
-    elif step := read_step(os.environ):
-        _check_tasks(step, config)
-        os.environ.update(_task_environment(step))
-        _join(config, ranks, path, fresh, "srun")
+    if starter := find_starter(config):
+        _join(config, ranks, path, fresh, starter)
     else:
         _launch_alone(config, ranks, path, fresh)
+
+
+def find_starter(config: Config) -> str | None:
+    """Return what started this process as a rank: torchrun, or srun, which then has torchrun's environment too."""
+    if "RANK" in os.environ:
+        _check_environment()
+        return "torchrun"
+    if step := read_step(os.environ):
+        _check_tasks(step, config)
+        os.environ.update(_task_environment(step))
+        return "srun"
+    return None
 
 
 def torchrun_line(nodes: str, host: str) -> str:
@@ -77,7 +86,7 @@ def _refuse_nodes(nodes: int | None, meeting_place: str | None) -> NoReturn:
 
 
 def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: bool) -> None:
-    count = _count(config, ranks)
+    count = count_ranks(config, ranks)
     folder = RunFolder(path or _new_folder(config))
     if fresh and (aside := folder.set_aside()):
         print(f"Moved the old run to {aside}")
@@ -144,7 +153,8 @@ def _check_tasks(step: Step, config: Config) -> None:
         )
 
 
-def _count(config: Config, ranks: int | None) -> int:
+def count_ranks(config: Config, ranks: int | None) -> int:
+    """Return how many ranks to start on this node: one per GPU, or 2 on a CPU, unless a number was given."""
     gpus = torch.cuda.device_count() if config.train.device != "cpu" else 0
     if config.train.device == "cuda" and not gpus:
         raise ConfigError("train.device is 'cuda', but there is no CUDA GPU here: 'cpu' or 'auto' works")
@@ -174,7 +184,7 @@ def _start(config: Config, count: int, path: Path) -> None:
         folder, failures = RunFolder(path), 0  # in a row
         saved = folder.last_checkpoint()
         for attempt in itertools.count():
-            how = _attempt(config, path, count, attempt, watch)
+            how = run_attempt(partial(train, config, path, launched=True), count, attempt, watch)
             if how is None:
                 return
             newest = folder.last_checkpoint()
@@ -188,10 +198,10 @@ def _start(config: Config, count: int, path: Path) -> None:
             tell(f"{how[0].upper()}{how[1:]}. {again}", sys.stderr)
 
 
-def _attempt(config: Config, path: Path, count: int, attempt: int, watch: Watch) -> str | None:
-    """Run the job once, to its end. Return how the first rank died; None if none did."""
+def run_attempt(work: Callable[[], None], count: int, attempt: int, watch: Watch) -> str | None:
+    """Run a job once on processes of this node. Return how the first rank died; None if none did."""
     store = _open_store()
-    return run_ranks(config, path, _environments(count, store.port, attempt), watch)
+    return run_ranks(work, _environments(count, store.port, attempt), watch)
 
 
 def _environments(count: int, port: int, attempt: int) -> list[dict[str, str]]:

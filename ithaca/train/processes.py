@@ -13,12 +13,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -26,9 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ithaca.base.errors import IthacaError, LostRankError, RunError, first_line
-from ithaca.config import Config
 from ithaca.train.elastic import report_error
-from ithaca.train.loop import train
 from ithaca.train.report import tell
 from ithaca.train.stop import SIGNALS, Requests, heeded
 
@@ -85,15 +82,15 @@ class Rank:
     pipe: Connection  # where it says what the user did wrong
 
 
-def run_ranks(config: Config, path: Path, environments: list[dict[str, str]], watch: Watch) -> str | None:
-    """Run ranks to their end, each with its environment. Return how the first rank died; None if none did.
+def run_ranks(work: Callable[[], None], environments: list[dict[str, str]], watch: Watch) -> str | None:
+    """Do work on ranks to its end, each with its environment. Return how the first rank died; None if none did.
 
     A user's mistake is raised.
     """
     ranks: list[Rank] = []
     try:
         for environment in environments:
-            ranks.append(_start(config, path, environment))
+            ranks.append(_start(work, environment))
             watch.ranks.append(ranks[-1].process)
         watch.forward_request()  # a signal may have come before the ranks had started
         while not _death(ranks) and _alive(ranks):
@@ -114,11 +111,11 @@ def run_ranks(config: Config, path: Path, environments: list[dict[str, str]], wa
     return how
 
 
-def _start(config: Config, path: Path, environment: dict[str, str]) -> Rank:
+def _start(work: Callable[[], None], environment: dict[str, str]) -> Rank:
     spawn = multiprocessing.get_context("spawn")
     with _starting(f"rank {environment['LOCAL_RANK']} of the {environment['LOCAL_WORLD_SIZE']} on this node"):
         ours, theirs = spawn.Pipe(duplex=False)
-        process = spawn.Process(target=worker, args=(config, path, environment, theirs))
+        process = spawn.Process(target=worker, args=(work, environment, theirs))
         process.start()
         theirs.close()
     return Rank(environment["RANK"], process, ours)
@@ -165,7 +162,7 @@ def _raise_sentence(ranks: list[Rank]) -> None:
         raise RunError(text) if code == RunError.code else IthacaError(text)
 
 
-def worker(config: Config, path: Path, environment: dict[str, str], pipe: Connection) -> None:
+def worker(work: Callable[[], None], environment: dict[str, str], pipe: Connection) -> None:
     """Run one rank of the job. It reports a user's mistake through the pipe."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its launcher
     launcher = multiprocessing.parent_process()
@@ -177,7 +174,7 @@ def worker(config: Config, path: Path, environment: dict[str, str], pipe: Connec
     if not torch.cuda.is_available():
         torch.set_num_threads(max((os.cpu_count() or 1) // int(environment["LOCAL_WORLD_SIZE"]), 1))
     try:
-        train(config, path, launched=True)
+        work()
         dist.destroy_process_group()  # NCCL warns about a group that is not destroyed
         _exit(0)
     except LostRankError as lost:

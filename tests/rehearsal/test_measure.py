@@ -23,11 +23,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 
-    def rates(kernel: Kernel, head_size: int, _: Any) -> tuple[float, float]:
+    def rates(kernel: Kernel, head_size: int, *_: Any) -> tuple[float, float]:
         return len(kernel.name) * head_size * 1e12, len(kernel.name) * head_size * 5e11
 
-    monkeypatch.setattr(measure, "_attention_rates", rates)
-    for name in ("_host_rate", "_bandwidth", "_matmul_rate", "_launch_rate"):
+    monkeypatch.setattr(measure, "attention_rates", rates)
+    for name in ("host_rate", "bandwidth", "matmul_rate", "launch_rate"):
         monkeypatch.setattr(measure, name, lambda _: 1e10)
 
 
@@ -71,5 +71,5 @@ def test_the_host_is_measured_by_steps_of_a_small_model(monkeypatch: pytest.Monk
     spec = read_spec(measure.SMALL)
     job = Job(spec=spec, plan=Plan(checkpoint="none", zero=2), tokens=measure.SMALL_TOKENS)
     work = job.costs.work(job)
-    assert measure._launch_rate(torch.device("cpu")) == pytest.approx(4 * (work.launches + work.python))
+    assert measure.launch_rate(torch.device("cpu")) == pytest.approx(4 * (work.launches + work.python))
     assert len(steps) == 1

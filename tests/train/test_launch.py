@@ -17,11 +17,11 @@ def start(monkeypatch: pytest.MonkeyPatch, path: Path, attempt: Callable[[int], 
     """Launch a run whose attempts end as given; return their numbers."""
     attempts = []
 
-    def once(config: Config, path: Path, count: int, number: int, *_: object) -> str | None:  # noqa: ARG001
+    def once(work: Callable[[], None], count: int, number: int, *_: object) -> str | None:  # noqa: ARG001
         attempts.append(number)
         return attempt(number)
 
-    monkeypatch.setattr(launch, "_attempt", once)
+    monkeypatch.setattr(launch, "run_attempt", once)
     launch._start(Config(), 1, path)
     return attempts
 

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ from ithaca.train.loop import train
 from ithaca.train.processes import Watch, run_ranks, worker
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import FIRST_PORT, PORTS, Step
-from tests.nursery import SECONDS, Nursery
+from tests.nursery import SECONDS, Ended, Nursery
 from tests.train.conftest import SMALL
 from tests.train.test_mistakes import assert_one_sentence
 
@@ -82,7 +83,7 @@ def ask_too_early(config: Config, path: Path) -> None:
         while not watch.asked:
             time.sleep(0.01)
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        assert run_ranks(config, path, [lonely(store.port)], watch) is None
+        assert run_ranks(partial(train, config, path, launched=True), [lonely(store.port)], watch) is None
 
 
 @pytest.mark.full
@@ -97,7 +98,7 @@ def die_early(config: Config, path: Path) -> None:
     """As a launcher, whose store goes with it, while its rank is still on its way."""
     spawn = multiprocessing.get_context("spawn")
     _, pipe = spawn.Pipe(duplex=False)
-    rank = spawn.Process(target=worker, args=(config, path, lonely(free_port()), pipe))
+    rank = spawn.Process(target=worker, args=(partial(train, config, path, launched=True), lonely(free_port()), pipe))
     rank.start()
     print(rank.pid, flush=True)
     os._exit(0)
@@ -125,6 +126,35 @@ def test_a_task_of_srun_for_each_rank(nursery: Nursery, small_model: Path, tmp_p
     config = read_config(None, [*SMALL, f"model.source={small_model}", "model.dtype=float32", "train.steps=5"])
     nursery.job(train, config, tmp_path / "one", ranks=3)
     assert len(losses(tmp_path / "one")) == 5
+    assert losses(tmp_path / "run") == losses(tmp_path / "one")
+
+
+def srun(nursery: Nursery, model: Path, folder: Path, *deaths: str, starts: int = 0) -> list[Ended]:
+    """A step of three tasks on two nodes, of a job that SLURM has started again so many times."""
+    port, tasks = free_port(), ((0, 0), (0, 1), (1, 0))
+    command = ["-m", "tests.train.dying", *deaths, *words("run", model, "train.steps=9")]
+    again = {"SLURM_RESTART_COUNT": str(starts)} if starts else {}
+    return nursery.commands(
+        *((command, slurm("2,1", *place, port) | again) for place in tasks), folder=folder, disturb=nobody
+    )
+
+
+def test_a_job_of_slurm_that_is_requeued(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    """SIGTERM before the time limit, then a rank that is killed, then to the end: the losses of an undisturbed run."""
+    ends = srun(nursery, small_model, tmp_path, *(f"{rank}:3:SIGTERM" for rank in range(3)))
+    assert [end.code for end in ends] == [0, 0, 0], ends
+    assert "Stopped after step 3." in ends[0].out
+    ends = srun(nursery, small_model, tmp_path, "1:6:SIGKILL", starts=1)
+    assert all(end.code for end in ends), ends
+    for end in (ends[0], ends[2]):
+        assert "error: rank 1 of 3 does not answer any more (it has ended or hangs)" in end.err
+        assert "continue from the last checkpoint with ithaca train --run run" in end.err
+    ends = srun(nursery, small_model, tmp_path, starts=2)
+    assert [end.code for end in ends] == [0, 0, 0], ends
+    assert "Continuing from the checkpoint of step" in ends[0].out
+    config = read_config(None, [*SMALL, f"model.source={small_model}", "model.dtype=float32", "train.steps=9"])
+    nursery.job(train, config, tmp_path / "one", ranks=3)
+    assert len(losses(tmp_path / "one")) == 9
     assert losses(tmp_path / "run") == losses(tmp_path / "one")
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,6 @@ from tests.nursery import Nursery, fork_ranks
 def launch(train: Callable[..., None], asked: bool = False) -> None:
     """Run two ranks that train so, on a machine without a folder for temporary files; print how it ended."""
     fork_ranks()
-    processes.train = train  # pyrefly: ignore
     tempfile.tempdir = "/nonexistent"
     environments = [
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for rank in range(2)
@@ -37,7 +37,7 @@ def launch(train: Callable[..., None], asked: bool = False) -> None:
         if asked:
             watch._handle(signal.SIGTERM, None)
         try:
-            print(run_ranks(None, Path(), environments, watch))  # pyrefly: ignore
+            print(run_ranks(partial(train, None, Path(), launched=True), environments, watch))
         except (IthacaError, KeyboardInterrupt) as error:
             print(type(error).__name__, error)
 
@@ -127,7 +127,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
         )
         monkeypatch.setattr(processes, "_start", lambda *_: next(started))
         watch: Any = SimpleNamespace(ranks=[], asked=asked, forward_request=lambda: None)
-        return run_ranks(None, Path(), [{} for _ in ranks], watch)  # pyrefly: ignore
+        return run_ranks(lambda: None, [{} for _ in ranks], watch)
 
     return run
 
