@@ -235,13 +235,19 @@ def doctor(
         Path | None, typer.Option(metavar="FILE", help="Write what was measured, for --hardware of ithaca plan.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="About a minute: smaller sizes, fewer repeats.")] = False,
+    share_gpus: Annotated[
+        bool, typer.Option("--share-gpus", help="Let ranks share GPUs, to try many on few. They take turns.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Examine a machine: what it reaches beside what is assumed, and every recipe against one rank."""
     from ithaca.doctor.command import Options
     from ithaca.doctor.start import start
 
-    start(Options(model=model, disk=disk, out=out, quick=quick, as_json=json, device=device), ranks)
+    options = Options(
+        model=model, disk=disk, out=out, quick=quick, as_json=json, device=device, share_gpus=share_gpus
+    )  # fmt: skip
+    start(options, ranks)
 
 
 def main() -> None:

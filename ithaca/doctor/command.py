@@ -42,6 +42,7 @@ class Options:
     quick: bool = False
     as_json: bool = False
     device: str | None = None
+    share_gpus: bool = False
 
 
 def check(options: Options) -> None:
@@ -62,7 +63,7 @@ def check(options: Options) -> None:
 
 def examine_ranks(options: Options) -> None:
     """Run the examination as one rank of this job. Raise RunError if something is wrong."""
-    grid = mesh(device=options.device)
+    grid = mesh(device=options.device, share_gpus=options.share_gpus)
     exam = begin(grid, options.quick, options.model, options.disk)
     say = _print_section if exam.first and not options.as_json else lambda *_: None
     if exam.first and not options.as_json:

@@ -15,7 +15,11 @@ from ithaca.train.stop import SIGNALS
 def start(options: Options, ranks: int | None) -> None:
     """Examine this machine's GPUs, or `ranks` processes, or the job that this process is a rank of."""
     check(options)
-    config = Config(train=replace(Config().train, device=options.device or "auto"))
+    default = Config()
+    config = Config(
+        train=replace(default.train, device=options.device or "auto"),
+        run=replace(default.run, share_gpus=options.share_gpus),
+    )
     starter = find_starter(config)
     if starter and ranks is not None:
         raise ConfigError(f"--ranks {ranks} cannot be given under {starter}, which starts the ranks: leave it out")

@@ -281,10 +281,11 @@ def _device(name: str | None, share: bool = False) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    share = share or os.environ.get(SHARES) == "1"  # as this process said before, or its user
     if local >= count and not share:
         raise PlanError(
             f"this is rank {local} of its node, but the node has {count} GPUs: start {count} ranks, or let ranks share "
-            "a GPU with run.share_gpus=true"
+            "a GPU with run.share_gpus=true, share_gpus=True of ithaca.mesh, or --share-gpus of ithaca doctor"
         )
     if share and _node_ranks(1) > count:
         _prepare_sharing(count)
@@ -293,8 +294,9 @@ def _device(name: str | None, share: bool = False) -> torch.device:
 
 
 SHARING_NCCL = (2, 30)
+SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 SHARING = {
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    SHARES: "1",
     "NCCL_NVLS_ENABLE": "0",  # its switch knows one rank for each GPU
     "NCCL_MAX_CTAS": "2",  # kernels that wait for other ranks leave the chip to these
 }
@@ -306,7 +308,7 @@ def _prepare_sharing(gpus: int) -> None:
     if version < SHARING_NCCL:
         needed, found = (".".join(map(str, numbers)) for numbers in (SHARING_NCCL, version))
         raise PlanError(
-            f"run.share_gpus=true needs NCCL {needed} or newer, and this is {found}: preload one, as "
+            f"ranks that share a GPU need NCCL {needed} or newer, and this is {found}: preload one, as "
             f"LD_PRELOAD=/path/to/libnccl.so.2, or start {gpus} ranks"
         )
     for variable, value in SHARING.items():

@@ -163,7 +163,8 @@ def count_ranks(config: Config, ranks: int | None) -> int:
         raise ConfigError(f"--ranks is {count}: 1 or more is needed")
     if gpus and count > gpus and not config.run.share_gpus:
         raise ConfigError(
-            f"--ranks is {count}, but this machine has {gpus} GPUs: 1 to {gpus} work, and with run.share_gpus=true more"
+            f"--ranks is {count}, but this machine has {gpus} GPUs: 1 to {gpus} work, more with run.share_gpus=true "
+            "(--share-gpus of ithaca doctor)"
         )
     if count > CPU_RANKS:
         raise ConfigError(f"--ranks is {count}: 1 to {CPU_RANKS} work on a CPU")

@@ -58,7 +58,7 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool) -> None:
         memory = free_memory(grid)
         config, (plan, axes, why) = from_first(grid.group, lambda: settle(config, run, grid, memory))
         if axes != config.mesh:
-            grid = mesh(**vars(axes), device=grid.device.type, share_gpus=config.run.share_gpus)
+            grid = mesh(**vars(axes), device=grid.device.type)
         resumed = from_first(grid.group, run.has_checkpoints)
         data = open_data(config, run, grid)
         check_data(data, grid)

@@ -40,6 +40,7 @@ def test_turns(two_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     assert two_gpus == [1]
     assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert os.environ["NCCL_MAX_CTAS"] == "7"
+    assert mesh._device("cuda") == torch.device("cuda", 1)  # a second mesh of the process need not say it again
 
 
 def test_as_many_ranks_as_gpus_share_nothing(two_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_as_many_ranks_as_gpus_share_nothing(two_gpus: list[int], monkeypatch: p
 def test_an_older_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     with pytest.raises(
-        PlanError, match=r"needs NCCL 2\.30 or newer, and this is 2\.27\.5: preload one, .* or start 2 ra"
+        PlanError, match=r"need NCCL 2\.30 or newer, and this is 2\.27\.5: preload one, .* or start 2 ra"
     ):
         mesh._device(None, share=True)
 
@@ -64,8 +65,8 @@ def test_an_older_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_launcher() -> None:
     config = Config()
     with pytest.raises(
-        ConfigError, match=r"--ranks is 5, but this machine has 2 GPUs: 1 to 2 work, and with run\.share"
+        ConfigError, match=r"--ranks is 5, but this machine has 2 GPUs: 1 to 2 work, more with run\.share"
     ):
-        launch._count(config, 5)
-    assert launch._count(config, None) == 2
-    assert launch._count(Config(run=RunSection(share_gpus=True)), 5) == 5
+        launch.count_ranks(config, 5)
+    assert launch.count_ranks(config, None) == 2
+    assert launch.count_ranks(Config(run=RunSection(share_gpus=True)), 5) == 5
