@@ -4,6 +4,8 @@ A test (tests/base/test_torch_private.py) calls each function here, and another 
 private name of torch. When a new torch breaks something, this is the file to mend.
 """
 
+import inspect
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -68,14 +70,19 @@ def sharded_like(parameter: Tensor, local: Tensor) -> DTensor:
     return DTensor(local, parameter._spec, requires_grad=False)  # pyrefly: ignore
 
 
-def count_all(steps: list[Tensor]) -> None:
-    """Add 1 to many tensors in a few kernels."""
-    torch._foreach_add_(steps, 1)
-
-
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors, which may change their dtype, in a few kernels. `torch.cat` would take one for each."""
     torch._foreach_copy_(targets, sources)
+
+
+def count_all(tensors: list[Tensor]) -> None:
+    """Add 1 to many tensors in a few kernels."""
+    torch._foreach_add_(tensors, 1)
+
+
+def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """`step` of an optimizer class for a subclass whose own `step` calls it. torch wraps the hooks around both."""
+    return inspect.unwrap(kind.step, stop=lambda step: not hasattr(step, "hooked"))
 
 
 def run_gradient_hooks(parameter: Tensor) -> None:

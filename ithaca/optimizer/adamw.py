@@ -7,14 +7,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from ithaca.base.errors import InputError, PlanError
 from ithaca.base.owners import STATES, owned_by
 from ithaca.base.sizes import format_bytes
-from ithaca.base.torch_private import local_tensor
+from ithaca.base.torch_private import local_tensor, step_without_hooks
 from ithaca.optimizer.host_adamw import MOMENTS, HostAdamW, state_bytes
-from ithaca.optimizer.update import gradient_norm, scales_gradients, update
+from ithaca.optimizer.update import Scaling, gradient_norm, scales_gradients, update
 from ithaca.parallel.agree import on_this_node, together
 from ithaca.parallel.mesh import Mesh
 from ithaca.plans.plan import Plan
@@ -77,11 +78,13 @@ def make_optimizer(
     optimizer = AdamW(groups, lr=learning_rate, betas=betas, fused=True)
     for parameter in trained:
         # As AdamW makes them in its first step. A checkpoint can then be read into them at any time
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            **{name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS},
-        }
+        optimizer.state[parameter] = _new_state(parameter)
     return optimizer
+
+
+def _new_state(parameter: DTensor) -> dict[str, Tensor]:
+    moments = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
+    return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
 
 
 def _check_options(trained: list[Any], rate: float, betas: tuple[float, float], decay: float) -> None:
@@ -123,39 +126,47 @@ def clip(model: Sharded, largest: float, optimizer: torch.optim.Optimizer | None
     With an optimizer of `make_optimizer` that can, the next step scales the gradients while it reads them. They stay as
     they are until then, and no pass over them is lost.
     """
-    if isinstance(optimizer, AdamW | HostAdamW) and scales_gradients(optimizer):
-        norm = gradient_norm(model.parameters())
-        optimizer.scale = (largest / (norm + CLIP_EPS)).clamp(max=1.0)
+    if isinstance(optimizer, Scaling) and scales_gradients(optimizer):
+        norm, before = gradient_norm(model.parameters()), optimizer.pending_scale()
+        norm = norm if before is None else norm * before  # clipped twice, as if the first time had scaled them
+        scale = (largest / (norm + CLIP_EPS)).clamp(max=1.0)
+        optimizer.scale_later(scale if before is None else scale * before)
         return norm
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(Scaling, torch.optim.AdamW):
     """torch's AdamW with the same states. On a GPU, in fp32, it updates by a kernel of our own (update.py)."""
-
-    scale: Tensor | None = None  # of the gradients in the next step (`clip`)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        scale, self.scale = self.scale, None
-        if not scales_gradients(self):
-            assert scale is None
-            return super().step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        scale = self.take_scale()  # the closure may clip
+        # torch's GradScaler leaves it to a fused AdamW to divide gradients, and to skip steps with infinite ones
+        scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
+        if scaled or not scales_gradients(self):
+            self.scale_now(scale)
+            step_without_hooks(torch.optim.AdamW)(self)
+            return loss
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if trained:
-                states = [self.state[parameter] for parameter in trained]
+                states = [self._state_for_kernel(parameter) for parameter in trained]
                 first, second = ([local_tensor(state[name]) for state in states] for name in MOMENTS)
                 weights, gradients = map(local_tensor, trained), (local_tensor(p.grad) for p in trained)
                 steps = [state["step"] for state in states]
                 update([*weights], [*gradients], (first, second), steps, group, True, scale)
+                increment_version(trained)  # autograd does not see the kernel change them
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        self.scale = None
+    def _state_for_kernel(self, parameter: DTensor) -> dict[str, Any]:
+        """The states of a parameter, its step on its device. A state_dict of another AdamW may lack these."""
+        state = self.state[parameter]
+        if not state:
+            state.update(_new_state(parameter))
+        state["step"] = state["step"].to(parameter.device, torch.float32)
+        return state

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ithaca.base.errors import InputError
 from ithaca.base.owners import HOST, TAPES, owned_by
 from ithaca.base.tiles import Tiles
-from ithaca.optimizer.update import scales_gradients, update
+from ithaca.optimizer.update import Scaling, scales_gradients, update
 from ithaca.parallel.mesh import host_mesh
 from ithaca.parallel.sharding import host_twin
 from ithaca.schedule.step_memory import MOMENT_SLOTS, MOMENT_TILE
@@ -37,14 +37,12 @@ def state_bytes(parameters: Iterable[DTensor]) -> int:
     return sum(len(MOMENTS) * whole_pages(parameter.to_local().nbytes) for parameter in parameters)
 
 
-class HostAdamW(torch.optim.Optimizer):
+class HostAdamW(Scaling):
     """torch's AdamW with the same states under the same names. The moments are DTensors over host memory.
 
     `tile` is in elements and must be a multiple of `VECTOR`: on a CPU, the elements behind the last whole vector of a
     slice are computed without vector instructions, which round differently.
     """
-
-    scale: Tensor | None = None  # of the gradients in the next step (`clip` in adamw.py)
 
     def __init__(
         self,
@@ -90,7 +88,10 @@ class HostAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        fused, scale, self.scale = scales_gradients(self), self.scale, None
+        fused, scale = scales_gradients(self), self.take_scale()
+        if not fused:
+            self.scale_now(scale)
+            scale = None
         updated = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         local = [(parameter, group) for parameter, group in updated if parameter in self._tapes]
         try:
@@ -158,10 +159,6 @@ class HostAdamW(torch.optim.Optimizer):
             for name, own_value in states[parameter].items():
                 # A parameter that never had a gradient has no states yet: zeros
                 _local(own_value).copy_(_local(values[name])) if name in values else _local(own_value).zero_()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        self.scale = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_tapes"):

@@ -45,6 +45,7 @@ class Tensors:
 def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
     """Σ g² over all elements of contiguous fp32 tensors on one GPU; 0-dim, in float64."""
     device = gradients[0].device
+    _check(gradients, device)
     work = _work([[0, gradient.data_ptr(), 0, 0, 0, gradient.numel()] for gradient in gradients], device)
     if work is None:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -69,6 +70,8 @@ def update(
     The steps must have been counted already: the first update finds 1.
     """
     device = parameters[0].weight.device
+    for one in parameters:
+        _check(one.all, device)
     rows = [[*(tensor.data_ptr() for tensor in one.all), one.weight.numel()] for one in parameters]
     work = _work(rows, device)
     if work is not None:
@@ -77,6 +80,11 @@ def update(
             1 - betas[0], 1 - betas[1], _log2(betas[0]), _log2(betas[1]), eps,
             SCALED=scale is not None, ALIGNED=work.aligned, BLOCK=BLOCK, ROUNDS=ROUNDS, num_warps=WARPS,
         )  # fmt: skip
+
+
+def _check(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """The kernels are given addresses: they would read anything."""
+    assert all(one.dtype == torch.float32 and one.is_contiguous() and one.device == device for one in tensors)
 
 
 def _log2(beta: float) -> float:

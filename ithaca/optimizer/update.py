@@ -5,17 +5,66 @@ its own. Everywhere else it is torch's fused AdamW, and gradients are scaled bef
 device and in host memory are updated by the same function, so their bits are the same.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.adamw import adamw
+from torch.utils.weak import TensorWeakRef
 
+from ithaca.base.errors import InputError
 from ithaca.base.torch_private import count_all, local_tensor
 
 OTHER_KINDS = ("amsgrad", "maximize", "capturable", "differentiable")  # of AdamW, which torch alone can compute
+
+
+class Scaling(torch.optim.Optimizer):
+    """An optimizer whose next step scales the gradients that `clip` (adamw.py) has measured."""
+
+    scale: Tensor | None = None
+    _measured: dict[Tensor, TensorWeakRef]  # by parameter; weak, so that dropped gradients do not keep their memory
+
+    def scale_later(self, scale: Tensor) -> None:
+        """Have the next step multiply the gradients that are there now by `scale`."""
+        self.scale = scale
+        self._measured = {parameter: TensorWeakRef(gradient) for parameter, gradient in _gradients(self)}
+
+    def pending_scale(self) -> Tensor | None:
+        """The scale that waits for the next step; None if there are other gradients by now."""
+        if self.scale is None:
+            return None
+        same = (parameter in self._measured and self._measured[parameter]() is g for parameter, g in _gradients(self))
+        return self.scale if all(same) else None
+
+    def take_scale(self) -> Tensor | None:
+        """The scale for the step that begins. Later steps have none."""
+        scale, clipped = self.pending_scale(), self.scale is not None
+        self.scale = None
+        if clipped and scale is None:
+            raise InputError(
+                "gradients were replaced between clip and step, and would be scaled by the norm of others: call clip "
+                "again before the step, or optimizer.zero_grad() to forget the first call"
+            )
+        return scale
+
+    def scale_now(self, scale: Tensor | None) -> None:
+        """Multiply the gradients themselves, for an update that cannot."""
+        if scale is not None:
+            for _, gradient in _gradients(self):
+                local_tensor(gradient).mul_(scale)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.scale = None
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parameters that have a gradient, with it."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter.grad is not None:
+            yield parameter, parameter.grad
 
 
 def scales_gradients(optimizer: torch.optim.Optimizer) -> bool:

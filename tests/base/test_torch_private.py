@@ -57,6 +57,28 @@ def test_copy_all() -> None:
     assert all(torch.equal(target, source.bfloat16()) for target, source in zip(targets, sources, strict=True))
 
 
+def test_count_all() -> None:
+    counts = [torch.tensor(0.0), torch.tensor(4.0)]
+    torch_private.count_all(counts)
+    assert counts == [1, 5]
+
+
+def test_a_step_without_hooks() -> None:
+    """Also of a class whose step torch has not wrapped yet."""
+
+    class Other(torch.optim.SGD):
+        def step(self, closure: object = None) -> object:
+            return closure
+
+    assert torch_private.step_without_hooks(Other)(None, "done") == "done"
+    optimizer, seen = torch.optim.AdamW([weight := torch.zeros(2, requires_grad=True)]), []
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    weight.grad = torch.ones(2)
+    torch_private.step_without_hooks(torch.optim.AdamW)(optimizer)
+    assert weight.detach().all()
+    assert not seen
+
+
 def test_expandable_segments() -> None:
     torch_private.use_expandable_segments()
 

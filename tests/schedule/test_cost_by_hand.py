@@ -1,6 +1,7 @@
 """Bytes and seconds counted by hand, tensor by tensor, where a prediction as a whole would hide a mistake in one."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -86,6 +87,27 @@ def test_a_single_tile_makes_no_room_for_its_gradients(tile: int, checkpoint: st
     lses = lse if checkpoint == "full" else 32 * lse
     more = 31 * T * Q * BF16 if checkpoint == "selective" else 0
     assert found[BLOCKS] == kept + more + BF16 * (wide + T * (gradients + again)) + lses + FP32 * LLAMA_BLOCK
+
+
+@pytest.mark.parametrize(("travel", "copies"), [("gather", 4 * 3), ("around", 2 + 2 * 2)])
+def test_what_a_ring_adds_if_everything_is_kept(travel: str, copies: int) -> None:
+    """As many heads of keys as of queries, and an MLP that makes no room when it is freed."""
+    spec = replace(LLAMA, kv_heads=32, mlp=1024)
+    plan = Plan(recipe="ring", checkpoint="none", travel=travel, kernel="flash4")
+    found = phases_of(plan, 32 * K, 1, 4, spec=spec)["attention of the last block"]
+    q = k = 8 * K * Q * BF16
+    # do; dq, its sum in fp32 and the kernel's; dk and dv; K and V that travel, and the sums of their gradients
+    assert found[ATTENTION] == q + q + 2 * q + 2.03 * q + 2 * k + copies * 2 * k - 3 * 8 * K * 1024 * BF16
+
+
+def test_a_message_is_there_twice() -> None:
+    """Under `selective`, as it is sent and as it arrives, beside q, k, v and do."""
+    found = phases_of(Plan(recipe="ulysses", checkpoint="selective"), 32 * K, 4, spec=LLAMA)
+    sent, attention = (found[f"{name} of the last block"] for name in ("the exchange", "attention"))
+    T = 8 * K
+    assert sent[EXCHANGE] == 2 * T * (3 * Q + 2 * KV) * BF16
+    assert sent[BLOCKS] - attention[BLOCKS] == T * (2 * Q + 2 * KV) * BF16 - T * 32 * FP32
+    assert sent.total() > attention.total()
 
 
 def test_what_is_not_cut_over_ranks() -> None:

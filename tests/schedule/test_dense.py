@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import ithaca
+from ithaca.schedule.whole import attention
 from tests.models import make_model, relative, save
 from tests.sampling import pairwise, sampled
 from tests.schedule.steps import EXACT, Rows, compare, random_batch
@@ -175,3 +176,35 @@ def test_frozen_weights(ranks, folders, nothing_frozen, frozen: str, zero: int, 
             assert gradient is None
         else:
             assert relative(gradient, nothing_frozen[name]) <= EXACT, name
+
+
+def watched_backward(folder: Path, checkpoint: str, rows: Rows) -> list[bool]:
+    """For each attention backward, whether o and do of this rank's tokens are still there."""
+    made, there = [], []
+    begin, attend = attention.BackwardAttention.__init__, attention.Attention.attend_backward
+
+    def begun(self: attention.BackwardAttention, *args: object) -> None:
+        begin(self, *args)  # pyrefly: ignore
+        made.append(self)
+
+    def attended(self: attention.Attention, *args: object) -> object:
+        there.append(hasattr(made[-1], "o") or hasattr(made[-1], "do"))
+        return attend(self, *args)  # pyrefly: ignore
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention.BackwardAttention, "__init__", begun)
+        patch.setattr(attention.Attention, "attend_backward", attended)
+        model = ithaca.apply(
+            ithaca.load_model(folder, "float64"),
+            ithaca.Plan(recipe="ulysses", checkpoint=checkpoint),
+            ithaca.mesh(ulysses=2),
+        )
+        model(model.shard(*rows)).backward()
+    return there
+
+
+@pytest.mark.parametrize("checkpoint", ["selective", "full"])
+def test_what_was_sent_is_freed(ranks, folders, checkpoint: str) -> None:
+    rows = random_batch(1, 24, documents=False, ignored=0.0, seed=1)
+    for there in ranks(2).run(watched_backward, folders["normed"], checkpoint, rows):
+        assert there == [False, False]

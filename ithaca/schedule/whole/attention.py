@@ -172,6 +172,8 @@ class BackwardAttention:
         projection.free_outputs()
         (q, o, do), (k, v) = coming.wait()
         del coming
+        if self._call.one_round:
+            del self.o, self.do
         dq, *dkv = self._call.attend_backward(do, q, k, v, o, next(lses))
         del do, q, k, v, o
         self._project_backward(projection, split, dq, dkv, dx)

@@ -6,6 +6,7 @@ log-sum-exp; `full` x, 1 d, on the device or elsewhere. Within a block everythin
     MLP         5 τM + 3 τE for a tile of τ tokens, beside x, dy, dx, do and what attention holds. A single tile takes
                 5 TM + 2 TE, and has no dx and do yet. Under `none` gate, up and their product are kept already
     attention   q, o, do, K, V of this rank's heads, dq, dK, dV and the kernel's workspace
+    exchange    q, o, do, K, V twice, sent and received, beside q, do, K, V themselves (`selective`)
     ring        K and V of two ring ranks and the fp32 sums of their gradients; of all of them if they are gathered
 
 Messages over C Ulysses ranks with n local tokens, b bytes a number, q = n · Hq · D · b · (C − 1) / C and
@@ -121,7 +122,7 @@ def one_round(job: "Job") -> bool:
 
 
 def peaks(job: "Job") -> dict[str, Counter[str]]:
-    """Bytes at the two peaks of a block's backward pass."""
+    """Bytes at the peaks of a block's backward pass."""
     T, q, k = job.block_tokens, job.own_queries(), job.own_keys()
     x, tokens_q = job.hidden(T), job.queries(T)
     if job.plan.checkpoint == "none":
@@ -129,7 +130,8 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
         # dy; gradients of gate, up and their product, which is freed
         mlp = Counter({BLOCKS: x + 2 * wide})
         # The MLP's kept tensors, 3 wide ones, are freed by now
-        attention = Counter({ATTENTION: max(2 * q + job.workspace(q, k) + 2 * k - 3 * wide, 0)})
+        attending = 2 * q + job.workspace(q, k) + 2 * k + _ring_bytes(job)
+        attention = Counter({ATTENTION: max(attending - 3 * wide, 0)})
         return {"the MLP": mlp, "attention": attention}
     fetched = {*job.plan.placement(job.spec.layers).x} - {"device"}
     states = (x if fetched else 0) + 2 * x  # x, dy, dx
@@ -149,7 +151,13 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
             ATTENTION: q + job.workspace(q, k) + 2 * k + (2 * q if job.axes.ring > 1 else 0),
         }
     )
-    return {"the MLP": mlp, "attention": attention}
+    found = {"the MLP": mlp, "attention": attention}
+    if keeps_o and job.axes.ulysses > 1:
+        # q, k, v, o and do as they are sent and as they arrive, beside q, k, v and do of this rank's tokens
+        whole_heads = 2 * tokens_q + 2 * job.keys(T)
+        sent = Counter({BLOCKS: states + job.projection_bytes() + whole_heads, EXCHANGE: 2 * (3 * q + 2 * k)})
+        found["the exchange"] = sent
+    return found
 
 
 def _peaks_in_rounds(job: "Job", states: int) -> dict[str, Counter[str]]:
@@ -168,6 +176,11 @@ def _peaks_in_rounds(job: "Job", states: int) -> dict[str, Counter[str]]:
         }
     )
     return {"the MLP": mlp, "attention": attention}
+
+
+def _ring_bytes(job: "Job") -> int:
+    """What a ring adds to attention: the sum of dq in fp32, and what travels."""
+    return 2 * job.own_queries() + _travelling_bytes(job) if job.axes.ring > 1 else 0
 
 
 def _travelling_bytes(job: "Job") -> int:
