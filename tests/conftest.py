@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._dynamo  # FSDP2 does at its first use: once here, instead of in every forked rank
 
+from tests.nccl import NO_GPU, no_shared_gpu
 from tests.nursery import Nursery
 from tests.ranks import Ranks
 
@@ -18,10 +19,11 @@ LONGEST = ("train", "schedule")  # tests that come first, so that no worker is l
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in LONGEST)
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    reasons = {"gpu": None if torch.cuda.is_available() else NO_GPU, "nccl": no_shared_gpu()}
+    for item in items:
+        for name, reason in reasons.items():
+            if reason and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 # How long an example takes says nothing on a machine that does other things as well
