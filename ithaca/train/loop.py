@@ -49,7 +49,8 @@ def train(config: Config, path: Path, launched: bool = False) -> None:
     grid = mesh(**vars(config.mesh), device=device, timeout=max(longer, JOIN_SECONDS))
 
     def end(lost: LostRankError) -> None:
-        leave(f"error: {lost}; continue from the last checkpoint with ithaca train --run {path}")
+        again = f"; continue from the last checkpoint with ithaca train --run {path}"
+        leave(str(lost) if launched else f"error: {lost}{again}")  # our launcher restarts the run
 
     with answering(grid.group, end) as roll:
         _train(config, RunFolder(path), grid, launched, roll)
