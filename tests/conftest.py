@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo  # FSDP2 does at its first use: once here, instead of in every forked rank
 
-from ithaca.parallel.mesh import SHARING_NCCL
+from tests.nccl import NO_GPU, no_shared_gpu
 from tests.nursery import Nursery
 from tests.ranks import Ranks
 
@@ -19,22 +19,11 @@ LONGEST = ("train", "schedule")  # tests that come first, so that no worker is l
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in LONGEST)
-    reasons = {"gpu": _no_gpu(), "nccl": _no_gpu() or _no_sharing()}
+    reasons = {"gpu": None if torch.cuda.is_available() else NO_GPU, "nccl": no_shared_gpu()}
     for item in items:
-        for mark, reason in reasons.items():
-            if reason and item.get_closest_marker(mark):
+        for name, reason in reasons.items():
+            if reason and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _no_gpu() -> str | None:
-    return None if torch.cuda.is_available() else "no CUDA device"
-
-
-def _no_sharing() -> str | None:
-    found = torch.cuda.nccl.version()
-    if found >= SHARING_NCCL:
-        return None
-    return f"ranks share a GPU from NCCL {SHARING_NCCL} on, this is {found}: preload a newer libnccl.so.2"
 
 
 # How long an example takes says nothing on a machine that does other things as well

@@ -12,13 +12,18 @@ is in no collective are those that the others wait for.
 The thread costs one small request to the store a second. Answers stay in the store, so a rank that notices late still
 finds the answer of one that has ended meanwhile. A job calls the roll once; it cannot go on afterwards.
 
-Under NCCL, torch's watchdog ends the process when a collective times out. Then no error reaches this module.
+**The limit.** Under NCCL no error comes: the main thread waits for the GPU, in C++, and torch's watchdog takes long to
+end the process. So the thread also watches how long a step takes (`Roll.limit`), calls the roll after the timeout, and
+ends the process with the verdict. It needs nothing of NCCL. Main threads that wait for the GPU are in no collective, so
+if all ranks answer, those that are elsewhere than most are the ones that the others wait for.
 """
 
+import math
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -57,6 +62,8 @@ POLL_SECONDS = 1.0  # between two looks whether the roll is called
 ANSWER_SECONDS = 5.0  # that ranks have to answer
 ASK_SECONDS = 0.2  # between two looks who has answered
 STORE_SECONDS = 5.0  # after which a store that does not respond counts as gone
+LATE_SECONDS = 5.0  # after the timeout, in which a collective's own error may come
+END_SECONDS = 10.0  # after the verdict, in which the main thread may end by itself
 
 # gloo has no error class of its own for a connection that broke or was silent too long, only these words
 _BROKEN = ("gloo/transport", "closed by peer", "reset by peer", "Timed out waiting")
@@ -78,20 +85,24 @@ def lost_touch(error: BaseException) -> bool:
     )
 
 
-def answering(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+End = Callable[[LostRankError], object]
+
+
+def answering(group: dist.ProcessGroup, end: End | None = None) -> AbstractContextManager["Roll"]:
     """Answer roll calls among the ranks of a group while the body runs, as `roll_call` does."""
-    return roll_call(dist.get_process_group_ranks(group), dist.get_rank(), job_store())
+    return roll_call(dist.get_process_group_ranks(group), dist.get_rank(), job_store(), end)
 
 
 @contextmanager
-def roll_call(ranks: list[int], rank: int, store: dist.Store) -> Iterator[None]:
+def roll_call(ranks: list[int], rank: int, store: dist.Store, end: End | None = None) -> Iterator["Roll"]:
     """Answer roll calls for this rank, through the job's store, while the body runs.
 
     If the body raises an error that another rank caused, find out which one, and raise a LostRankError that names it.
+    `end` is called with that error, in another thread, if the body does not come back after a roll call.
     """
-    roll = _Roll(ranks, rank, store)
+    roll = Roll(ranks, rank, store, end)
     try:
-        yield
+        yield roll
     except RuntimeError as error:
         if lost := roll.explain(error):
             raise lost from error
@@ -100,9 +111,12 @@ def roll_call(ranks: list[int], rank: int, store: dist.Store) -> Iterator[None]:
         roll.end()
 
 
-class _Roll:
-    def __init__(self, ranks: list[int], rank: int, store: dist.Store):
-        self._ranks, self._rank, self._store = ranks, rank, store
+class Roll:
+    """A rank's part in roll calls."""
+
+    def __init__(self, ranks: list[int], rank: int, store: dist.Store, end: End | None):
+        self._ranks, self._rank, self._store, self._end_process = ranks, rank, store, end
+        self._deadline = math.inf
         self._worker = threading.get_ident()  # the thread that computes
         self._failed, self._ended = threading.Event(), False
         self._too_long = False
@@ -111,6 +125,15 @@ class _Roll:
         self._thread = threading.Thread(target=self._listen, name="roll call", daemon=True)
         if len(self._ranks) > 1:
             self._thread.start()
+
+    @contextmanager
+    def limit(self, seconds: float) -> Iterator[None]:
+        """Call the roll if the body takes longer than this, and a little more."""
+        self._deadline = time.monotonic() + seconds + LATE_SECONDS
+        try:
+            yield
+        finally:
+            self._deadline = math.inf
 
     def end(self) -> None:
         self._ended = True
@@ -130,26 +153,41 @@ class _Roll:
             return _silent([0], len(self._ranks))  # the store lives in rank 0 or beside it, and does not respond
         if isinstance(error, dist.DistError):
             return None  # NCCL's own error says the reason
+        return self._lost_connection()
+
+    def _lost_connection(self) -> LostRankError:
         text = f"rank {self._rank} has lost the connection to others of the {len(self._ranks)} ranks"
         return LostRankError(f"{text}: their own output says why", [])
 
     def _listen(self) -> None:
-        """Wait until this rank or another calls the roll, then take part. Ends if the store is gone."""
+        """Wait until this rank or another calls the roll, then take part."""
         try:
             # A connection of its own: the main thread may hold the other one while it waits for a key
             self._store = self._store.clone()  # pyrefly: ignore
-            while True:
-                here = self._failed.wait(POLL_SECONDS)
-                if self._ended:
-                    return
-                if here or self._store.check([_CALLED]):
-                    self._verdict = self._call()
-                    self._called = True
-                    if self._rank == 0:  # the store may live here, and ranks that came later to the roll still ask it
-                        time.sleep(POLL_SECONDS + ASK_SECONDS)
-                    return
-        except RuntimeError:
+            while not (self._failed.wait(POLL_SECONDS) or self._late() or self._store.check([_CALLED])):
+                pass
+            if self._ended:
+                return
+            self._too_long |= self._late()
+            self._verdict = self._call()
+            self._called = True
+            if self._rank == 0:  # the store may live here, and ranks that came later to the roll still ask it
+                time.sleep(POLL_SECONDS + ASK_SECONDS)
+        except RuntimeError:  # the store is gone, maybe because the job is at its end
+            while not (self._failed.wait(POLL_SECONDS) or self._late()):
+                pass
+            if self._rank != 0:
+                self._verdict = _silent([0], len(self._ranks))
+        self._end_if_stuck()
+
+    def _late(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def _end_if_stuck(self) -> None:
+        """End the process unless its main thread has an error of its own, or none is known and it goes on."""
+        if self._failed.wait(END_SECONDS) or self._end_process is None:
             return
+        self._end_process(self._verdict or self._lost_connection())
 
     def _call(self) -> LostRankError | None:
         """Answer, wait for the answers of the others, and return the verdict."""
@@ -163,7 +201,12 @@ class _Roll:
             time.sleep(ASK_SECONDS)
         if silent := without_key(self._store, _HERE, self._ranks):
             return _silent(silent, len(self._ranks))
-        if self._store.check([_TOO_LONG]) and (absent := without_key(self._store, _WAITING, self._ranks)):
+        if not self._store.check([_TOO_LONG]):
+            return None
+        absent = without_key(self._store, _WAITING, self._ranks)
+        if len(absent) == len(self._ranks):
+            return _elsewhere({rank: self._store.get(f"{_HERE}{rank}").decode() for rank in self._ranks})
+        if absent:
             place = self._store.get(f"{_HERE}{absent[0]}").decode()
             return _absent(absent, len(self._ranks), place)
         return None
@@ -211,6 +254,17 @@ def _absent(ranks: list[int], world: int, place: str) -> LostRankError:
     come = "answers, but has not come" if len(ranks) == 1 else "answer, but have not come"
     text = f"{named(ranks)} of {world} {come} to where the others wait: rank {ranks[0]} is at {place}"
     return LostRankError(text, ranks)
+
+
+def _elsewhere(places: dict[int, str]) -> LostRankError:
+    """The ranks that are elsewhere than most: no main thread is in a collective, as where all wait for their GPUs."""
+    ((most, count),) = Counter(places.values()).most_common(1)
+    others = [rank for rank, place in places.items() if place != most]
+    if 2 * count > len(places) and others:
+        return _absent(others, len(places), places[others[0]])
+    found = {place: [rank for rank, at in places.items() if at == place] for place in places.values()}
+    each = ", ".join(f"{named(ranks)} at {place}" for place, ranks in found.items())
+    return LostRankError(f"all {len(places)} ranks answer, but a step takes longer than run.timeout: {each}", [])
 
 
 def named(ranks: list[int]) -> str:

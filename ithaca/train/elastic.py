@@ -1,4 +1,4 @@
-"""What torchrun learns of a rank that ends with an error: the sentence, and that a second try is of no use.
+"""How a rank ends, and what torchrun learns of it: the sentence, and whether a second try is of no use.
 
 torchrun's report at its end quotes a rank's error file. But no exit code tells it that a restart cannot help: its agent
 restarts after every code but 0, as often as --max-restarts says (torch 2.11 to 2.13, SimpleElasticAgent._invoke_run).
@@ -10,13 +10,33 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
+from ithaca.train.report import tell
+
 RESTARTS, MOST = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # <attempt's folder>/<local rank>/error.json
+
+
+def leave(text: str) -> NoReturn:
+    """End this rank, from any thread, so that its launcher can restart the job."""
+    tell(text, sys.stderr)
+    report_error(text)
+    exit_now(1)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Exit at once. During Python's own shutdown, a gloo thread that calls into Python would abort the process."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream:  # None if it was closed from the start
+            with contextlib.suppress(OSError):
+                stream.flush()
+    os._exit(code)
 
 
 def report_error(sentence: str) -> None:

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from ithaca.base.errors import ConfigError, LostRankError, RunError, first_line, shown
 from ithaca.config import Config
 from ithaca.model.source import load_model
+from ithaca.train.elastic import leave
 from ithaca.train.loop import train
-from ithaca.train.processes import Watch, leave, run_ranks
+from ithaca.train.processes import Watch, run_ranks
 from ithaca.train.report import tell
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import Step, read_step

@@ -12,7 +12,7 @@ import torch
 from ithaca.assemble import Model, apply
 from ithaca.attention.kernels.choose import explain_kernel
 from ithaca.base.allocator import use_expandable_segments
-from ithaca.base.errors import ConfigError, RunError
+from ithaca.base.errors import ConfigError, LostRankError, RunError
 from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.config import Config
@@ -22,12 +22,13 @@ from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.balance import RingWork, describe_work, ring_work
 from ithaca.parallel.batch import Batch, check_rows
-from ithaca.parallel.hangs import answering, lost_touch, set_timeout, step_seconds, timeout
+from ithaca.parallel.hangs import Roll, answering, lost_touch, set_timeout, step_seconds, timeout
 from ithaca.parallel.joining import JOIN_SECONDS
 from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
+from ithaca.train.elastic import leave
 from ithaca.train.learning_rate import learning_rate
 from ithaca.train.loader import Loader
 from ithaca.train.record import check_record, make_record
@@ -47,11 +48,16 @@ def train(config: Config, path: Path, launched: bool = False) -> None:
     device, longer = None if config.train.device == "auto" else config.train.device, config.run.timeout or 0
     share = config.run.share_gpus
     grid = mesh(**vars(config.mesh), device=device, timeout=max(longer, JOIN_SECONDS), share_gpus=share)
-    with answering(grid.group):
-        _train(config, RunFolder(path), grid, launched)
+
+    def end(lost: LostRankError) -> None:
+        again = f"; continue from the last checkpoint with ithaca train --run {path}"
+        leave(str(lost) if launched else f"error: {lost}{again}")  # our launcher restarts the run
+
+    with answering(grid.group, end) as roll:
+        _train(config, RunFolder(path), grid, launched, roll)
 
 
-def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool) -> None:
+def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Roll) -> None:
     lock = together(grid.group, lambda: run.hold() if grid.rank == 0 else None)
     try:
         check_shared(run, lock, grid)
@@ -63,7 +69,7 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool) -> None:
         data = open_data(config, run, grid)
         check_data(data, grid)
         source = together(grid.group, lambda: open_source(config, run, resumed, data))
-        TrainingRun(config, run, apply(source, plan, grid), data, why).go(launched)
+        TrainingRun(config, run, apply(source, plan, grid), data, why).go(launched, roll)
     finally:
         if lock:
             run.release()
@@ -123,7 +129,7 @@ class TrainingRun:
                 f"{self.done} or more continues it"
             )
 
-    def go(self, launched: bool) -> None:
+    def go(self, launched: bool, roll: Roll) -> None:
         """Do all steps that are left, save, and release everything, also after an error."""
         together(self.mesh.group, lambda: self.folder.cut_metrics(self.done) if self.first else None)
         self.sinks = together(
@@ -135,7 +141,7 @@ class TrainingRun:
         self._announce()
         try:
             self._allocate()
-            stopped = self._steps()
+            stopped = self._steps(roll)
             self._save()
             self.checkpoints.wait()
             self._report_problem(final=True)
@@ -178,11 +184,12 @@ class TrainingRun:
         for line in self.model.describe_tapes():
             self.progress.say(line)
 
-    def _steps(self) -> bool:
+    def _steps(self, roll: Roll) -> bool:
         """Train until the last step (return False) or until a user asks to stop (return True)."""
         every = self.config.run.checkpoint_every
         while self.done < self.config.train.steps:
-            metrics = self._step()
+            with roll.limit(self.timeout):
+                metrics = self._step()
             self._publish(metrics)
             self._report_problem(final=False)
             if self.stop.agreed() and self.done < self.config.train.steps:

@@ -9,7 +9,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -19,14 +18,12 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ithaca.base.errors import IthacaError, LostRankError, RunError, first_line
-from ithaca.train.elastic import report_error
-from ithaca.train.report import tell
+from ithaca.train.elastic import exit_now, leave
 from ithaca.train.stop import SIGNALS, Requests, heeded
 
 POLL_SECONDS = 0.2
@@ -167,7 +164,7 @@ def worker(work: Callable[[], None], environment: dict[str, str], pipe: Connecti
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its launcher
     launcher = multiprocessing.parent_process()
     if launcher and launcher.pid != os.getppid():
-        _exit(1)  # the launcher has died already
+        exit_now(1)  # the launcher has died already
     for number in heeded():
         signal.signal(number, _ignore)  # a signal after the last step must not kill a rank
     os.environ.update(environment)
@@ -176,7 +173,7 @@ def worker(work: Callable[[], None], environment: dict[str, str], pipe: Connecti
     try:
         work()
         dist.destroy_process_group()  # NCCL warns about a group that is not destroyed
-        _exit(0)
+        exit_now(0)
     except LostRankError as lost:
         leave(str(lost))
     except IthacaError as error:
@@ -186,29 +183,13 @@ def worker(work: Callable[[], None], environment: dict[str, str], pipe: Connecti
     except Exception:
         with contextlib.suppress(OSError):
             traceback.print_exc()
-        _exit(1)
+        exit_now(1)
     pipe.send((time.monotonic(), code, text[:SENTENCE]))
-    _exit(code)
+    exit_now(code)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """Ignore a signal. SIG_IGN would drop a blocked one, which StopRequest must still get."""
-
-
-def leave(text: str) -> NoReturn:
-    """End this rank, so that its launcher can restart the job."""
-    tell(text, sys.stderr)
-    report_error(text)
-    _exit(1)
-
-
-def _exit(code: int) -> NoReturn:
-    """Exit at once. During Python's own shutdown, a gloo thread that calls into Python would abort the process."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream:  # None if it was closed from the start
-            with contextlib.suppress(OSError):
-                stream.flush()
-    os._exit(code)
 
 
 def out_of_memory(error: Exception) -> str:

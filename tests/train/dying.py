@@ -1,8 +1,12 @@
-"""`ithaca train` whose ranks end or stop themselves, each once: `-m tests.train.dying RANK:STEP:SIGNAL… train …`."""
+"""`ithaca train` whose ranks end or stop themselves, each once: `-m tests.train.dying RANK:STEP:SIGNAL… train …`.
+
+Beside signals: ERROR raises an error, HANG waits for ever.
+"""
 
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,10 @@ def die_in(run: TrainingRun, when: str) -> None:
         note = Path(f"died-{when}")
         if not note.exists():
             note.write_text(str(os.getpid()))
+            if number == "ERROR":
+                raise RuntimeError("planted")
+            if number == "HANG":
+                threading.Event().wait()
             os.kill(os.getpid(), signal.Signals[number])
 
 

@@ -62,7 +62,7 @@ def test_on_a_cpu(
 def print_options(config: Config, path: Path) -> None:
     """Start a run, and print what its optimizer was given instead of the first step."""
 
-    def steps(run: TrainingRun) -> bool:
+    def steps(run: TrainingRun, _: object) -> bool:
         for group in run.optimizer.param_groups:
             print("optimizer", group["lr"], *group["betas"], group["weight_decay"], flush=True)
         raise SystemExit(0)

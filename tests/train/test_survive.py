@@ -22,6 +22,7 @@ from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.config import Config
 from ithaca.parallel import hangs as lost
 from ithaca.parallel.batch import Batch
+from ithaca.train import elastic, loop
 from ithaca.train.loop import TrainingRun, train
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.stop import SAME_SECONDS, StopRequest
@@ -261,3 +262,45 @@ def test_ctrl_c_twice_at_a_terminal(nursery: Nursery, small_model: Path, tmp_pat
     assert end.code == 130, end
     assert "Traceback" not in end.err
     assert not psutil.pid_exists(int((tmp_path / "hung").read_text()))
+
+
+def stuck(config: Config, path: Path, how: str, pid: Path) -> None:
+    """Train as over NCCL, where no error comes: in step 3 rank 1 is missing, and the others wait for the GPU."""
+    lost.POLL_SECONDS, lost.ANSWER_SECONDS, lost.LATE_SECONDS, lost.END_SECONDS = 0.1, 2.0, 0.1, 0.5
+    whole = TrainingRun._backward
+
+    def part(run: TrainingRun, batches: list[Batch]) -> torch.Tensor:
+        if run.done + 1 == 3:
+            if dist.get_rank() == 1 and how != "together":
+                vanish(how, pid)
+            threading.Event().wait()
+        return whole(run, batches)
+
+    def leave_and_kill(text: str) -> None:
+        """The missing rank as well, which would be there for ever."""
+        if pid.exists():
+            threading.Timer(2.0, os.kill, (int(pid.read_text()), signal.SIGKILL)).start()
+            time.sleep(3.0)  # the others leave meanwhile
+        elastic.leave(text)
+
+    TrainingRun._backward, loop.leave = part, leave_and_kill
+    train(config, path)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("stopped", "rank 1 of 3 does not answer any more (it has ended or hangs)"),
+        ("hangs", "rank 1 of 3 answers, but has not come to where the others wait: rank 1 is at missing.py:"),
+        ("together", "all 3 ranks answer, but a step takes longer than run.timeout: ranks 0, 1 and 2 at threading.py:"),
+    ],
+)
+def test_a_collective_that_never_completes(nursery, small_config, tmp_path: Path, how: str, said: str) -> None:
+    """A thread ends each rank, with the sentence, after the timeout."""
+    config = replace(small_config, run=replace(small_config.run, timeout=8))
+    pid = tmp_path / "pid"
+    ends = nursery.job(stuck, config, tmp_path / "run", how, pid, ranks=3)
+    for end in (ends[0], ends[2]):
+        assert f"error: {said}" in end.err, end
+        assert "continue from the last checkpoint with ithaca train --run" in end.err
+    assert len(losses(tmp_path / "run")) == 2
