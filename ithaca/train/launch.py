@@ -227,7 +227,6 @@ def _open_store() -> dist.TCPStore:
     try:
         with socket.socket() as opened:
             opened.bind((LOOPBACK, 0))
-            opened.listen()
             port, fd = opened.getsockname()[1], opened.detach()
         wait = timedelta(seconds=STORE_SECONDS)
         return dist.TCPStore(LOOPBACK, port, None, True, timeout=wait, wait_for_workers=False, master_listen_fd=fd)
