@@ -1,7 +1,7 @@
 """How a rank ends, and what torchrun learns of it: the sentence, and whether a second try is of no use.
 
 torchrun's report at its end quotes a rank's error file. But no exit code tells it that a restart cannot help: its agent
-restarts after every code but 0, as often as --max-restarts says (torch 2.11 to 2.13, SimpleElasticAgent._invoke_run).
+restarts after every code but 0, as often as --max-restarts says (torch 2.13, SimpleElasticAgent._invoke_run).
 So the first rank of a node that meets a user's mistake asks its torchrun to end, by SIGTERM. Without restarts left, and
 under another parent than torchrun, the rank only ends.
 """
