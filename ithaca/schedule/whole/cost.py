@@ -7,7 +7,7 @@ log-sum-exp; `full` x, 1 d, on the device or elsewhere. Within a block everythin
                 5 TM + 2 TE, and has no dx and do yet. Under `none` gate, up and their product are kept already
     attention   q, o, do, K, V of this rank's heads, dq, dK, dV and the kernel's workspace
     exchange    q, o, do, K, V twice, sent and received, beside q, do, K, V themselves (`selective`)
-    ring        K and V of two ring ranks and the fp32 sums of their gradients; of all of them if they are gathered
+    ring        K and V of two ring ranks and the fp32 sums of three; of all of them if they are gathered
 
 Messages over C Ulysses ranks with n local tokens, b bytes a number, q = n · Hq · D · b · (C − 1) / C and
 kv = 2 · n · max(Hkv, C) · D · b · (C − 1) / C. Forward sends 2 q + kv:
@@ -190,7 +190,8 @@ def _travelling_bytes(job: "Job") -> int:
     block = 2 * job.own_keys()
     if job.plan.travel == "gather":
         return job.axes.ring * block * 3
-    return 2 * block + 2 * block * job.high // job.itemsize
+    # Sums that are added to, that are on their way to the next rank, and that come from the one before
+    return 2 * block + 3 * block * job.high // job.itemsize
 
 
 def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:  # noqa: ARG001
