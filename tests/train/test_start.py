@@ -17,7 +17,7 @@ from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.documents import file_documents
-from ithaca.planner.hardware import Cluster, read_gpus
+from ithaca.planner.hardware import RUNTIME, Cluster, read_gpus
 from ithaca.planner.search import search
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
@@ -114,10 +114,15 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def chosen(
-    *overrides: str, ranks: int = 8, node: int | None = None, model: str = "llama3-8b", tokens: int = 5 * M
+    *overrides: str,
+    ranks: int = 8,
+    node: int | None = None,
+    model: str = "llama3-8b",
+    tokens: int = 5 * M,
+    sharing: int = 1,
 ) -> Chosen:
     config = read_config(None, [f"model.source={model}", *overrides])
-    grid: Any = SimpleNamespace(device=torch.device("cuda"), size=ranks, node_ranks=node, group=None)
+    grid: Any = SimpleNamespace(device=torch.device("cuda"), size=ranks, node_ranks=node, group=None, gpu_ranks=sharing)
     return choose_plan(config, read_spec(find_config(model)[0]), grid, tokens, free_memory(grid))
 
 
@@ -127,6 +132,18 @@ def cluster(count: int, host: float = 1.9e12, node: int = 8) -> Cluster:
 
 def memory_of(plan: Plan, tokens: int, axes: Axes) -> Memory:
     return step_memory(Job(spec=read_spec(find_config("llama3-8b")[0]), plan=plan, tokens=tokens, axes=axes))
+
+
+def test_ranks_that_share_a_gpu_share_its_memory(machine: dict[str, Any]) -> None:
+    alone, shared = (
+        free_memory(SimpleNamespace(device=torch.device("cuda"), group=None, gpu_ranks=count))  # pyrefly: ignore
+        for count in (1, 4)
+    )
+    free = machine["memory"] - machine["taken"]
+    assert alone.gpu == min(machine["memory"], free + RUNTIME)
+    assert shared.gpu == min(machine["memory"] // 4, free // 4 + RUNTIME)
+    with pytest.raises(PlanError):
+        chosen(sharing=8)
 
 
 def test_it_is_the_planner_s_answer(machine: dict[str, Any]) -> None:  # noqa: ARG001
@@ -307,7 +324,7 @@ def test_the_planner_learns_the_documents(machine: dict[str, Any], tmp_path: Pat
     """Those of the token file, or of Python's standard library; they are asked for only if it plans."""
     data = in_memory(np.arange(64 * K) % 7, np.arange(0, 64 * K + 1, 4 * K))
     config, spec = read_config(None, ["model.source=llama3-8b"]), read_spec(find_config("llama3-8b")[0])
-    grid: Any = SimpleNamespace(device=torch.device("cuda"), size=8, node_ranks=None, group=None)
+    grid: Any = SimpleNamespace(device=torch.device("cuda"), size=8, node_ranks=None, group=None, gpu_ranks=1)
     _, _, said = choose_plan(config, spec, grid, 64 * K, free_memory(grid), lambda: file_documents(data))
     assert said[1] == f"Documents: {file_documents(data).describe(64 * K)}"
     assert not any(line.startswith("Documents") for line in chosen(tokens=64 * K)[2])
