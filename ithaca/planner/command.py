@@ -153,7 +153,8 @@ def read_cluster(
     if not 1 <= node_gpus <= MOST_ON_A_NODE:
         raise PlanError(f"{node_gpus} GPUs on a node are out of range: give 1 to {MOST_ON_A_NODE}")
     count, gpu = parse_gpus(gpus, read_gpus(hardware))
-    return Cluster(count, gpu, node_gpus=node_gpus, copies=1, **_node_bytes(min(count, node_gpus), gpu, host, disk))
+    memory = _node_bytes(min(count, node_gpus), gpu, host, disk)
+    return Cluster(count, gpu, node_gpus=node_gpus, copies=1, passes=1, **memory)
 
 
 def _node_bytes(gpus: int, gpu: Gpu, host: str | None, disk: str) -> dict[str, float]:

@@ -306,6 +306,7 @@ class Cluster:
     disk: float = 0.0  # bytes of disk of each node
     node_gpus: int = 8  # GPUs on each node; a job on part of one node has fewer
     copies: int = 1  # copies of the parameters in the job, each on this many GPUs
+    passes: int = 1  # of a step, one after the other (micro-batches)
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MOST_GPUS:
@@ -337,7 +338,7 @@ class Cluster:
     def budget(self) -> Budget:
         """Bytes that a rank may use of its GPU, and as its share of the node's memory and disk."""
         host = int((1 - KEPT_BACK) * self.host / self.machine.gpus)
-        return Budget(self.capacity, host, int(self.disk / self.machine.gpus))
+        return Budget(self.capacity, host, int(self.disk / self.machine.gpus), self.passes)
 
     def resized(self, count: int) -> "Cluster":
         """The same with more or fewer GPUs. Every node has as much memory as now; part of a node has its share."""

@@ -50,6 +50,7 @@ class Job:
     documents: tuple[int, ...] | None = None  # lengths of the pass's documents, in order; None: it is one
     itemsize: int = BF16  # bytes of a number of the computation
     rank: int | None = None  # among the Ulysses ranks; None: the one with most heads
+    passes: int = 1  # of a step, one after the other; each adds its gradients to those of the others
     layers_run: int | None = None  # the first layers alone run and the others are only held, as in a rehearsal
 
     def __post_init__(self) -> None:

@@ -6,7 +6,8 @@ are there; the loss; and the gradient of the embedding. Within a block the sched
 takes what (`peaks` of its `cost.py`). Here stand the costs of what all schedules share:
 
     sharding    a gathered block and the next one on its way; gradients in fp32, once as sums, once being reduced. One
-                rank alone (parallel/one_rank.py) has all weights in the computation's dtype and reduces nothing
+                rank alone (parallel/one_rank.py) has all weights in the computation's dtype and reduces nothing. From
+                the second pass of a step on, the gradients of all layers are there from its beginning
     loss        a tile of logits, and the head's gradient in fp32
     embedding   the table's gradient in fp32
     optimizer   fp32 weights and two moments of this rank's shards, or the slots through which host moments pass
@@ -91,12 +92,18 @@ def resident(job: Job) -> Bytes:
             KEYS: device_bytes(kv, job.tiles),
             TAPES: device_bytes(others, job.tiles) + moments,
             BLOCKS: job.costs.kept(job, range(job.layers_running, job.spec.layers)),
-            GRADIENTS: job.high * (job.spec.layers - job.layers_running) * block.mine,
+            GRADIENTS: job.high * ((job.spec.layers - job.layers_running) * block.mine + _stays(job)),
             GATHERED: passing + _kept_weights(job, job.spec.layers * block.all + table.all),
             BATCH: PER_TOKEN * job.tiles.length,
             KERNELS: LIBRARIES,
         }
     )
+
+
+def _stays(job: Job) -> int:
+    """Gradients of the running layers and of the table, in elements, that a pass finds of the passes before it."""
+    mine = job.layers_running * block_parameters(job).mine + table_parameters(job).mine
+    return mine if job.passes > 1 else 0
 
 
 def _alone(job: Job) -> bool:
@@ -132,7 +139,8 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     whole_gradients = high * job.layers_running * block.all if job.plan.zero == 1 and reduces else 0
     # A tied head's gradient waits with the loss for the embedding's; so does the final norm's for FSDP2 to reduce it
     waiting = (high * head.all if reduces else table) if tied else 0
-    of_head = 0 if tied and reduces else high * head.unit_mine - waiting
+    new = job.passes == 1  # otherwise this rank's gradients are there already, and others are added to them
+    of_head = 0 if not new or (tied and reduces) else high * head.unit_mine - waiting
     # While the last block goes backward the head's gradient is being reduced; while the first does, a block's
     after_head = Counter(
         {
@@ -143,7 +151,7 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     )
     after_blocks = Counter(
         {
-            GRADIENTS: of_head + high * (reduces * block.all + (job.layers_running - 1) * block.mine),
+            GRADIENTS: of_head + high * (reduces * block.all + new * (job.layers_running - 1) * block.mine),
             LOSS: waiting,
             BLOCKS: kept(job, range(1)),
         }
@@ -155,7 +163,7 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
             yield f"{name} of the first block", inside + after_blocks
     yield from _loss_phases(job)
     # The gradient of the embedding. In a tied model its sum with the head's, while the first block's is being reduced
-    shards = high * job.layers_running * block.mine + of_head
+    shards = new * high * job.layers_running * block.mine + of_head
     at_end = {GRADIENTS: shards + reduces * (high * block.all if tied else table), BLOCKS: table}
     if tied:
         at_end |= {LOSS: table, GATHERED: reduces * job.itemsize * head.unit}

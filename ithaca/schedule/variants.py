@@ -69,7 +69,7 @@ def fitting_plans(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budge
     for variant in variants:
         placed = _placed(variant, spec, axes, tokens, budget, choices) if _places_itself(plan) else variant
         for choice in _with_zero(placed, axes) if placed else ():
-            memory = step_memory(Job(spec=spec, plan=choice, tokens=tokens, axes=axes))
+            memory = step_memory(Job(spec=spec, plan=choice, tokens=tokens, axes=axes, passes=budget.passes))
             if Budget(memory.total, memory.host, memory.disk).within(budget):
                 yield choice, memory
 
@@ -119,7 +119,7 @@ def _sweep_places(plan: Plan) -> Iterator[Plan]:
 def _placed(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, choices: list[Saved]) -> Plan | None:
     """x and o of every layer in what all else leaves of device, host and disk."""
     all_hosted = replace(plan, x="host", o="host", residual="host")
-    least = step_memory(Job(spec=spec, plan=all_hosted, tokens=tokens, axes=axes))
+    least = step_memory(Job(spec=spec, plan=all_hosted, tokens=tokens, axes=axes, passes=budget.passes))
     device = budget.device - least.total + device_bytes(least.tapes, least.tiles)
     host = budget.host - (least.host - host_bytes(least.tapes, least.tiles, gpu=True))
     if device <= 0 or host < 0 or _least(spec, least) > device + host + budget.disk:

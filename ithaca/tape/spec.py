@@ -46,11 +46,12 @@ class TapeSpec:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of a rank in each place, allowed or used."""
+    """Bytes of a rank in each place, allowed or used; and for how many passes of a step, which share gradients."""
 
     device: int
     host: int
     disk: int
+    passes: int = 1
 
     def within(self, other: "Budget") -> bool:
         return self.device <= other.device and self.host <= other.host and self.disk <= other.disk

@@ -99,7 +99,8 @@ def choose_plan(
     if grid.device.type != "cuda" or tokens < SHORTEST:
         # The planner knows GPUs and lengths from SHORTEST on
         return Plan(recipe="dense" if mesh.ring * mesh.ulysses == 1 else "sweep"), mesh, []
-    cluster = _cluster(grid, mesh.replicate, memory)
+    batch, micro = config.train.batch or 1, config.train.micro_batch
+    cluster = replace(_cluster(grid, mesh.replicate, memory), passes=-(-batch // micro) if micro else 1)
     axes = None if mesh == MeshSection() else (mesh.ulysses, mesh.ring)
     given = config.train.micro_batch or config.train.batch
     sequences = -(-given // mesh.replicate) if given else None  # None: one for each group of ranks that share one

@@ -15,7 +15,7 @@ from ithaca.planner.search import longest, search
 from ithaca.planner.seconds import BETWEEN, LEAST, Seconds, predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
-from ithaca.schedule.step_memory import phases, step_memory
+from ithaca.schedule.step_memory import phases, resident, step_memory
 
 K, M = 2**10, 2**20
 BF16, FP32 = 2, 4
@@ -108,6 +108,24 @@ def test_a_message_is_there_twice() -> None:
     assert sent[EXCHANGE] == 2 * T * (3 * Q + 2 * KV) * BF16
     assert sent[BLOCKS] - attention[BLOCKS] == T * (2 * Q + 2 * KV) * BF16 - T * 32 * FP32
     assert sent.total() > attention.total()
+
+
+@pytest.mark.parametrize(("ranks", "zero"), [(1, 2), (1, 3), (8, 3)])
+def test_a_second_pass_finds_the_gradients_of_all_layers(ranks: int, zero: int) -> None:
+    """They are there while it runs, and what it adds to them is only on its way."""
+    plan = Plan(recipe="ulysses" if ranks > 1 else "dense", checkpoint="selective", zero=zero)
+    jobs = [Job(spec=LLAMA, plan=plan, tokens=8 * K, axes=Axes(ulysses=ranks), passes=count) for count in (1, 2)]
+    (first, inside), (second, again) = ((resident(job), dict(phases(job))) for job in jobs)
+    everything = FP32 * 8_030_261_248 // ranks
+    assert second[GRADIENTS] - first[GRADIENTS] == everything
+    head, reduced = FP32 * (128256 + 1) * E, FP32 * LLAMA_BLOCK if zero == 3 else 0
+    assert inside["attention of the first block"][GRADIENTS] == (head + FP32 * 31 * LLAMA_BLOCK) // ranks + reduced
+    assert again["attention of the first block"][GRADIENTS] == reduced
+    assert again["the embedding's gradient"][GRADIENTS] == (FP32 * 128256 * E if zero == 3 else 0)
+    for job in jobs:
+        job_memory = step_memory(job)
+        assert job_memory.total >= sum((resident(job) + dict(phases(job))[job_memory.phase]).values())
+    assert step_memory(jobs[1]).total > step_memory(jobs[0]).total
 
 
 def test_what_is_not_cut_over_ranks() -> None:
