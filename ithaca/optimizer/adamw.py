@@ -15,7 +15,7 @@ from ithaca.base.owners import STATES, owned_by
 from ithaca.base.sizes import format_bytes
 from ithaca.base.torch_private import local_tensor, step_without_hooks
 from ithaca.optimizer.host_adamw import MOMENTS, HostAdamW, state_bytes
-from ithaca.optimizer.update import Scaling, gradient_norm, scales_gradients, update
+from ithaca.optimizer.update import Scaling, gradient_norm, run_closure, scales_gradients, update
 from ithaca.parallel.agree import on_this_node, together
 from ithaca.parallel.mesh import Mesh
 from ithaca.plans.plan import Plan
@@ -141,11 +141,8 @@ class AdamW(Scaling, torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        scale = self.take_scale()  # the closure may clip
+        loss = run_closure(closure)
+        scale = self.take_scale()
         # torch's GradScaler leaves it to a fused AdamW to divide gradients, and to skip steps with infinite ones
         scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
         if scaled or not scales_gradients(self):

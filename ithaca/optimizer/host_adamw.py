@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ithaca.base.errors import InputError
 from ithaca.base.owners import HOST, TAPES, owned_by
 from ithaca.base.tiles import Tiles
-from ithaca.optimizer.update import Scaling, scales_gradients, update
+from ithaca.optimizer.update import Scaling, run_closure, scales_gradients, update
 from ithaca.parallel.mesh import host_mesh
 from ithaca.parallel.sharding import host_twin
 from ithaca.schedule.step_memory import MOMENT_SLOTS, MOMENT_TILE
@@ -84,10 +84,7 @@ class HostAdamW(Scaling):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. The moments are back in host memory when this returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         fused, scale = scales_gradients(self), self.take_scale()
         if not fused:
             self.scale_now(scale)

@@ -5,7 +5,7 @@ its own. Everywhere else it is torch's fused AdamW, and gradients are scaled bef
 device and in host memory are updated by the same function, so their bits are the same.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,12 @@ def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tenso
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter.grad is not None:
             yield parameter, parameter.grad
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """What a step's closure returns, usually the loss; None without one. It may go backward, and clip."""
+    with torch.enable_grad():
+        return closure() if closure else None
 
 
 def scales_gradients(optimizer: torch.optim.Optimizer) -> bool:
