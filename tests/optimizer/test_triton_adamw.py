@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ithaca
+from ithaca.base.torch_private import local_tensor
 from ithaca.optimizer.adamw import AdamW, clip
 from ithaca.optimizer.host_adamw import HostAdamW
 from ithaca.optimizer.update import scales_gradients
@@ -86,8 +87,9 @@ def test_clipping_waits_for_the_step(tmp_path: Path, place: str, zero: int) -> N
         for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             for index, parameter in enumerate(model.parameters()):
                 generator = torch.Generator("cuda").manual_seed(1000 * step + index)
-                values = torch.randn(parameter.shape, generator=generator, device="cuda")
-                parameter.grad = torch.ones_like(parameter).copy_(values) if index != step else None
+                parameter.grad = torch.zeros_like(parameter) if index != step else None
+                if parameter.grad is not None:
+                    local_tensor(parameter.grad).normal_(generator=generator)
             norms.append(clip(model, 1.0, optimizer if number else None).item())
             assert (optimizer.scale is not None) == bool(number)
             optimizer.step()
