@@ -6,7 +6,7 @@
 Needs a NCCL that lets ranks share a GPU (docs/doctor.md). Ranks that share a chip take turns, or run side by side under
 NVIDIA's MPS, so seconds mean nothing here. What the trace shows of rank 0:
 
-    order                       launches of attention kernels (A) and of messages (M) by the host, in turn, repeats counted.
+    order                       launches of attention kernels (A) and of messages (M) by the host, in turn.
                                 A message hides behind attention only if it was launched before it
     messages_between_attention  messages launched after the first attention kernel and before the last
     waits                       synchronisations of the host between these two launches: each is a gap between chunks
