@@ -188,7 +188,7 @@ def _new_folder(config: Config) -> Path:
     return path
 
 
-def _start(config: Config, count: int, path: Path, origin: Origin | None) -> None:
+def _start(config: Config, count: int, path: Path, origin: Origin | None = None) -> None:
     """Train on processes of this node. Restart all of them when one dies."""
     with Watch() as watch:
         folder, failures = RunFolder(path), 0  # in a row

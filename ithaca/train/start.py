@@ -64,7 +64,10 @@ def settle(
     An open option takes its value from the run's last checkpoint or earlier start, else the default for these ranks,
     this model and these data. `described`: the folder that describes a model whose weights a checkpoint has.
     """
-    saved = (run.record() or config).train
+    record = run.record() or config
+    saved = record.train
+    if record.model.source != config.model.source:
+        saved = replace(saved, learning_rate=None)  # it suited the model of a start that came to nothing
     default = GPU_TOKENS if grid.device.type == "cuda" else CPU_TOKENS
     tokens = config.train.tokens or saved.tokens or default
     batch = config.train.batch or saved.batch

@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from ithaca.config import Config, TrainSection, read_config
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
+from ithaca.model.source import load_model
 from ithaca.train.learning_rate import default_rate, default_warmup, describe_rate
 from ithaca.train.run_folder import RunFolder
 from tests.nursery import Ended, Nursery
@@ -90,6 +92,18 @@ def test_another_model_in_a_run_that_saved_nothing_has_its_own_rate(tmp_path: Pa
     )
     assert read_config(file, ["model.source=tiny"], saved=True).train.learning_rate == 0.003
     assert read_config(file, ["model.source=my-model"]).train.learning_rate == 0.003  # a user wrote it
+
+
+def test_another_model_by_file_has_its_own_rate(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
+    """In the folder of a start that came to nothing."""
+    run = RunFolder(tmp_path / "run")
+    with run.hold():
+        run.begin(read_config(None, ["train.learning_rate=0.003"]), load_model("tiny"), torch.float32)
+    (tmp_path / "run.toml").write_text(f"[model]\nsource = '{small_model}'\n")
+    words = sets(*OPEN, "train.steps=1")
+    end = nursery.command("train", "run.toml", "--run", "run", "--ranks", "1", *words, folder=tmp_path)
+    assert end.code == 0, end.err
+    assert run.saved_config().train.learning_rate == 1e-5
 
 
 def test_an_open_rate_continues_with_the_checkpoint_s(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
