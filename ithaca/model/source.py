@@ -17,7 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ithaca.base.errors import ModelError, shown, suggestion
+from ithaca.base.sizes import parse_tokens
 from ithaca.model.config_json import find_config
+from ithaca.model.extend import extend_rope
 from ithaca.model.families import read_spec
 from ithaca.model.folder import companions, model_file, read_json
 from ithaca.model.spec import Spec
@@ -52,10 +54,11 @@ class ModelSource:
     """A model that is checked but not read yet. `ithaca.apply` makes a trainable one of it."""
 
     spec: Spec
-    config: Mapping[str, Any]  # config.json as it was found; it is saved with the weights
+    config: Mapping[str, Any]  # config.json as it was found, or with a new rope; it is saved with the weights
     weights: Weights
     dtype: str  # of the computation: bfloat16, float32, float64, or auto (bfloat16 on a GPU, float32 on a CPU)
     folder: Path | None  # None for a preset
+    rope_line: str = ""  # how `load_model` changed the rope; empty if it was not asked to
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         if self.dtype == "auto":
@@ -63,22 +66,42 @@ class ModelSource:
         return DTYPES[self.dtype]
 
 
-def load_model(model: str | Path, dtype: str = "auto", seed: int = 0) -> ModelSource:
+def load_model(
+    model: str | Path,
+    dtype: str = "auto",
+    seed: int = 0,
+    *,
+    rope: str | None = None,
+    tokens: int | str | None = None,
+) -> ModelSource:
     """Open a model: a Hugging Face folder, or a preset (its sizes, with random weights drawn from `seed`).
 
-    `dtype` is the dtype of the computation. The trained shards are in at least float32.
+    `dtype` is the dtype of the computation. The trained shards are in at least float32. `rope` extends the model to a
+    context of `tokens`, as the option `model.rope` does: `rope="auto", tokens="64K"`. The new settings are saved with
+    the model.
     """
     if dtype not in ("auto", *DTYPES):
         raise ModelError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), ['auto', *DTYPES])}")
     config, folder = find_config(model)
+    config, rope_line = _extended(config, rope, tokens)
     spec = read_spec(config)
     if folder is None:
-        return ModelSource(spec, config, RandomWeights(spec, seed), dtype, None)
+        return ModelSource(spec, config, RandomWeights(spec, seed), dtype, None, rope_line)
     companions(folder)  # a link that may not be followed is found now, not when the trained model is saved
     weights = FolderWeights(folder, spec)
     if dtype != "float64" and any(weights.stored_dtype(name) == torch.float64 for name, _ in spec.shapes()):
         raise ModelError(f"'{folder}' holds float64 weights, which would lose bits: give dtype='float64'")
-    return ModelSource(spec, config, weights, dtype, folder)
+    return ModelSource(spec, config, weights, dtype, folder, rope_line)
+
+
+def _extended(config: Mapping[str, Any], rope: str | None, tokens: int | str | None) -> tuple[Mapping[str, Any], str]:
+    """The config.json with the rope that is asked for, and a line about it."""
+    if rope is None and tokens is None:
+        return config, ""
+    if rope is None or tokens is None:
+        missing = "tokens, as tokens='64K'" if tokens is None else "rope, as rope='auto'"
+        raise ModelError(f"load_model has rope={shown(rope)} and tokens={shown(tokens)}: give {missing}, too")
+    return extend_rope(config, rope, parse_tokens(tokens))
 
 
 def describe_model(folder: Path, dtype: str = "auto") -> ModelSource:

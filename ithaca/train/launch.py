@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from ithaca.base.errors import ConfigError, LostRankError, RunError, first_line, shown
 from ithaca.config import Config
-from ithaca.model.source import load_model
 from ithaca.train.elastic import leave
 from ithaca.train.loop import train
 from ithaca.train.processes import Watch, run_ranks
 from ithaca.train.report import tell
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import Step, read_step
+from ithaca.train.start import load_source
 
 CPU_RANKS = 1024
 LOOPBACK = "127.0.0.1"
@@ -92,7 +92,7 @@ def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: b
     if fresh and (aside := folder.set_aside()):
         print(f"Moved the old run to {aside}")
     if not folder.has_checkpoints():
-        load_model(config.model.source, config.model.dtype)  # report its mistakes before processes start
+        load_source(config)  # report its mistakes before processes start
     if count == 1:
         train(config, folder.path)
     else:

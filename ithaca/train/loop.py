@@ -34,7 +34,7 @@ from ithaca.train.loader import Loader
 from ithaca.train.record import check_record, make_record
 from ithaca.train.report import Progress, Sinks, open_sinks, tell_conclusion
 from ithaca.train.run_folder import RunFolder, check_shared
-from ithaca.train.start import check_data, free_memory, open_data, open_source, settle
+from ithaca.train.start import check_data, describe_rope, free_memory, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
 from ithaca.train.unlearned import Unlearned, with_labels
 
@@ -336,11 +336,22 @@ class TrainingRun:
             say(f"Causal MFU is not reported: the peak of {torch.cuda.get_device_name(self.mesh.device)} is not known")
         if self.done:
             say(f"Continuing from the checkpoint of step {self.done}")
+        else:
+            self._say_rope()
         for text in self.why:
             say(text)
         for text in self.early_warnings:
             self.progress.warn(text)
         self.announced = True
+
+    def _say_rope(self) -> None:
+        """Say how the rope was extended, or that the context is beyond the model's. Collective."""
+        source = self.model.source
+        lines, warnings = together(self.mesh.group, lambda: describe_rope(self.config, source, self.data))
+        for text in lines:
+            self.progress.say(text)
+        for text in warnings:
+            self._warn(text)
 
     def _conclude(self, stopped: bool) -> None:
         """Say how the run ended. Raise an error on all ranks if the files of the run cannot be used."""

@@ -16,6 +16,7 @@ from ithaca.base.sizes import format_tokens
 from ithaca.config import Config, MeshSection
 from ithaca.data.inputs import standard_library
 from ithaca.data.reader import TokenFile, open_tokens
+from ithaca.model.extend import beyond_context
 from ithaca.model.folder import model_file
 from ithaca.model.source import ModelSource, describe_model, load_model
 from ithaca.model.spec import Spec
@@ -72,10 +73,32 @@ def settle(config: Config, run: RunFolder, grid: Mesh, memory: FreeMemory) -> tu
 
 
 def _spec(config: Config, run: RunFolder) -> Spec:
-    model = config.model
     if run.has_checkpoints():
-        return describe_model(run.model, model.dtype).spec
-    return load_model(model.source, model.dtype, model.seed).spec
+        return describe_model(run.model, config.model.dtype).spec
+    return load_source(config).spec
+
+
+def load_source(config: Config) -> ModelSource:
+    """Return the configured model, with the rope that is asked for if the context length is known."""
+    model, tokens = config.model, config.train.tokens
+    if not model.rope or tokens is None:
+        return load_model(model.source, model.dtype, model.seed)
+    return load_model(model.source, model.dtype, model.seed, rope=model.rope, tokens=tokens)
+
+
+def describe_rope(config: Config, source: ModelSource, data: TokenFile) -> tuple[list[str], list[str]]:
+    """Return lines about the rope of a run that begins, and warnings.
+
+    Positions count from the beginning of a document, so short documents in a long sequence are no reason to warn.
+    """
+    assert config.train.tokens is not None
+    if config.model.rope:
+        return [source.rope_line], []
+    tokens = config.train.tokens
+    if beyond_context(source.spec, tokens):
+        tokens = min(tokens, int(np.diff(data.bounds()).max()))
+    warning = beyond_context(source.spec, tokens)
+    return [], [warning] if warning else []
 
 
 def _documents(config: Config, run: RunFolder) -> Documents:
@@ -201,8 +224,7 @@ def data_change(seen: Any, data: TokenFile) -> str | None:
 
 def open_source(config: Config, run: RunFolder, resumed: bool, data: TokenFile) -> ModelSource:
     """Return the configured model; for a run with checkpoints, the model that its folder describes."""
-    model = config.model
-    source = describe_model(run.model, model.dtype) if resumed else load_model(model.source, model.dtype, model.seed)
+    source = describe_model(run.model, config.model.dtype) if resumed else load_source(config)
     _check_vocabulary(source, data)
     return source
 
