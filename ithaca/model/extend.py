@@ -114,7 +114,7 @@ def beyond_context(spec: Spec, tokens: int) -> str | None:
         return None
     return (
         f"the context has {tokens} tokens, but the model's rope is made for {context_length(spec)} "
-        "(max_position_embeddings in config.json): it has never seen later positions; --set model.rope=auto extends it"
+        "(max_position_embeddings in config.json), and later positions are new to it: --set model.rope=auto extends it"
     )
 
 
@@ -143,7 +143,7 @@ def _choose(spec: Spec, tokens: int) -> tuple[str, str]:
 
     A scaled model keeps its kind. Else theta, which leaves a plain config.json and short contexts nearly as they were,
     as long as training can be trusted with the angles that it makes and the model has not seen; for larger factors
-    yarn, which makes none.
+    yarn, which makes hardly any.
     """
     if spec.rope.kind != "default":
         return spec.rope.kind, " (auto: the model has it already)"
