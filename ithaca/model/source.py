@@ -8,7 +8,7 @@ plus one range. Nothing is unpickled.
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,7 +58,7 @@ class ModelSource:
     weights: Weights
     dtype: str  # of the computation: bfloat16, float32, float64, or auto (bfloat16 on a GPU, float32 on a CPU)
     folder: Path | None  # None for a preset
-    rope_line: str = ""  # how `load_model` changed the rope; empty if it was not asked to
+    rope_line: str = ""  # how the rope was changed; empty if nothing asked for it
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         if self.dtype == "auto":
@@ -82,26 +82,29 @@ def load_model(
     """
     if dtype not in ("auto", *DTYPES):
         raise ModelError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), ['auto', *DTYPES])}")
+    if (rope is None) != (tokens is None):
+        missing = "tokens, as tokens='64K'" if tokens is None else "rope, as rope='auto'"
+        raise ModelError(f"load_model has rope={shown(rope)} and tokens={shown(tokens)}: give {missing}, too")
+    source = _open_model(model, dtype, seed)
+    return source if rope is None or tokens is None else extend_model(source, rope, parse_tokens(tokens))
+
+
+def _open_model(model: str | Path, dtype: str, seed: int) -> ModelSource:
     config, folder = find_config(model)
-    config, rope_line = _extended(config, rope, tokens)
     spec = read_spec(config)
     if folder is None:
-        return ModelSource(spec, config, RandomWeights(spec, seed), dtype, None, rope_line)
+        return ModelSource(spec, config, RandomWeights(spec, seed), dtype, None)
     companions(folder)  # a link that may not be followed is found now, not when the trained model is saved
     weights = FolderWeights(folder, spec)
     if dtype != "float64" and any(weights.stored_dtype(name) == torch.float64 for name, _ in spec.shapes()):
         raise ModelError(f"'{folder}' holds float64 weights, which would lose bits: give dtype='float64'")
-    return ModelSource(spec, config, weights, dtype, folder, rope_line)
+    return ModelSource(spec, config, weights, dtype, folder)
 
 
-def _extended(config: Mapping[str, Any], rope: str | None, tokens: int | str | None) -> tuple[Mapping[str, Any], str]:
-    """The config.json with the rope that is asked for, and a line about it."""
-    if rope is None and tokens is None:
-        return config, ""
-    if rope is None or tokens is None:
-        missing = "tokens, as tokens='64K'" if tokens is None else "rope, as rope='auto'"
-        raise ModelError(f"load_model has rope={shown(rope)} and tokens={shown(tokens)}: give {missing}, too")
-    return extend_rope(config, rope, parse_tokens(tokens))
+def extend_model(source: ModelSource, rope: str, tokens: int) -> ModelSource:
+    """The same weights with the rope that `rope` asks for a context of `tokens`."""
+    config, line = extend_rope(source.config, rope, tokens)
+    return replace(source, spec=read_spec(config), config=config, rope_line=line)
 
 
 def describe_model(folder: Path, dtype: str = "auto") -> ModelSource:

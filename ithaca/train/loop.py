@@ -347,7 +347,7 @@ class TrainingRun:
     def _say_rope(self) -> None:
         """Say how the rope was extended, or that the context is beyond the model's. Collective."""
         source = self.model.source
-        lines, warnings = together(self.mesh.group, lambda: describe_rope(self.config, source, self.data))
+        lines, warnings = from_first(self.mesh.group, lambda: describe_rope(self.config, source, self.folder))
         for text in lines:
             self.progress.say(text)
         for text in warnings:

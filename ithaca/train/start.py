@@ -86,7 +86,7 @@ def load_source(config: Config) -> ModelSource:
     return load_model(model.source, model.dtype, model.seed, rope=model.rope, tokens=tokens)
 
 
-def describe_rope(config: Config, source: ModelSource, data: TokenFile) -> tuple[list[str], list[str]]:
+def describe_rope(config: Config, source: ModelSource, run: RunFolder) -> tuple[list[str], list[str]]:
     """Return lines about the rope of a run that begins, and warnings.
 
     Positions count from the beginning of a document, so short documents in a long sequence are no reason to warn.
@@ -96,7 +96,7 @@ def describe_rope(config: Config, source: ModelSource, data: TokenFile) -> tuple
         return [source.rope_line], []
     tokens = config.train.tokens
     if beyond_context(source.spec, tokens):
-        tokens = min(tokens, int(np.diff(data.bounds()).max()))
+        tokens = min(tokens, int(np.diff(_documents(config, run).bounds).max()))
     warning = beyond_context(source.spec, tokens)
     return [], [warning] if warning else []
 
