@@ -46,10 +46,20 @@ def find_origin(run: RunFolder, given: Origin | None, config: Config) -> Origin 
         if given:
             _check_same(run, given, recorded)
         return None
-    if given is None and recorded is None:
-        return None
-    origin = given or Origin(Path(recorded["run"]), recorded["optimizer"])  # pyrefly: ignore
-    check_origin(run, origin, config)
+    if given:
+        check_origin(run, given, config)
+        return given
+    return _begin_again(run, Origin(Path(recorded["run"]), recorded["optimizer"]), config) if recorded else None
+
+
+def _begin_again(run: RunFolder, origin: Origin, config: Config) -> Origin:
+    """Return the origin of a start that came to nothing, or raise an error that says why it is needed."""
+    try:
+        check_origin(run, origin, config)
+    except ConfigError as problem:
+        raise ConfigError(
+            f"'{run.path}' has no checkpoint of its own yet and needs the run it began from: {problem}"
+        ) from None
     return origin
 
 
@@ -111,8 +121,7 @@ def open_origin(path: Path) -> RunFolder:
     """Return the run folder at a path, or raise an error if there is none."""
     run = RunFolder(path)
     if not run.begun():
-        what = "it has no config.toml" if os.path.isdir(path) else "there is no such folder"
-        raise ConfigError(f"--from {path} is not a run folder: {what}")
+        raise ConfigError(f"--from {path} is not a run folder: it has no config.toml")
     return run
 
 
