@@ -21,6 +21,7 @@ from ithaca.model.source import describe_model
 from ithaca.optimizer.host_adamw import MOMENTS
 from ithaca.train.record import check_model
 from ithaca.train.run_folder import RunFolder
+from ithaca.train.start import has_random_weights
 
 
 @dataclass(frozen=True)
@@ -155,3 +156,10 @@ def describe_origin(origin: dict[str, Any]) -> str:
     """Return a line about where a run came from."""
     taken = "weights and AdamW's state" if origin["optimizer"] else "weights alone, so AdamW starts at zero"
     return f"Started from the checkpoint of step {origin['step']} of {origin['run']}: {taken}"
+
+
+def describe_weights(config: Config, origin: dict[str, Any] | None) -> str:
+    """Return whose weights a run began with."""
+    if has_random_weights(config, origin):
+        return f"random weights (preset {config.model.source})"
+    return f"weights of {origin['run'] if origin else config.model.source}"
