@@ -21,7 +21,6 @@ from ithaca.model.source import describe_model
 from ithaca.optimizer.host_adamw import MOMENTS
 from ithaca.train.record import check_model
 from ithaca.train.run_folder import RunFolder
-from ithaca.train.starting_model import Described
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,10 @@ class Origin:
     path: Path
     optimizer: bool = False
 
-    def described(self) -> Described:
-        """Return the other run's description of the model, and the rope that it began with."""
-        run = RunFolder(self.path)
-        return Described(run.model, (run.record() or run.saved_config()).model.rope)
+    @property
+    def model(self) -> Path:
+        """The folder that describes the model."""
+        return RunFolder(self.path).model
 
 
 def find_origin(run: RunFolder, given: Origin | None, config: Config) -> Origin | None:
@@ -134,7 +133,7 @@ def _check_model(path: Path, model: ModelSection, record: ModelSection) -> None:
 def adopt(origin: Origin, checkpoints: Checkpoints) -> dict[str, Any]:
     """Read the other run's newest sound checkpoint into model and optimizer. Return where it came from. Collective."""
     manifest = checkpoints.load_other(CheckpointFolder(RunFolder(origin.path).checkpoints), origin.optimizer)
-    check_model(manifest, describe_model(RunFolder(origin.path).model).spec)  # as it was, before a new rope
+    check_model(manifest, describe_model(origin.model).spec)  # the model may have got another rope since
     return {
         "run": os.path.realpath(origin.path),
         "step": manifest["step"],

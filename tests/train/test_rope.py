@@ -195,7 +195,7 @@ def without_rope(text: str) -> str:
 
 
 def test_from_another_run(folder: Folder) -> None:
-    """The model of a run is extended further for a longer context, and by what is asked for alone."""
+    """A new run takes the other's model as it is by then; model.rope, if it is given, extends that."""
     folder.model("qwen3")
     folder.data(20_000)
     assert folder.train("model.rope=yarn", "train.tokens=64").code == 0
@@ -204,26 +204,23 @@ def test_from_another_run(folder: Folder) -> None:
         words = [word for item in (*SMALL, "data.source=d.tokens", "train.steps=1", *sets) for word in ("--set", item)]
         return folder("train", "--from", "run", "--run", run, "--ranks", "1", *words)
 
-    end = start("far", f"train.tokens={NEW}")
+    end = start("far", f"train.tokens={NEW}", "model.rope=auto")
     assert end.code == 0, end.err
-    assert (
-        "Rope: yarn: factor 5 = 160 / 32 tokens, attention factor 1.16094; max_position_embeddings 64 -> 160\n"
-        in end.out
-    )
+    assert "factor 5 = 160 / 32 tokens, attention factor 1.16094; max_position_embeddings 64 -> 160\n" in end.out
     assert folder("export", "far", "out").code == 0
     tokens = torch.randint(0, 256, (1, NEW))
     ours = ithaca.apply(ithaca.load_model(folder.path / "out", "float32"), ithaca.Plan())
     assert (ours.logits(tokens) - theirs(folder.path / "out")(tokens).logits).abs().max() <= 2e-5
     assert theirs(folder.path / "out").config.rope_parameters["factor"] == 5
 
-    end = start("same", "train.tokens=64")
+    end = start("same", f"train.tokens={NEW}")
     assert end.code == 0, end.err
     assert "Rope:" not in end.out
-    assert "made for" not in end.out
+    assert "has 160 tokens, but the model's rope is made for 64 " in end.out
     before, after = (json.loads((folder.path / name / "model/config.json").read_text()) for name in ("run", "same"))
     assert before == after
     refused(start("other", f"train.tokens={NEW}", "model.rope=theta"), "has rope type 'yarn' with factor 2")
-    refused(start("other", "train.tokens=64", "model.rope=yarn, factor=1.5"), "reaches 48 tokens .* factor=2 works")
+    refused(start("other", "train.tokens=64", "model.rope=yarn"), "nothing to extend: 64 tokens are within the 64")
     assert not (folder.path / "other").exists()
 
 
@@ -278,3 +275,25 @@ def shared(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Folder
     made.model("smollm2")
     made.data(400)
     return made
+
+
+def test_a_run_from_another_extends_what_that_one_has_extended(nursery: Nursery, tmp_path: Path) -> None:
+    """Stage by stage: the second run's rope comes on top of the first one's, once, and not again when it resumes."""
+    here = Folder(nursery, tmp_path)
+    here.model("llama2")
+    here.data(3 * NEW)
+    assert here.train("model.rope=theta", f"train.tokens={2 * OLD}").code == 0
+    again = ("--set", "model.rope=theta", "--set", f"train.tokens={4 * OLD}")
+    ended = here("train", "--run", "next", "--from", "run", "--ranks", "2", *again)
+    assert ended.code == 0, ended.err
+    assert f"max_position_embeddings {2 * OLD} -> {4 * OLD}" in ended.out
+    assert here("train", "--run", "next", "--ranks", "1", "--set", "train.steps=3").code == 0
+    assert here("train", "--run", "same", "--from", "run", "--ranks", "1").code == 0
+    thetas = {}
+    for run in ("run", "next", "same"):
+        assert here("export", run, f"out-{run}").code == 0
+        thetas[run] = json.loads((tmp_path / f"out-{run}" / "config.json").read_text())["rope_theta"]
+    size = ithaca.load_model(tmp_path / "in").spec.head_size
+    assert thetas["run"] == pytest.approx(10000 * 2 ** (size / (size - 2)))
+    assert thetas["next"] == pytest.approx(10000 * 4 ** (size / (size - 2)))
+    assert thetas["same"] == thetas["run"]
