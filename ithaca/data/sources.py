@@ -14,20 +14,10 @@ import numpy as np
 
 from ithaca.base.errors import DataError, first_line
 from ithaca.data.inputs import Input, bounds_file
+from ithaca.data.records import Document, columns, document
 from ithaca.data.tokenfile import DTYPES, Part, Stored, from_file, quoted
-from ithaca.data.tokenizer import Text
 
 PARQUET_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Document:
-    """Text to be encoded, or `ready` tokens. A prompt is read but not learned."""
-
-    where: str  # its name in messages
-    content: Text
-    ready: bool = False
-    prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,8 +46,8 @@ def documents(files: Sequence[Input], start: Place, reading: Reading) -> Iterato
         file = files[number]
         begin = start if number == start.file else Place(number)
         try:
-            for record, offset, document in _READERS[file.kind](file, begin, reading):
-                yield Place(number, record, offset), document
+            for record, offset, found in _READERS[file.kind](file, begin, reading):
+                yield Place(number, record, offset), found
         except OSError as problem:
             raise DataError(f"'{file.path}' cannot be read ({problem.strerror or first_line(problem)})") from None
 
@@ -101,7 +91,7 @@ def _jsonl(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, Do
             begin, offset = offset, offset + len(line)
             if line.strip():
                 where = f"'{file.path}', line {number}"
-                yield number, offset, _document(where, _object(where, _decoded(where, line, begin)))
+                yield number, offset, document(where, _object(where, _decoded(where, line, begin)))
 
 
 def _object(where: str, line: str) -> dict[str, Any]:
@@ -114,39 +104,6 @@ def _object(where: str, line: str) -> dict[str, Any]:
     return record
 
 
-def _document(where: str, record: dict[str, Any]) -> Document:
-    """Return the document of an object with `text`, `prompt` and `completion`, or `tokens`."""
-    if "text" in record:
-        return Document(where, _string(where, record, "text"))
-    if "prompt" in record and "completion" in record:
-        return Document(where, _string(where, record, "completion"), prompt=_string(where, record, "prompt"))
-    if "tokens" in record:
-        return Document(where, _ids(where, record["tokens"]), ready=True)
-    found = ", ".join(f"'{name}'" for name in record) or "none"
-    raise DataError(f"{where} has the fields {found}: 'text', 'prompt' and 'completion', or 'tokens' is needed")
-
-
-def _string(where: str, record: dict[str, Any], name: str) -> str:
-    value = record[name]
-    if not isinstance(value, str):
-        kind = "null" if value is None else type(value).__name__
-        raise DataError(f"{where} has a '{name}' of type {kind}: text is needed")
-    try:
-        value.encode()
-    except UnicodeEncodeError as problem:
-        raise DataError(f"{where} has half a surrogate pair at character {problem.start} of '{name}'") from None
-    return value
-
-
-def _ids(where: str, tokens: Any) -> np.ndarray:
-    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
-        raise DataError(f"{where} has 'tokens' that are not a list of whole numbers: write [464, 3290]")
-    try:
-        return np.array(tokens, np.int64)
-    except OverflowError:
-        raise DataError(f"{where} has token id {max(tokens, key=abs)}: ids go from 0 to {2**32 - 1}") from None
-
-
 def _parquet(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, Document]]:
     try:
         import pyarrow
@@ -156,19 +113,11 @@ def _parquet(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, 
     try:
         with parquet.ParquetFile(file.path) as table:
             total = table.metadata.num_rows
-            for row, record in _rows(table, _columns(file.path, table.schema_arrow.names), start.record):
+            for row, record in _rows(table, columns(file.path, table.schema_arrow.names), start.record):
                 place = f"'{file.path}', row {row + 1}"
-                yield row + 1, file.size * (row + 1) // total, _document(place, record)
+                yield row + 1, file.size * (row + 1) // total, document(place, record)
     except (pyarrow.ArrowException, ValueError) as problem:  # ValueError: text in it is not UTF-8
         raise DataError(f"'{file.path}' is not Parquet ({first_line(problem)})") from None
-
-
-def _columns(path: Path, names: list[str]) -> list[str]:
-    for wanted in (["text"], ["prompt", "completion"], ["tokens"]):
-        if set(wanted) <= set(names):
-            return wanted
-    found = ", ".join(f"'{name}'" for name in names) or "none"
-    raise DataError(f"'{path}' has the columns {found}: 'text', 'prompt' and 'completion', or 'tokens' is needed")
 
 
 def _rows(table: Any, columns: list[str], skip: int) -> Iterator[tuple[int, dict[str, Any]]]:

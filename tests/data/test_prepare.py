@@ -22,7 +22,8 @@ from rich.console import Console
 
 from ithaca.base.errors import DataError, RunError
 from ithaca.data import partial
-from ithaca.data.prepare import encode, prepare
+from ithaca.data.encode import encode
+from ithaca.data.prepare import prepare
 from ithaca.data.reader import open_tokens
 from ithaca.data.tokenizer import load_tokenizer
 

@@ -13,7 +13,8 @@ from ithaca.base.errors import DataError
 from ithaca.data.inputs import find_inputs
 from ithaca.data.prepare import prepare
 from ithaca.data.reader import TokenFile, open_tokens
-from ithaca.data.sources import Document, Place, Reading, documents
+from ithaca.data.records import Document
+from ithaca.data.sources import Place, Reading, documents
 from ithaca.data.tokenizer import load_tokenizer
 
 

@@ -1,0 +1,92 @@
+"""Encode documents: text becomes tokens, ready tokens are checked.
+
+A prompt is encoded apart from its completion, so that no token crosses the border between them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ithaca.base.errors import DataError
+from ithaca.data.partial import PIECE
+from ithaca.data.records import Document
+from ithaca.data.tokenizer import Numbers, Text, Tokenizer
+
+LARGEST_ID = 2**32 - 1
+_NOTHING = np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How documents become tokens. Without a tokenizer all are ready tokens; `mixed` allows both kinds."""
+
+    tokenizer: Tokenizer | None
+    mixed: bool
+
+    @property
+    def vocab(self) -> int:
+        return self.tokenizer.vocab if self.tokenizer else LARGEST_ID + 1
+
+    @property
+    def fingerprint(self) -> str:
+        return self.tokenizer.fingerprint if self.tokenizer else "unknown"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A document's tokens, in parts."""
+
+    parts: tuple[Numbers, ...]
+    ignored: tuple[range, ...]  # the tokens that are not learned, in rising ranges
+    largest: int  # the largest id, for ready tokens
+
+
+def encode(group: Sequence[Document], encoding: Encoding) -> Iterator[Encoded]:
+    """Yield the tokens of each document; an empty document has none."""
+    for document in group:
+        if not encoding.mixed and document.ready is (encoding.tokenizer is not None):
+            kinds = "ready tokens among text" if document.ready else "text among ready tokens"
+            raise DataError(f"{document.where} is {kinds}: name the tokenizer that made the tokens with --tokenizer")
+    texts = iter(_encode_texts(group, encoding.tokenizer))
+    for document in group:
+        if document.ready:
+            assert not isinstance(document.content, str)
+            yield Encoded((document.content,), (), _check_ids(document.where, document.content, encoding.vocab))
+        else:
+            prompt, content = (next(texts) if len(text) else _NOTHING for text in (document.prompt, document.content))
+            yield Encoded((prompt, content, _end(prompt, content, encoding.tokenizer)), (range(len(prompt)),), 0)
+
+
+def _encode_texts(group: Sequence[Document], tokenizer: Tokenizer | None) -> Sequence[Numbers]:
+    parts: list[Text] = [part for item in group if not item.ready for part in (item.prompt, item.content)]
+    texts = [part for part in parts if len(part)]
+    if tokenizer is None or not texts:
+        return []
+    try:
+        return tokenizer.encode(texts)
+    except DataError as problem:
+        raise DataError(f"{problem}, which lies between {group[0].where} and {group[-1].where}") from None
+
+
+def _end(prompt: Numbers, content: Numbers, tokenizer: Tokenizer | None) -> np.ndarray:
+    """Return the token that ends a document; nothing if the document is empty or already ends with it."""
+    last = content if len(content) else prompt
+    if tokenizer is None or tokenizer.end is None or len(last) == 0 or last[-1:][0] == tokenizer.end:
+        return _NOTHING
+    return np.array([tokenizer.end], np.uint32)
+
+
+def _check_ids(where: str, ids: Numbers, vocab: int) -> int:
+    """Return the largest id. Raise an error if one is outside the vocabulary."""
+    largest = 0
+    for start in range(0, len(ids), PIECE):
+        piece = ids[start : start + PIECE]
+        low, high = int(piece.min()), int(piece.max())
+        if low < 0 or high >= vocab:
+            raise DataError(
+                f"{where} has token id {low if low < 0 else high}, and ids go from 0 to {vocab - 1}: "
+                "prepare it with the tokenizer that made it"
+            )
+        largest = max(largest, high)
+    return largest
