@@ -173,8 +173,12 @@ class StepMarks:
             event, self._last = self._pending.popleft()
             assert self._free is not None
             self._free.append(event)
-        step, last = self._step, self._last
-        return last if last is not None and last.step is step else None
+        last = self._last
+        return last if last is not None and self.runs(last.step) else None
+
+    def runs(self, step: Step) -> bool:
+        """Return whether a step is under way."""
+        return self._step is step
 
     def close(self) -> None:
         """Forget all marks. The reader must have ended."""

@@ -84,7 +84,9 @@ class LiveLine:
     def seconds_left(self) -> float | None:
         """Return the seconds that are left of a long step; None if none is under way or it is too early to say."""
         estimate = self._estimate
-        return estimate.seconds(time.perf_counter()) if estimate else None
+        if estimate is None or not self._marks.runs(estimate.reached.step):
+            return None
+        return estimate.seconds(time.perf_counter())
 
     def close(self) -> None:
         """End the thread, then forget all marks."""

@@ -142,7 +142,7 @@ class TrainingRun:
         )
         self.live_line = LiveLine(self.marks, self.progress, self.mesh.device) if self.marks else None
         seconds_left = self.live_line.seconds_left if self.live_line else lambda: None
-        self.stop = StopRequest(self.mesh, launched, seconds_left, lambda: stopped_at_once(self.folder, self.done))
+        self.stop = StopRequest(self.mesh, launched, seconds_left, self._stopped_at_once)
         self.timeout = self.config.run.timeout or timeout(self._step_seconds())
         set_timeout(self.mesh.groups, self.timeout)
         self._announce()
@@ -359,6 +359,10 @@ class TrainingRun:
         for text in self.early_warnings:
             self.progress.warn(text)
         self.announced = True
+
+    def _stopped_at_once(self) -> str:
+        self.progress.end_live()
+        return stopped_at_once(self.folder, self.done)
 
     def _conclude(self, stopped: bool) -> None:
         """Say how the run ended. Raise an error on all ranks if the files of the run cannot be used."""

@@ -80,9 +80,10 @@ class StopRequest:
                 when = "" if left is None else f" (about {format_clock(left)} left)"
                 tell(f"\nFinishing this step{when}, then saving. Ctrl-C again stops at once.", sys.stderr)
         elif not self._launched:
+            ending = self._ending()
             show_cursor()
             if self._mesh.first_on_node:
-                tell(f"\n{self._ending()}", sys.stderr)
+                tell(f"\n{ending}", sys.stderr)
             os._exit(130)
 
     def ask(self) -> None:
