@@ -158,7 +158,7 @@ class RunSection:
     keep: int = 2
     """Checkpoints to keep."""
     log_every: int | None = None
-    """Steps between lines in log.txt and, without a terminal, in the output. Default: twelve, or one a minute."""
+    """Steps between lines in log.txt and, without a terminal, in the output. Default: twelve a run, or one a minute."""
     report: str = ""
     """Where metrics go besides the run folder: `tensorboard` or `wandb`."""
     timeout: float | None = None
