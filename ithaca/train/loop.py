@@ -16,7 +16,8 @@ from ithaca.base.errors import ConfigError, LostRankError, RunError
 from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.config import Config
-from ithaca.data.reader import TokenFile
+from ithaca.data.mixture import Data
+from ithaca.data.packing import Rows
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.axes import Axes
@@ -34,7 +35,7 @@ from ithaca.train.loader import Loader
 from ithaca.train.record import check_record, make_record
 from ithaca.train.report import Progress, Sinks, open_sinks, tell_conclusion
 from ithaca.train.run_folder import RunFolder, check_shared
-from ithaca.train.start import check_data, free_memory, open_data, open_source, settle
+from ithaca.train.start import check_data, free_memory, open_data, open_rows, open_source, settle
 from ithaca.train.stop import StopRequest
 from ithaca.train.unlearned import Unlearned, with_labels
 
@@ -68,8 +69,9 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
         resumed = from_first(grid.group, run.has_checkpoints)
         data = open_data(config, run, grid)
         check_data(data, grid)
+        rows = together(grid.group, lambda: open_rows(config, data))
         source = together(grid.group, lambda: open_source(config, run, resumed, data))
-        TrainingRun(config, run, apply(source, plan, grid), data, why).go(launched, roll)
+        TrainingRun(config, run, apply(source, plan, grid), data, rows, why).go(launched, roll)
     finally:
         if lock:
             run.release()
@@ -78,7 +80,9 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
 class TrainingRun:
     """One run on one rank: the state that its steps share."""
 
-    def __init__(self, config: Config, folder: RunFolder, model: Model, data: TokenFile, why: Sequence[str] = ()):
+    def __init__(
+        self, config: Config, folder: RunFolder, model: Model, data: Data, rows: Rows, why: Sequence[str] = ()
+    ):
         """`why`: the planner's lines about a Plan that it chose."""
         self.config, self.folder, self.model, self.data = config, folder, model, data
         self.mesh: Mesh = model.mesh
@@ -109,7 +113,7 @@ class TrainingRun:
             self._check_resumed(manifest)
         together(self.mesh.group, lambda: folder.begin(config, model.source, model.dtype) if self.first else None)
         self.peak_flops = gpu_peak_flops(self.mesh.device)
-        self.loader = Loader(data, options, model)
+        self.rows, self.loader = rows, Loader(rows, options, model)
         log = folder.log if self.first else None
         self.progress = together(self.mesh.group, lambda: Progress(log, self.done, options.steps, folder.lost))
         self.sinks = Sinks([], folder, self.progress.warn)
@@ -280,7 +284,10 @@ class TrainingRun:
             "mfu_causal": round(flops / seconds / ranks / self.peak_flops, 4) if self.peak_flops else None,
             "gpu_bytes": torch.cuda.max_memory_reserved() if gpu else None,
             "host_bytes": psutil.Process().memory_info().rss,
-        }
+        } | self.rows.metrics(self._rows_done())
+
+    def _rows_done(self) -> int:
+        return self.done * self.config.train.batch  # pyrefly: ignore
 
     def _save(self) -> None:
         """Begin a checkpoint of this step, unless there is one."""
@@ -336,7 +343,7 @@ class TrainingRun:
             say(f"Causal MFU is not reported: the peak of {torch.cuda.get_device_name(self.mesh.device)} is not known")
         if self.done:
             say(f"Continuing from the checkpoint of step {self.done}")
-        for text in self.why:
+        for text in (*self.rows.describe(), *self.why):
             say(text)
         for text in self.early_warnings:
             self.progress.warn(text)
@@ -348,6 +355,8 @@ class TrainingRun:
         def tell_end() -> None:
             for text in self.unlearned.totals(self.done):
                 self.progress.warn(text)
+            for text in self.rows.conclude(self._rows_done()):
+                self.progress.say(text)
             tell_conclusion(self.folder, self.progress, self.done, self.saved, stopped)
 
         together(self.mesh.group, lambda: tell_end() if self.first else None)
