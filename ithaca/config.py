@@ -375,7 +375,7 @@ def _read_plan(table: Any) -> Plan | None:
 def _read_mix(table: Any, prefix: str = "") -> dict[str, float]:
     """Return weights by file name. A name that TOML takes apart at its dots is put together again."""
     if not isinstance(table, dict) or not table:
-        raise ConfigError(f"{table!r} is no table of token files and weights: {MIX_EXAMPLE}")
+        raise ConfigError(f"data.mix is {table!r}, no table of token files and weights: {MIX_EXAMPLE}")
     found: dict[str, float] = {}
     for key, weight in table.items():
         name = f"{prefix}{key}"

@@ -130,7 +130,7 @@ def _shuffle_rows(lengths: np.ndarray, owner: np.ndarray, rows: int, key: int) -
     place[np.argsort(hashes(rows, splitmix64(key ^ 1)))] = np.arange(rows)
     place = place[owner]
     within = hashes(len(owner), splitmix64(key ^ 2)) >> np.uint64(32)
-    order = np.argsort(place.astype(np.uint64) << np.uint64(32) | within).astype(np.int32)
+    order = np.argsort(place.astype(np.uint64) << np.uint64(32) | within, kind="stable").astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(np.bincount(place, minlength=rows))])
     filled = np.concatenate([[0], np.cumsum(lengths[order])])[offsets]
     return EpochPlan(order, offsets, filled)
@@ -165,7 +165,7 @@ class _Packer:
         self._waiting: list[int] = []  # a heap of the others, negative, so that the largest comes first
         # One sort by length, the longest first, and by hash among equal lengths
         keys = (capacity - lengths).astype(np.uint64) << np.uint64(32) | hashes(len(lengths), key) >> np.uint64(32)
-        order = np.argsort(keys)
+        order = np.argsort(keys, kind="stable")  # equal keys in one order on every machine
         sizes, first = np.unique(-lengths[order], return_index=True)
         placed = np.empty(len(lengths), np.int32)
         for size, start, stop in zip((-sizes).tolist(), first.tolist(), [*first.tolist()[1:], len(order)], strict=True):

@@ -53,7 +53,8 @@ class Loader:
         passes = []
         for first in range(0, options.batch, size):
             rows = range(first + own.start, first + own.stop)
-            passes.append(self._model.rank_batch(*self._rows.draw(options.batch, step, rows), rows=size))
+            drawn = self._rows.draw(options.batch, step, rows)
+            passes.append(self._model.rank_batch(*drawn, rows=size))
         return passes
 
     def _prepare_thread(self) -> None:

@@ -225,7 +225,8 @@ class TrainingRun:
             self.progress.warn(text)
         seconds = time.perf_counter() - began
         return self._metrics(batches, loss, norm, rate, seconds) | {
-            "ring_waiting": round(work.waiting, 4) if work else None
+            "ring_waiting": round(work.waiting, 4) if work else None,
+            **self.rows.metrics(self._rows_done()),
         }
 
     def _update(self, batches: list[Batch], rate: float) -> tuple[float, float]:
@@ -284,7 +285,7 @@ class TrainingRun:
             "mfu_causal": round(flops / seconds / ranks / self.peak_flops, 4) if self.peak_flops else None,
             "gpu_bytes": torch.cuda.max_memory_reserved() if gpu else None,
             "host_bytes": psutil.Process().memory_info().rss,
-        } | self.rows.metrics(self._rows_done())
+        }
 
     def _rows_done(self) -> int:
         return self.done * self.config.train.batch  # pyrefly: ignore
