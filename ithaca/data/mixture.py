@@ -140,9 +140,8 @@ class Interleave:
     """Deals out rows to sources by weight."""
 
     def __init__(self, weights: Sequence[float]):
-        """`weights`: the largest first."""
         self._sources = len(weights)
-        self._tree = _tree(list(enumerate(weights)))
+        self._tree = _tree(sorted(enumerate(weights), key=lambda item: -item[1]))
 
     def locate(self, row: int) -> tuple[int, int]:
         """Return the source of a row, and how many rows of that source come before it."""
@@ -177,7 +176,7 @@ class _Node:
 
 
 def _tree(weights: list[tuple[int, float]]) -> _Node | int:
-    """Return the nodes for sources with their weights, cut where the sides differ least."""
+    """Return the nodes for sources with their weights, the largest first, cut where the sides differ least."""
     if len(weights) == 1:
         return weights[0][0]
     sums = np.cumsum([weight for _, weight in weights])

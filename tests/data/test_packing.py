@@ -206,6 +206,15 @@ def test_realised_shares_over_a_million_tokens(length: int, weights: tuple[float
     assert tally["chats"].padding + tally["text"].padding == count * length - sum(totals)
 
 
+def test_shares_are_of_tokens_without_padding() -> None:
+    """A source whose rows are a third padding gets more rows."""
+    chats, text = make_file([70] * 50, masked=True), make_file([1000] * 9, first=10**8)
+    rows = Rows(mix({"chats": (1, chats), "text": (1, text)}, 1, None), 100, 0, "auto")
+    tally = {each.name: each for each in rows.tally(1000)}
+    assert tally["chats"].tokens / (tally["chats"].tokens + tally["text"].tokens) == pytest.approx(0.5, abs=0.002)
+    assert tally["chats"].padding == pytest.approx(0.3 * 100 * 1000 / 1.7, rel=0.01)
+
+
 def test_every_source_goes_around_by_itself() -> None:
     """Its rows are those that it has alone, in their order."""
     one, other = make_file([40] * 30), make_file([33, 50] * 9, first=10**6)
