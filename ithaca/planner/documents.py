@@ -44,6 +44,12 @@ class Documents:
             self._found[tokens] = self._average(tokens) if self.packed else self._window(0, tokens)
         return self._found[tokens]
 
+    def longest(self, tokens: int) -> int:
+        """The most tokens that a document has in sequences of so many tokens."""
+        if self.mixed:
+            return max(part.longest(tokens) for _, part in self.mixed)
+        return tokens if self.packing == "joined" else min(tokens, int(np.diff(self.bounds).max()))
+
     def attended(self, tokens: int) -> float:
         """Σ length² / tokens: the sequence length S in the FLOP count of a packed sequence."""
         return sum(length**2 for length in self.lengths(tokens)) / tokens

@@ -109,11 +109,11 @@ def test_an_average_window_stands_for_a_file() -> None:
     assert "an average sequence of the data" in found.describe(640)
 
 
-def rows_of(data: Data, packing: str, tokens: int, count: int) -> set[tuple[int, ...]]:
+def rows_of(data: Data, packing: str, tokens: int, count: int) -> list[tuple[int, ...]]:
     """The documents of rows that training draws."""
     rows = Rows(data, tokens, 0, packing)
     bounds = (torch.tensor(document_bounds(rows.draw(1, number)[2])) for number in range(count))
-    return {tuple(each.diff().tolist()) for each in bounds}
+    return [tuple(each.diff().tolist()) for each in bounds]
 
 
 def test_whole_documents_are_those_of_training() -> None:
@@ -122,16 +122,18 @@ def test_whole_documents_are_those_of_training() -> None:
     bounds = np.array([0, *accumulate(lengths.tolist())])
     data = in_memory(np.arange(bounds[-1]) % 7, bounds, np.arange(bounds[-1]) % 2 == 0)
     found = file_documents(data)  # auto, and there is a mask
-    seen = rows_of(data, "whole", 700, 400)
+    epoch = rows_of(data, "whole", 700, Rows(data, 700, 0, "whole").per_epoch)
+    seen = set(epoch)
     assert {lengths for _, lengths in found._candidates(700)} <= seen
     assert found.lengths(700) in seen
-    mean = np.mean([sum(n * n for n in lengths) for lengths in seen])
+    mean = np.mean([sum(n * n for n in lengths) for lengths in epoch])
     assert found.attended(700) * 700 == pytest.approx(mean, rel=0.1)
 
 
 def test_joined_documents_are_one() -> None:
     data = in_memory(np.arange(40) % 7, np.arange(0, 41, 4))
     assert file_documents(data, "joined").lengths(16) == (16,)
+    assert [file_documents(data, packing).longest(16) for packing in ("cut", "whole", "joined")] == [4, 4, 16]
 
 
 def test_a_mixture_has_the_attention_of_its_shares() -> None:
@@ -144,6 +146,7 @@ def test_a_mixture_has_the_attention_of_its_shares() -> None:
     assert mean == pytest.approx(0.75 * 64 * 64 + 0.25 * 8 * 64, rel=0.05)
     assert found.lengths(64) in {lengths for _, lengths in found._candidates(64)}
     assert "an average sequence of the mixture" in found.describe(64)
+    assert (found.longest(64), found.longest(10**6)) == (64, 6400)
 
 
 # What they change

@@ -65,6 +65,7 @@ def die(config: Config, path: Path, folder: Path, step: int) -> None:
 
     def killed(run: TrainingRun, batches: list) -> Any:
         if run.done + 1 == step:
+            run.checkpoints.wait()  # that of step 4, which a thread writes
             os.kill(os.getpid(), signal.SIGKILL)
         return backward(run, batches)
 
