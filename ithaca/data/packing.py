@@ -41,6 +41,7 @@ class Packed(Protocol):
     """The rows of one source."""
 
     per_epoch: int
+    left_out: int  # tokens that no row of an epoch has, because their documents are too long
 
     def fill(self, number: int, tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> None: ...
     def filled(self, rows: int) -> int: ...
@@ -55,6 +56,7 @@ class Tally:
     name: str
     tokens: int  # without padding
     padding: int
+    left_out: int  # tokens of documents that are too long
     epochs: float
 
 
@@ -89,8 +91,9 @@ class Rows:
         """Return what the first `rows` rows have of each source."""
         found = []
         for source, packed, count in zip(self._sources, self._packed, self._interleave.counts(rows), strict=True):
-            tokens = packed.filled(count)
-            found.append(Tally(source.name, tokens, count * self.length - tokens, count / packed.per_epoch))
+            tokens, left_out = packed.filled(count), packed.left_out * count // packed.per_epoch
+            padding, epochs = count * self.length - tokens, count / packed.per_epoch
+            found.append(Tally(source.name, tokens, padding, left_out, epochs))
         return found
 
     def describe(self) -> list[str]:
@@ -103,13 +106,15 @@ class Rows:
             lines.append(f"Data: {source.name}: {share}{packed.describe()}")
         return lines
 
-    def metrics(self, rows: int) -> dict[str, int]:
-        """Return the tokens so far of each source, and the padding, for a run's metrics."""
+    def metrics(self, rows: int) -> dict[str, float]:
+        """Return what was seen of each source so far, the padding, and what was left out, for a run's metrics."""
         if self.plain:
             return {}
-        tally = self.tally(rows)
-        by_source = {f"tokens/{each.name}": each.tokens for each in tally} if len(tally) > 1 else {}
-        return by_source | {"padding": sum(each.padding for each in tally)}
+        tally, found = self.tally(rows), dict[str, float]()
+        for each in tally if len(tally) > 1 else ():
+            found |= {f"tokens/{each.name}": each.tokens, f"epochs/{each.name}": round(each.epochs, 4)}
+        found |= {name: sum(getattr(each, name) for each in tally) for name in ("padding", "left_out")}
+        return found
 
     def conclude(self, rows: int) -> list[str]:
         """Return a line about what the first `rows` rows had of each source."""
@@ -120,7 +125,9 @@ class Rows:
         shares = [f"{each.tokens / total:.1%} " if len(tally) > 1 else "" for each in tally]
         parts = [f"{share}{each.name} ({each.epochs:.2f} epochs)" for share, each in zip(shares, tally, strict=True)]
         padding = sum(each.padding for each in tally) / (rows * self.length)
-        return [f"Data seen: {', '.join(parts)}; {total} tokens and {padding:.1%} padding"]
+        left_out = sum(each.left_out for each in tally)
+        rest = f"; {left_out} tokens left out (data.too_long)" if left_out else ""
+        return [f"Data seen: {', '.join(parts)}; {total} tokens and {padding:.1%} padding{rest}"]
 
     def close(self) -> None:
         for packed in self._packed:
@@ -148,7 +155,7 @@ class Whole:
         self._data, self._length, self._seed = data, length, seed
         self._too_long = too_long if data.header.masked else "cut"
         self._pieces = pieces_of(data.bounds(), length, self._too_long, quoted(data.path))
-        self._tokens = self._pieces.tokens
+        self._tokens, self.left_out = self._pieces.tokens, self._pieces.left_out
         self.per_epoch = count_rows(self._pieces.lengths, length)
         self._plans: dict[int, EpochPlan] = {}
         self._ahead: tuple[int, Future[EpochPlan]] | None = None

@@ -45,6 +45,8 @@ def draw(fill: Fill, length: int, numbers: Sequence[int]) -> tuple[Tensor, Tenso
 class Cut:
     """Rows that are windows of the circle."""
 
+    left_out = 0
+
     def __init__(self, data: TokenFile, length: int, seed: int, joined: bool = False):
         """`joined`: each row is one document; its tokens see all before them, and positions run on."""
         self._data, self._length, self._seed, self._joined = data, length, seed, joined

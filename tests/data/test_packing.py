@@ -110,6 +110,8 @@ def test_a_conversation_is_never_cut_from_its_prompt(too_long: str) -> None:
     assert starts == ({30, 87, 99} if too_long == "drop" else {0, 30, 37, 87, 99})
     how, tokens = ("dropped", 80) if too_long == "drop" else ("truncated", 48)
     (line,) = rows.describe()
+    assert rows.metrics(3 * rows.per_epoch)["left_out"] == 3 * tokens
+    assert rows.conclude(3 * rows.per_epoch)[0].endswith(f" padding; {3 * tokens} tokens left out (data.too_long)")
     assert (
         f"2 of them longer than 16 tokens are {how}, without {tokens} tokens, {tokens / 102:.1%} (data.too_long)"
         in line
@@ -299,7 +301,7 @@ def test_what_is_said() -> None:
         "Data: Python's standard library: 6 documents in 5 sequences an epoch, 16.0% padding; "
         "1 of them longer than 100 tokens is cut into pieces"
     ]
-    assert rows.metrics(5) == {"padding": 80}
+    assert rows.metrics(5) == {"padding": 80, "left_out": 0}
     assert rows.conclude(10) == ["Data seen: Python's standard library (2.00 epochs); 840 tokens and 16.0% padding"]
     assert rows.conclude(0) == []
     mixed = Rows(mix({"a": (3, make_file([99])), "b": (1, make_file([400], first=999))}, 1, None), 50, 0, "joined")
@@ -307,5 +309,12 @@ def test_what_is_said() -> None:
         "Data: a: 75.0% of tokens, 1 sequence an epoch, without a mask between documents",
         "Data: b: 25.0% of tokens, 8 sequences an epoch, without a mask between documents",
     ]
-    assert mixed.metrics(8) == {"tokens/a": 300, "tokens/b": 100, "padding": 0}
+    assert mixed.metrics(8) == {
+        "tokens/a": 300,
+        "tokens/b": 100,
+        "epochs/a": 6.0,
+        "epochs/b": 0.25,
+        "padding": 0,
+        "left_out": 0,
+    }
     assert mixed.conclude(8) == ["Data seen: 75.0% a (6.00 epochs), 25.0% b (0.25 epochs); 400 tokens and 0.0% padding"]
