@@ -108,13 +108,18 @@ def data(
         Path | None, typer.Option(help="A tokenizer.json, or a folder with one. Default: one token a byte.")
     ] = None,
     bin_dtype: Annotated[str | None, typer.Option(help="The dtype of .bin files: uint8, uint16 or uint32.")] = None,
+    chat: Annotated[
+        str | None,
+        typer.Option(help="turns: several samples of a chat where it needs them. whole: never. Default: turns."),
+    ] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="A chat template instead of the tokenizer's.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show the document lengths of a token file.")] = False,
     picture: Annotated[Path | None, typer.Option(help="The file for the picture of --stats.")] = None,
 ) -> None:
     """Make a token file for training from documents, or show the document lengths of one."""
     from ithaca.data.command import run
 
-    run(paths, out, tokenizer, stats, picture, bin_dtype)
+    run(paths, out, tokenizer, stats, picture, bin_dtype, chat, chat_template)
 
 
 @app.command(hidden=True)

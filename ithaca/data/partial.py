@@ -58,6 +58,11 @@ class Journal:
     empty: int = 0  # documents without a token, skipped
     largest: int = 0  # the largest id among ready tokens
     ignored: int = 0  # ranges of tokens that are not learned
+    conversations: int = 0
+    samples: int = 0  # of conversations
+    divided: int = 0  # conversations of several samples
+    unlearned: int = 0  # conversations without a learned token
+    first_unlearned: str = ""
 
 
 def partial_files(out: Path) -> list[Path]:
@@ -113,6 +118,18 @@ class Partial:
     def skip(self) -> None:
         """Count a document without tokens."""
         self.now = replace(self.now, empty=self.now.empty + 1)
+
+    def count(self, sample: int, where: str, learns: bool) -> None:
+        """Count a sample of the conversation `where`, its first being 1."""
+        now = self.now
+        self.now = replace(
+            now,
+            conversations=now.conversations + (sample == 1),
+            samples=now.samples + 1,
+            divided=now.divided + (sample == 2),
+            unlearned=now.unlearned + (not learns),
+            first_unlearned=now.first_unlearned or ("" if learns else where),
+        )
 
     def reach(self, place: Place, force: bool = False) -> None:
         """Note that everything before `place` was added. Write the journal if the last one is some seconds old."""

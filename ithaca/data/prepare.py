@@ -20,9 +20,11 @@ from rich.text import Text as RichText
 
 from ithaca.base.errors import DataError
 from ithaca.base.sizes import format_bytes
+from ithaca.data.chat_render import Renderer
+from ithaca.data.chat_template import ChatFormat
 from ithaca.data.encode import Encoding, encode
 from ithaca.data.inputs import Input, check_unchanged, find_inputs
-from ithaca.data.partial import Partial, partial_files
+from ithaca.data.partial import Journal, Partial, partial_files
 from ithaca.data.records import Document
 from ithaca.data.sources import Place, Reading, documents, holds_tokens
 from ithaca.data.tokenfile import VERSION, Header, smallest_dtype
@@ -77,6 +79,7 @@ class Prepared:
     header: Header
     binary: int  # binary files in folders, skipped
     empty: int  # documents without a token, skipped
+    counts: Journal
 
 
 def prepare(
@@ -87,14 +90,15 @@ def prepare(
     console: Console | None = None,
     journal_seconds: float = 2.0,
     group_bytes: int = 4 << 20,
+    chats: ChatFormat | None = None,
 ) -> Prepared:
     """Write the documents at the paths into a token file. Without a tokenizer, each byte of text is a token."""
     console = console or Console()
     _check_vacant(out)
     inputs = find_inputs(paths, bin_dtype, partial_files(out))
     reading = Reading(raw=tokenizer is None or tokenizer.raw, bin_dtype=bin_dtype)
-    encoding = Encoding(tokenizer, mixed=True) if tokenizer else _uniform(inputs.files, reading)
-    identity = _identity(inputs.files, encoding.tokenizer, bin_dtype)
+    encoding = _mixed(tokenizer, chats) if tokenizer else _uniform(inputs.files, reading)
+    identity = _identity(inputs.files, encoding, bin_dtype)
     with Partial(out, identity, smallest_dtype(encoding.vocab), journal_seconds) as partial:
         _say_if_resumed(console, out, partial)
         found = documents(inputs.files, partial.now.place, reading)
@@ -105,7 +109,7 @@ def prepare(
             partial.discard()
             raise DataError(f"'{paths[0]}' has no token in its {now.empty} documents: name files with text or tokens")
         header = partial.finish(encoding.fingerprint, encoding.vocab if encoding.tokenizer else now.largest + 1)
-    return Prepared(out, header, inputs.binary, now.empty)
+    return Prepared(out, header, inputs.binary, now.empty, now)
 
 
 def _check_vacant(out: Path) -> None:
@@ -132,11 +136,17 @@ def _first(files: Sequence[Input], ready: bool, reading: Reading) -> Input | Non
     return next((file for file in files if holds_tokens(file, reading) is ready), None)
 
 
-def _identity(files: Sequence[Input], tokenizer: Tokenizer | None, bin_dtype: str | None) -> str:
+def _mixed(tokenizer: Tokenizer, chats: ChatFormat | None) -> Encoding:
+    return Encoding(tokenizer, mixed=True, chats=Renderer(chats) if chats else None)
+
+
+def _identity(files: Sequence[Input], encoding: Encoding, bin_dtype: str | None) -> str:
     """Return a digest of inputs and tokenizer: a killed run can be continued if its digest is the same."""
     stamps = [(str(file.path.absolute()), file.kind, file.stamp) for file in files]
+    tokenizer, chats = encoding.tokenizer, encoding.chats
     made_by = (tokenizer.fingerprint, tokenizer.end) if tokenizer else None
-    return hashlib.sha256(json.dumps([VERSION, stamps, made_by, bin_dtype]).encode()).hexdigest()
+    template = chats.form.fingerprint if chats else None
+    return hashlib.sha256(json.dumps([VERSION, stamps, made_by, bin_dtype, template]).encode()).hexdigest()
 
 
 def _say_if_resumed(console: Console, out: Path, partial: Partial) -> None:
@@ -184,3 +194,5 @@ def _append(partial: Partial, group: list[Document], encoding: Encoding) -> None
             partial.add(encoded.parts, encoded.ignored, encoded.largest)
         else:
             partial.skip()
+        if encoded.sample:
+            partial.count(encoded.sample, encoded.where, encoded.learns)

@@ -115,7 +115,7 @@ def _parquet(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, 
             total = table.metadata.num_rows
             for row, record in _rows(table, columns(file.path, table.schema_arrow.names), start.record):
                 place = f"'{file.path}', row {row + 1}"
-                yield row + 1, file.size * (row + 1) // total, document(place, record)
+                yield row + 1, file.size * (row + 1) // total, document(place, record, table=True)
     except (pyarrow.ArrowException, ValueError) as problem:  # ValueError: text in it is not UTF-8
         raise DataError(f"'{file.path}' is not Parquet ({first_line(problem)})") from None
 

@@ -7,7 +7,7 @@ times the text's bytes of memory; one token a byte takes none. Texts of one call
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -73,6 +73,15 @@ class Json:
         except Exception as problem:  # the package raises nothing narrower
             raise DataError(f"the tokenizer cannot encode a text ({first_line(problem)})") from None
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the ids of each text, and [tokens, 2]: the characters that each token stands for."""
+        try:
+            encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as problem:  # the package raises nothing narrower
+            raise DataError(f"the tokenizer cannot encode a text ({first_line(problem)})") from None
+        for encoding in encodings:
+            yield np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     def _end(self, file: Path) -> int | None:
         if model_file(file.parent, file.name) is None:
