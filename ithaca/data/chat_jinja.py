@@ -13,11 +13,13 @@ from typing import Any, ClassVar
 import jinja2
 from jinja2 import ext, nodes, sandbox, utils
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import LoopContext, Macro
 
 from ithaca.data.chat_turns import Span
 
 _BEGIN, _END = "\ud800", "\ud801"
+_METHODS = frozenset(dir({}))
+_PLACES = ("index", "index0", "first", "last", "length", "revindex", "revindex0")
 
 
 class TooLong(Exception):
@@ -82,13 +84,30 @@ def _now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with the answers that it would give after many checks given at once.
+
+    They are for what templates ask all the time: fields of messages, places in a loop, names that a template sets.
+    Together that halves the time of a rendering, and a conversation is rendered once or twice for each of its turns.
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict and attribute not in _METHODS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if (kind is LoopContext and attribute in _PLACES) or (kind is _Namespace and not attribute.startswith("_")):
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:  # a name that the template has not set
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
 class Template:
     """A compiled template. `marked`: whether it says itself what the assistant wrote."""
 
     def __init__(self, source: str):
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
-        )
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals |= {
             "raise_exception": _refuse,

@@ -24,7 +24,12 @@ from ithaca.data.chat_turns import Span
 from ithaca.data.chat_worker import MEMORY, MEMORY_FACTOR, TEXT_FACTOR, read_frame, write_frame
 
 _ROOT = Path(__file__).parents[2]
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from ithaca.data.chat_worker import serve; serve()"
+_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from ithaca.data.chat_worker import serve
+serve(int(sys.argv[2]))
+"""
 _OLDEST = (3, 1, 6)  # before, a template could leave the sandbox (CVE-2025-27516)
 
 
@@ -95,7 +100,7 @@ class Renderer:
                 raise DataError(
                     f"{name} is a conversation, and the tokenizer has no chat template: name one with --chat-template"
                 )
-            command = [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT)]
+            command = [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT), str(os.getpid())]
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             self._owner = os.getpid()
             assert self._child.stdin

@@ -46,8 +46,8 @@ def samples(render: Render, count: int, turns: Sequence[int], choice: str) -> It
         )
     if choice != "turns" and sum(sample.length for sample in plan) > GROWTH * len(text):
         raise NoSpan(
-            f"{differs}, and this would become {len(plan)} samples, more than {GROWTH} times as long together: mark what "
-            "the assistant writes with {% generation %} in a copy for --chat-template, or allow it with --chat turns"
+            f"{differs}, and this would become {len(plan)} samples, over {GROWTH} times as long together: mark "
+            "what the assistant writes with {% generation %} in a copy for --chat-template, or use --chat turns"
         )
     for sample in reversed(plan):
         yield text if sample.messages == count else render(sample.messages, False), sample.spans

@@ -9,7 +9,9 @@ waits does not count, nor does what other processes take.
 """
 
 import contextlib
+import ctypes
 import json
+import os
 import resource
 import signal
 import struct
@@ -23,6 +25,7 @@ MEMORY = 512 << 20  # bytes of the process, and …
 MEMORY_FACTOR = 64  # … for each byte of the conversations that are rendered together
 TEXT = 1 << 20  # characters of one rendering, and …
 TEXT_FACTOR = 16  # … for each byte of its conversation
+_PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<Q")
 
 
@@ -39,9 +42,12 @@ def read_frame(file: BinaryIO) -> bytes | None:
     return content if len(head) == _LENGTH.size and len(content) == _LENGTH.unpack(head)[0] else None
 
 
-def serve() -> None:
-    """Answer requests until the other side closes."""
+def serve(parent: int) -> None:
+    """Answer requests until the other side closes, or the process `parent` ends."""
     given, answers = sys.stdin.buffer, sys.stdout.buffer
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also in the middle of a rendering
+    if os.getppid() != parent:
+        return  # it has ended before the line above
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks, and its end is seen below
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     renderer = _Renderer(json.loads(read_frame(given) or b"{}"))

@@ -30,6 +30,11 @@ class Encoding:
     mixed: bool
     chats: Renderer | None = None
 
+    def close(self) -> None:
+        """End the process that renders conversations, if there is one."""
+        if self.chats:
+            self.chats.close()
+
     @property
     def vocab(self) -> int:
         return self.tokenizer.vocab if self.tokenizer else LARGEST_ID + 1

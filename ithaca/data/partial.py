@@ -95,6 +95,8 @@ class Partial:
         for file in self._files:
             with contextlib.suppress(OSError):  # a full disk: it was reported at the first write
                 file.close()
+        if isinstance(error, DataError) and not self._journal_at.exists():  # nothing that a run could continue
+            self.discard()
 
     def add(self, parts: Sequence[Numbers], ignored: Sequence[range], largest: int) -> None:
         """Append one document. `ignored`: its tokens that are not learned, in rising ranges."""

@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -99,7 +100,7 @@ def prepare(
     reading = Reading(raw=tokenizer is None or tokenizer.raw, bin_dtype=bin_dtype)
     encoding = _mixed(tokenizer, chats) if tokenizer else _uniform(inputs.files, reading)
     identity = _identity(inputs.files, encoding, bin_dtype)
-    with Partial(out, identity, smallest_dtype(encoding.vocab), journal_seconds) as partial:
+    with closing(encoding), Partial(out, identity, smallest_dtype(encoding.vocab), journal_seconds) as partial:
         _say_if_resumed(console, out, partial)
         found = documents(inputs.files, partial.now.place, reading)
         _fill(partial, _groups(found, group_bytes), encoding, inputs.files, console)

@@ -41,13 +41,13 @@ def document(where: str, record: dict[str, Any], table: bool = False) -> Documen
     return Document(where, conversation(where, record, table), chat=True)
 
 
-def _kind(where: str, names: Iterable[str]) -> tuple[str, ...]:
+def _kind(where: str, names: Iterable[str], called: str = "fields") -> tuple[str, ...]:
     """Return the fields that say what a record is. Text goes before all but a list of messages."""
     found = [kind for kind in _KINDS if set(kind) <= set(names)]
     if not found:
         listed = ", ".join(f"'{name}'" for name in names) or "none"
         raise DataError(
-            f"{where} has the fields {listed}: 'text', 'prompt' and 'completion', 'tokens', 'messages', "
+            f"{where} has the {called} {listed}: 'text', 'prompt' and 'completion', 'tokens', 'messages', "
             "'conversations', or 'instruction' and 'output' is needed"
         )
     messages = [kind for kind in found if kind in _MESSAGES]
@@ -80,5 +80,5 @@ def _ids(where: str, tokens: Any) -> np.ndarray:
 
 def columns(path: Path, names: list[str]) -> list[str]:
     """Return the columns of a table that `document` needs."""
-    kind = _kind(f"'{path}'", names)
+    kind = _kind(f"'{path}'", names, "columns")
     return [name for name in (*kind, *SPELLINGS.get(kind, ())) if name in names]
