@@ -109,12 +109,8 @@ class Template:
     def __init__(self, source: str):
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols])
         environment.filters["tojson"] = _to_json
-        environment.globals |= {
-            "raise_exception": _refuse,
-            "strftime_now": _now,
-            "dict": _Dict(),
-            "namespace": _Namespace,
-        }
+        names: dict[str, Any] = environment.globals
+        names |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
         tree = environment.parse(source)
         self.marked = any(
             isinstance(block.call, nodes.Call) and isinstance(block.call.node, nodes.ExtensionAttribute)

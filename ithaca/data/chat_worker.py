@@ -17,7 +17,7 @@ import signal
 import struct
 import sys
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from ithaca.data.chat_turns import NoSpan, Span, samples
 
@@ -29,13 +29,13 @@ _PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<Q")
 
 
-def write_frame(file: BinaryIO, content: bytes) -> None:
+def write_frame(file: IO[bytes], content: bytes) -> None:
     """Write a length and so many bytes."""
     file.write(_LENGTH.pack(len(content)))
     file.write(content)
 
 
-def read_frame(file: BinaryIO) -> bytes | None:
+def read_frame(file: IO[bytes]) -> bytes | None:
     """Return the next frame; None at the end of the file, also if it ends within a frame."""
     head = file.read(_LENGTH.size)
     content = file.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
@@ -49,6 +49,7 @@ def serve(parent: int) -> None:
     if os.getppid() != parent:
         return  # it has ended before the line above
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks, and its end is seen below
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whatever the other process does with it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     renderer = _Renderer(json.loads(read_frame(given) or b"{}"))
     with contextlib.suppress(BrokenPipeError):
