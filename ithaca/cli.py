@@ -110,7 +110,9 @@ def data(
     bin_dtype: Annotated[str | None, typer.Option(help="The dtype of .bin files: uint8, uint16 or uint32.")] = None,
     chat: Annotated[
         str | None,
-        typer.Option(help="turns: several samples of a chat where it needs them. whole: never. Default: turns."),
+        typer.Option(
+            help="turns: several samples of a chat where needed. whole: never. Default: while they stay short."
+        ),
     ] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A chat template instead of the tokenizer's.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show the document lengths of a token file.")] = False,
