@@ -17,6 +17,10 @@ LARGEST_ID = 2**32 - 1
 _NOTHING = np.empty(0, np.uint8)
 
 
+class MixedKinds(DataError):
+    """Text and ready tokens without the tokenizer that made them, which --skip-bad does not skip."""
+
+
 @dataclass(frozen=True)
 class Encoding:
     """How documents become tokens. Without a tokenizer all are ready tokens; `mixed` allows both kinds."""
@@ -47,7 +51,7 @@ def encode(group: Sequence[Document], encoding: Encoding) -> Iterator[Encoded]:
     for document in group:
         if not encoding.mixed and document.ready is (encoding.tokenizer is not None):
             kinds = "ready tokens among text" if document.ready else "text among ready tokens"
-            raise DataError(f"{document.where} is {kinds}: name the tokenizer that made the tokens with --tokenizer")
+            raise MixedKinds(f"{document.where} is {kinds}: name the tokenizer that made the tokens with --tokenizer")
     texts = iter(_encode_texts(group, encoding.tokenizer))
     for document in group:
         if document.ready:
@@ -55,7 +59,9 @@ def encode(group: Sequence[Document], encoding: Encoding) -> Iterator[Encoded]:
             yield Encoded((document.content,), (), _check_ids(document.where, document.content, encoding.vocab))
         else:
             prompt, content = (next(texts) if len(text) else _NOTHING for text in (document.prompt, document.content))
-            yield Encoded((prompt, content, _end(prompt, content, encoding.tokenizer)), (range(len(prompt)),), 0)
+            begin, finish = added(prompt, content, encoding.tokenizer)
+            ignored = range(len(begin) + len(prompt)) if len(prompt) else range(0)
+            yield Encoded((begin, prompt, content, finish), (ignored,), 0)
 
 
 def _encode_texts(group: Sequence[Document], tokenizer: Tokenizer | None) -> Sequence[Numbers]:
@@ -69,12 +75,18 @@ def _encode_texts(group: Sequence[Document], tokenizer: Tokenizer | None) -> Seq
         raise DataError(f"{problem}, which lies between {group[0].where} and {group[-1].where}") from None
 
 
-def _end(prompt: Numbers, content: Numbers, tokenizer: Tokenizer | None) -> np.ndarray:
-    """Return the token that ends a document; nothing if the document is empty or already ends with it."""
-    last = content if len(content) else prompt
-    if tokenizer is None or tokenizer.end is None or len(last) == 0 or last[-1:][0] == tokenizer.end:
-        return _NOTHING
-    return np.array([tokenizer.end], np.uint32)
+def added(prompt: Numbers, content: Numbers, tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the special tokens before and behind a document.
+
+    Nothing is added to an empty document, nor where the text already has the tokens.
+    """
+    first, last = (prompt if len(prompt) else content), (content if len(content) else prompt)
+    if tokenizer is None or len(first) == 0:
+        return _NOTHING, _NOTHING
+    begin, finish = tokenizer.begin, tokenizer.finish
+    begun = tuple(first[: len(begin)].tolist()) == begin
+    ended = tuple(last[max(len(last) - len(finish), 0) :].tolist()) == finish
+    return np.array(() if begun else begin, np.uint32), np.array(() if ended else finish, np.uint32)
 
 
 def _check_ids(where: str, ids: Numbers, vocab: int) -> int:

@@ -44,6 +44,8 @@ from ithaca.data.tokenfile import (
 )
 from ithaca.data.tokenizer import Numbers
 
+VERSION = 2  # 2: special tokens of the post-processor are added; 1: only the end token was
+FIRST_BAD = 3
 PIECE = 1 << 22  # tokens or documents converted at a time; a multiple of 8, so that a mask's pieces are whole bytes
 
 
@@ -52,12 +54,16 @@ class Journal:
     """How far a run has come. `identity` is a digest of its inputs and its tokenizer."""
 
     identity: str
+    version: int = 1  # of the rules by which documents become tokens; older journals do not have it
     place: Place = field(default_factory=Place)
     tokens: int = 0
     documents: int = 0
     empty: int = 0  # documents without a token, skipped
     largest: int = 0  # the largest id among ready tokens
     ignored: int = 0  # ranges of tokens that are not learned
+    bad: int = 0  # files and records that could not be read, skipped
+    first_bad: tuple[str, ...] = ()  # sentences about the first of them
+    forced: int = 0  # places where a long text was cut and its pieces did not agree
 
 
 def partial_files(out: Path) -> list[Path]:
@@ -76,8 +82,10 @@ class Partial:
             self._tokens, self._bounds, self._ignored = map(_open, (self._tokens_at, bounds_at, ignored_at))
         self._files = (self._tokens, self._bounds, self._ignored)
         earlier = self._read_journal()
-        self.begun = None if earlier is None else earlier.identity == identity and self._covers(earlier)
-        self.now = earlier if earlier and self.begun else Journal(identity)
+        known = earlier is not None and (earlier.identity, earlier.version) == (identity, VERSION)
+        self.begun = None if earlier is None else known and self._covers(earlier)
+        self.outdated = earlier is not None and earlier.version != VERSION
+        self.now = earlier if earlier and self.begun else Journal(identity, VERSION)
         self._cut()
         self._marked = time.monotonic()
 
@@ -93,26 +101,47 @@ class Partial:
 
     def add(self, parts: Sequence[Numbers], ignored: Sequence[range], largest: int) -> None:
         """Append one document. `ignored`: its tokens that are not learned, in rising ranges."""
+        length = sum(map(len, parts))
+        for part in parts:
+            self.append(part)
+        self.end_document(length, ignored, largest)
+
+    def append(self, tokens: Numbers) -> None:
+        """Append tokens of a document that `end_document` will end."""
+        with self._writing():
+            for at in range(0, len(tokens), PIECE):
+                self._tokens.write(tokens[at : at + PIECE].astype(self._width).data)
+
+    def end_document(self, length: int, ignored: Sequence[range] = (), largest: int = 0, forced: int = 0) -> None:
+        """End the document whose `length` tokens were appended."""
         start = self.now.tokens
-        end = start + sum(map(len, parts))
         ranges = [(start + tokens.start, start + tokens.stop) for tokens in ignored if tokens]
         with self._writing():
-            for part in parts:
-                for at in range(0, len(part), PIECE):
-                    self._tokens.write(part[at : at + PIECE].astype(self._width).data)
-            self._bounds.write(np.array([end], INT64).data)
+            self._bounds.write(np.array([start + length], INT64).data)
             self._ignored.write(np.array(ranges, INT64).tobytes())
         self.now = replace(
             self.now,
-            tokens=end,
+            tokens=start + length,
             documents=self.now.documents + 1,
             largest=max(self.now.largest, largest),
             ignored=self.now.ignored + len(ranges),
+            forced=self.now.forced + forced,
         )
+
+    def drop_document(self) -> None:
+        """Remove the tokens that were appended since the last document ended."""
+        with self._writing():
+            self._tokens.flush()
+        self._cut()
 
     def skip(self) -> None:
         """Count a document without tokens."""
         self.now = replace(self.now, empty=self.now.empty + 1)
+
+    def skip_bad(self, sentence: str) -> None:
+        """Count a file or record that could not be read."""
+        first = (*self.now.first_bad, sentence)[:FIRST_BAD]
+        self.now = replace(self.now, bad=self.now.bad + 1, first_bad=first)
 
     def reach(self, place: Place, force: bool = False) -> None:
         """Note that everything before `place` was added. Write the journal if the last one is some seconds old."""
@@ -199,11 +228,12 @@ class Partial:
     def _read_journal(self) -> Journal | None:
         try:
             content = json.loads(self._journal_at.read_bytes())
-            return Journal(place=Place(**content.pop("place")), **content)
+            first_bad = tuple(content.pop("first_bad", ()))
+            return Journal(place=Place(**content.pop("place")), first_bad=first_bad, **content)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return Journal("unreadable")
+            return Journal("unreadable", VERSION)
 
     def _covers(self, journal: Journal) -> bool:
         """Return whether the files hold as much as the journal says."""

@@ -23,8 +23,10 @@ class Document:
     prompt: str = ""
 
 
-def document(where: str, record: dict[str, Any]) -> Document:
-    """Return the document of an object with `text`, `prompt` and `completion`, or `tokens`."""
+def document(where: str, record: dict[str, Any], field: str | None = None) -> Document:
+    """Return the document of an object with `text`, `prompt` and `completion`, or `tokens`; or with a text `field`."""
+    if field is not None:
+        return Document(where, _string(where, record, _present(where, list(record), field)))
     if "text" in record:
         return Document(where, _string(where, record, "text"))
     if "prompt" in record and "completion" in record:
@@ -33,6 +35,14 @@ def document(where: str, record: dict[str, Any]) -> Document:
         return Document(where, _ids(where, record["tokens"]), ready=True)
     found = ", ".join(f"'{name}'" for name in record) or "none"
     raise DataError(f"{where} has the fields {found}: 'text', 'prompt' and 'completion', or 'tokens' is needed")
+
+
+def _present(where: str, names: list[str], field: str) -> str:
+    """Return the field that --field names. Raise an error if it is not there."""
+    if field not in names:
+        found = ", ".join(f"'{name}'" for name in names) or "none"
+        raise DataError(f"{where} has no '{field}', which --field names: it has {found}")
+    return field
 
 
 def _string(where: str, record: dict[str, Any], name: str) -> str:
@@ -56,8 +66,10 @@ def _ids(where: str, tokens: Any) -> np.ndarray:
         raise DataError(f"{where} has token id {max(tokens, key=abs)}: ids go from 0 to {2**32 - 1}") from None
 
 
-def columns(path: Path, names: list[str]) -> list[str]:
+def columns(path: Path, names: list[str], field: str | None = None) -> list[str]:
     """Return the columns of a table that `document` needs."""
+    if field is not None:
+        return [_present(f"'{path}'", names, field)]
     for wanted in (["text"], ["prompt", "completion"], ["tokens"]):
         if set(wanted) <= set(names):
             return wanted
