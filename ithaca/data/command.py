@@ -64,11 +64,8 @@ def _first(paths: tuple[Path, ...], most: int = 3) -> str:
 
 def _report(console: Console, made: Prepared) -> None:
     head = made.header
-    documents = format_count(head.documents, "document")
-    lines = [
-        *made.notes,
-        f"{made.path}: {format_count(head.tokens, 'token')}, {documents}, {format_bytes(head.file_bytes)}",
-    ]
+    counts = f"{format_count(head.tokens, 'token')}, {format_count(head.documents, 'document')}"
+    lines = [*made.notes, f"{made.path}: {counts}, {format_bytes(head.file_bytes)}"]
     if head.tokenizer == "bytes":
         lines.append("Each byte is a token; --tokenizer uses a model's tokenizer instead")
     if made.others:
@@ -79,9 +76,8 @@ def _report(console: Console, made: Prepared) -> None:
         lines.append(f"Skipped: {format_count(made.bad, 'bad file or record')}, the first of them:")
         lines += [f"  {sentence}" for sentence in made.first_bad]
     if made.forced:
-        lines.append(
-            f"Cut by force: {format_count(made.forced, 'place')} in long texts, where a word is longer than 2K"
-        )
+        cuts = format_count(made.forced, "cut")
+        lines.append(f"{cuts} of long texts changed tokens: no word ended within 2,048 characters")
     lines.append(f"Next: ithaca data {made.path} --stats")
     lines.append(f"      ithaca train --set data.source={made.path}")
     say(console, "\n".join(lines))

@@ -3,7 +3,7 @@
 A piece has about 256 Ki characters, and a margin of 2,048 on both sides that its neighbours hold, too. At each cut the
 two margins together, the window, are encoded alone. The pieces are joined in the middle of the window if the piece
 before it ends with the window's tokens, and the piece behind it begins with them, each for the window's half and 16
-tokens more. That is what encoding the whole gives, if a token depends on no text that is 2,000 characters away: so it is
+tokens more. That is what encoding the whole gives if a token depends on no text that is 2,000 characters away. So it is
 for the pre-tokenizers of the field, since they split words, and for BPE without one, since no token spans two words.
 
 Where they differ (a run of one character that is longer than a window, say), the text is cut in the middle of the

@@ -1,6 +1,6 @@
 """Read documents from files, one after the other, each with the place behind it, where reading can continue.
 
-One document is in memory at a time (64 rows of a table). A long text file, ready tokens and raw bytes are read in pieces
+One document is in memory at a time (64 rows of a table). Long text files, ready tokens and raw bytes are read in pieces
 when they are encoded. To continue, a JSONL file is sought; packed files and JSON lists are read again up to the place.
 """
 

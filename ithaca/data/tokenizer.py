@@ -1,8 +1,8 @@
 """Tokenizers: one token a byte, or a `tokenizer.json` with the `tokenizers` package.
 
 With a `tokenizer.json`, encoding takes about 120 times the text's bytes of memory; a long text is encoded in pieces
-(pieces.py), so that memory is bounded. One token a byte takes none. `begin` and `finish` are the special tokens that the
-file's post-processor adds to a text; encode.py adds them once to a document.
+(pieces.py), so that memory is bounded. One token a byte takes none. `begin` and `finish` are the special tokens that
+the file's post-processor adds to a text; encode.py adds them once to a document.
 """
 
 import hashlib

@@ -87,8 +87,8 @@ class Workers(Generic[Task]):
         except (EOFError, OSError):
             process.join(5)
             raise RunError(
-                f"a process that prepares data has ended (exit code {process.exitcode}; -9: killed, perhaps for want of "
-                "memory): run the same command again, which continues where it stopped, perhaps with fewer --workers"
+                f"a process that prepares data has ended (exit code {process.exitcode}; -9: killed, often for want of "
+                "memory): run the same command again, which continues where it stopped, or with fewer --workers"
             ) from None
         finally:
             self._idle.put((process, pipe))
