@@ -75,7 +75,7 @@ def partial_files(out: Path) -> list[Path]:
 class Partial:
     """A token file that is being written. `begun`: whether it continues an earlier run; None if there was none."""
 
-    def __init__(self, out: Path, identity: str, dtype: str, seconds: float):
+    def __init__(self, out: Path, identity: str, dtype: str, seconds: float, skip_bad: bool = False):
         self._out, self._width, self._seconds = out, DTYPES[dtype], seconds
         self._tokens_at, bounds_at, ignored_at, self._journal_at, self._fresh_at, self._copy_at = partial_files(out)
         with self._writing():
@@ -83,11 +83,12 @@ class Partial:
         self._files = (self._tokens, self._bounds, self._ignored)
         earlier = self._read_journal()
         known = earlier is not None and (earlier.identity, earlier.version) == (identity, VERSION)
+        known = known and (skip_bad or earlier.bad == 0)
         self.begun = None if earlier is None else known and self._covers(earlier)
         self.outdated = earlier is not None and earlier.version != VERSION
         self.now = earlier if earlier and self.begun else Journal(identity, VERSION)
         self._cut()
-        self._marked = time.monotonic()
+        self._marked, self._journaled = time.monotonic(), bool(self.begun)
 
     def __enter__(self) -> "Partial":
         return self
@@ -154,7 +155,7 @@ class Partial:
                     fresh.write(json.dumps(asdict(self.now)).encode())
                     _to_disk(fresh)
                 self._fresh_at.replace(self._journal_at)
-            self._marked = time.monotonic()
+            self._marked, self._journaled = time.monotonic(), True
 
     def finish(self, tokenizer: str, vocab: int) -> Header:
         """Add mask, bounds, checksums and header to the tokens, in the smallest dtype, and give the file its name."""
@@ -177,6 +178,11 @@ class Partial:
         """Delete the partial files."""
         for file in partial_files(self._out):
             file.unlink(missing_ok=True)
+
+    def discard_unless_journaled(self) -> None:
+        """Delete the partial files of a run that an error has ended at once. There is nothing to continue."""
+        if not self._journaled:
+            self.discard()
 
     def _complete(self, file: BinaryIO, header: Header) -> Header:
         """Write the other parts behind the tokens, and the header before them."""

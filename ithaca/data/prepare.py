@@ -63,6 +63,10 @@ def prepare(
     if workers is not None and workers < 1:
         raise DataError(f"--workers {workers} is too few: 1 to {usable_cores()} processes are sensible here")
     inputs = find_inputs(paths, bin_dtype, partial_files(out), skip_bad)
+    if field is not None and all(file.kind in ("text", "npy", "bin") for file in inputs.files):
+        raise DataError(
+            f"--field {field} is for records, and '{paths[0]}' has none: leave it out, or name .jsonl files"
+        )
     reading = Reading(tokenizer is None or tokenizer.raw, bin_dtype, field, skip_bad)
     encoding = Encoding(tokenizer, mixed=True) if tokenizer else _uniform(inputs.files, reading)
     identity = _identity(inputs.files, encoding.tokenizer, reading)
@@ -70,14 +74,18 @@ def prepare(
     # Workers are forked before the partial file is open: one that survives this process must not hold its lock
     with (
         Workers(job.work, job.processes(inputs.files, workers)) as pool,
-        Partial(out, identity, smallest_dtype(encoding.vocab), journal_seconds) as partial,
+        Partial(out, identity, smallest_dtype(encoding.vocab), journal_seconds, skip_bad) as partial,
     ):
         _say_if_resumed(console, out, partial)
         if not partial.begun:
             for sentence in inputs.bad:
                 partial.skip_bad(sentence)
-        _fill(partial, pool, job, inputs.files, console)
-        check_unchanged(inputs.files)
+        try:
+            _fill(partial, pool, job, inputs.files, console)
+            check_unchanged(inputs.files)
+        except DataError:
+            partial.discard_unless_journaled()
+            raise
         now = partial.now
         if now.documents == 0:
             partial.discard()
@@ -117,7 +125,7 @@ def _identity(files: Sequence[Input], tokenizer: Tokenizer | None, reading: Read
     """Return a digest of inputs and tokenizer: a killed run can be continued if its digest is the same."""
     stamps = [(str(file.path.absolute()), file.kind, file.stamp) for file in files]
     made_by = (tokenizer.fingerprint, tokenizer.begin, tokenizer.finish) if tokenizer else None
-    how = (reading.bin_dtype, reading.field, reading.skip_bad)
+    how = (reading.bin_dtype, reading.field)  # not `skip_bad`: a run that a bad record has ended continues with it
     return hashlib.sha256(json.dumps([VERSION, stamps, made_by, how]).encode()).hexdigest()
 
 

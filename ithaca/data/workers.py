@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from ithaca.base.errors import RunError
+from ithaca.base.errors import IthacaError, RunError
 
 Task = TypeVar("Task")
 _PR_SET_PDEATHSIG = 1
@@ -68,13 +68,16 @@ class Workers(Generic[Task]):
     def map(self, tasks: Iterable[Task], here: Callable[[Task], bool]) -> Iterator[tuple[Task, Any]]:
         """Yield each task with its result, in order. The calling process works on tasks for which `here` is true."""
         window: deque[tuple[Task, Future | None]] = deque()
-        for task in tasks:
+        held = _Held(iter(tasks))
+        for task in held:
             remote = self._count > 0 and not here(task)
             window.append((task, self._threads.submit(self._ask, task) if remote else None))
             if len(window) > 2 * self._count:
                 yield self._finished(*window.popleft())
         while window:
             yield self._finished(*window.popleft())
+        if held.problem:
+            raise held.problem
 
     def _finished(self, task: Task, future: Future | None) -> tuple[Task, Any]:
         return task, future.result() if future else self._work(task)
@@ -95,6 +98,20 @@ class Workers(Generic[Task]):
         if problem is not None:
             raise problem
         return result
+
+
+class _Held(Generic[Task]):
+    """Tasks up to the first that cannot be made. Its error is held until the results of those before it are taken."""
+
+    def __init__(self, tasks: Iterator[Task]):
+        self._tasks = tasks
+        self.problem: IthacaError | None = None
+
+    def __iter__(self) -> Iterator[Task]:
+        try:
+            yield from self._tasks
+        except IthacaError as problem:
+            self.problem = problem
 
 
 @contextlib.contextmanager
