@@ -33,6 +33,10 @@ serve(int(sys.argv[2]))
 _OLDEST = (3, 1, 6)  # before, a template could leave the sandbox (CVE-2025-27516)
 
 
+class NoRendering(DataError):
+    """A template that renders no conversation, or never ends. --skip-bad does not skip it."""
+
+
 @dataclass(frozen=True)
 class Rendered:
     """One sample: the number of its conversation in the group, its text, and the characters that are learned."""
@@ -69,9 +73,10 @@ class Renderer:
             for number, name in enumerate(names):
                 while "text" in (answer := self._answer(child, name, len(request))):
                     yield Rendered(number, answer["text"], [(start, end) for start, end in answer["spans"]])
+                done = number + 1 == len(names)
                 if answer["problem"]:
-                    raise DataError(self._sentence(name, answer, len(request)))
-            done = True
+                    kind = NoRendering if answer["problem"] == "syntax" else DataError
+                    raise kind(self._sentence(name, answer, len(request)))
         finally:
             if not done:  # answers that nobody has read are still under way
                 self.close()
@@ -97,7 +102,7 @@ class Renderer:
             self.close()
             _check_jinja(name)
             if not self.form.templates:
-                raise DataError(
+                raise NoRendering(
                     f"{name} is a conversation, and the tokenizer has no chat template: name one with --chat-template"
                 )
             command = [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT), str(os.getpid())]
@@ -115,8 +120,8 @@ class Renderer:
             return json.loads(frame)
         code = child.wait()
         if code == -signal.SIGPROF:
-            raise DataError(self._sentence(name, {"problem": "time"}, size))
-        raise DataError(self._sentence(name, {"problem": "ended", "why": f"code {code}"}, size))
+            raise NoRendering(self._sentence(name, {"problem": "time"}, size))
+        raise NoRendering(self._sentence(name, {"problem": "ended", "why": f"code {code}"}, size))
 
     def _sentence(self, name: str, answer: dict[str, Any], size: int) -> str:
         template, why = f"the chat template {self.form.origin}", _one_line(answer.get("why", ""))
@@ -140,8 +145,10 @@ def _one_line(text: str) -> str:
 
 def _check_jinja(name: str) -> None:
     if util.find_spec("jinja2") is None:
-        raise DataError(f"{name} is a conversation, and rendering it needs Jinja2: pip install 'ithaca[chat]'")
+        raise NoRendering(f"{name} is a conversation, and rendering it needs Jinja2: pip install 'ithaca[chat]'")
     found = metadata.version("jinja2")
     numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
     if numbers < _OLDEST:
-        raise DataError(f"{name} is a conversation, and Jinja2 {found} is older than 3.1.6: pip install 'ithaca[chat]'")
+        raise NoRendering(
+            f"{name} is a conversation, and Jinja2 {found} is older than 3.1.6: pip install 'ithaca[chat]'"
+        )

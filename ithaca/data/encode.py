@@ -12,7 +12,7 @@ import numpy as np
 
 from ithaca.base.errors import DataError
 from ithaca.data.chat_mask import ignored_ranges, learned_tokens
-from ithaca.data.chat_render import Rendered, Renderer
+from ithaca.data.chat_render import NoRendering, Rendered, Renderer
 from ithaca.data.partial import PIECE
 from ithaca.data.records import Document
 from ithaca.data.tokenizer import Json, Numbers, Text, Tokenizer
@@ -20,6 +20,10 @@ from ithaca.data.tokenizer import Json, Numbers, Text, Tokenizer
 LARGEST_ID = 2**32 - 1
 _NOTHING = np.empty(0, np.uint8)
 _BATCH = 4 << 20  # characters of rendered conversations that are encoded at a time
+
+
+class MixedKinds(DataError):
+    """Text and ready tokens without the tokenizer that made them, which --skip-bad does not skip."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def _encode_documents(group: Sequence[Document], encoding: Encoding) -> Iterator
     for document in group:
         if not encoding.mixed and document.ready is (encoding.tokenizer is not None):
             kinds = "ready tokens among text" if document.ready else "text among ready tokens"
-            raise DataError(f"{document.where} is {kinds}: name the tokenizer that made the tokens with --tokenizer")
+            raise MixedKinds(f"{document.where} is {kinds}: name the tokenizer that made the tokens with --tokenizer")
     texts = iter(_encode_texts(group, encoding.tokenizer))
     for document in group:
         if document.ready:
@@ -77,12 +81,14 @@ def _encode_documents(group: Sequence[Document], encoding: Encoding) -> Iterator
             yield Encoded((document.content,), (), _check_ids(document.where, document.content, encoding.vocab))
         else:
             prompt, content = (next(texts) if len(text) else _NOTHING for text in (document.prompt, document.content))
-            yield Encoded((prompt, content, _end(prompt, content, encoding.tokenizer)), (range(len(prompt)),), 0)
+            begin, finish = added(prompt, content, encoding.tokenizer)
+            ignored = range(len(begin) + len(prompt)) if len(prompt) else range(0)
+            yield Encoded((begin, prompt, content, finish), (ignored,), 0)
 
 
 def _encode_chats(group: Sequence[Document], encoding: Encoding) -> Iterator[Encoded]:
     if encoding.chats is None or not isinstance(encoding.tokenizer, Json):
-        raise DataError(f"{group[0].where} is a conversation: name the model's tokenizer with --tokenizer")
+        raise NoRendering(f"{group[0].where} is a conversation: name the model's tokenizer with --tokenizer")
     names = [document.where for document in group]
     rendered = encoding.chats.render([str(document.content) for document in group], names)
     conversation = sample = 0
@@ -125,12 +131,18 @@ def _encode_texts(group: Sequence[Document], tokenizer: Tokenizer | None) -> Seq
         raise DataError(f"{problem}, which lies between {group[0].where} and {group[-1].where}") from None
 
 
-def _end(prompt: Numbers, content: Numbers, tokenizer: Tokenizer | None) -> np.ndarray:
-    """Return the token that ends a document; nothing if the document is empty or already ends with it."""
-    last = content if len(content) else prompt
-    if tokenizer is None or tokenizer.end is None or len(last) == 0 or last[-1:][0] == tokenizer.end:
-        return _NOTHING
-    return np.array([tokenizer.end], np.uint32)
+def added(prompt: Numbers, content: Numbers, tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the special tokens before and behind a document.
+
+    Nothing is added to an empty document, nor where the text already has the tokens.
+    """
+    first, last = (prompt if len(prompt) else content), (content if len(content) else prompt)
+    if tokenizer is None or len(first) == 0:
+        return _NOTHING, _NOTHING
+    begin, finish = tokenizer.begin, tokenizer.finish
+    begun = tuple(first[: len(begin)].tolist()) == begin
+    ended = tuple(last[max(len(last) - len(finish), 0) :].tolist()) == finish
+    return np.array(() if begun else begin, np.uint32), np.array(() if ended else finish, np.uint32)
 
 
 def _check_ids(where: str, ids: Numbers, vocab: int) -> int:

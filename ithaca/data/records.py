@@ -29,8 +29,10 @@ class Document:
     chat: bool = False
 
 
-def document(where: str, record: dict[str, Any], table: bool = False) -> Document:
-    """Return the document of a record. `table`: it is a row of a table, null where a field is missing."""
+def document(where: str, record: dict[str, Any], field: str | None = None, table: bool = False) -> Document:
+    """Return the document of a record, or its text `field`. `table`: it is a row, null where a field is missing."""
+    if field is not None:
+        return Document(where, _string(where, record, _present(where, list(record), field)))
     kind = _kind(where, record)
     if kind == ("text",):
         return Document(where, _string(where, record, "text"))
@@ -53,8 +55,18 @@ def _kind(where: str, names: Iterable[str], called: str = "fields") -> tuple[str
     messages = [kind for kind in found if kind in _MESSAGES]
     if messages and len(found) > 1:
         both = " and ".join(f"'{kind[0]}'" for kind in found[:2])
-        raise DataError(f"{where} has {both}, and only one can be learned: leave out the other")
+        raise DataError(
+            f"{where} has {both}, and only one can be learned: leave out the other, or name a text with --field"
+        )
     return found[0]
+
+
+def _present(where: str, names: list[str], field: str) -> str:
+    """Return the field that --field names. Raise an error if it is not there."""
+    if field not in names:
+        found = ", ".join(f"'{name}'" for name in names) or "none"
+        raise DataError(f"{where} has no '{field}', which --field names: it has {found}")
+    return field
 
 
 def _string(where: str, record: dict[str, Any], name: str) -> str:
@@ -78,7 +90,9 @@ def _ids(where: str, tokens: Any) -> np.ndarray:
         raise DataError(f"{where} has token id {max(tokens, key=abs)}: ids go from 0 to {2**32 - 1}") from None
 
 
-def columns(path: Path, names: list[str]) -> list[str]:
+def columns(path: Path, names: list[str], field: str | None = None) -> list[str]:
     """Return the columns of a table that `document` needs."""
+    if field is not None:
+        return [_present(f"'{path}'", names, field)]
     kind = _kind(f"'{path}'", names, "columns")
     return [name for name in (*kind, *SPELLINGS.get(kind, ())) if name in names]

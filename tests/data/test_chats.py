@@ -22,6 +22,7 @@ from ithaca.data.chat_render import Renderer
 from ithaca.data.chat_template import ChatFormat, load_format
 from ithaca.data.command import run
 from ithaca.data.encode import Encoded, Encoding
+from ithaca.data.prepare import prepare
 from ithaca.data.reader import open_tokens
 from ithaca.data.records import columns, document
 from ithaca.data.tokenizer import load_tokenizer
@@ -435,3 +436,31 @@ def test_a_run_that_was_stopped_counts_on(folder: Path, tmp_path: Path, capsys: 
         assert "nothing is learned in 1 conversation, the first is" in said
     assert "Continuing" in said
     assert outs[0].read_bytes() == outs[1].read_bytes()
+
+
+def test_processes_and_bad_conversations(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """However many processes encode, the file is the same; --skip-bad goes on behind what the template refuses."""
+    (tmp_path / "t.jinja").write_text(
+        plain(QWEN3) + "{% if messages[0].content == 'bad' %}{{ raise_exception('bad') }}{% endif %}"
+    )
+    chance = random.Random(5)
+    records = [conversation(chance, "qwen3", thinking=True) for _ in range(30)]
+    records[7:7] = [{"messages": [{**ASK, "content": "bad"}, ANSWER]}, {"messages": 3}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    options: dict[str, Any] = {"skip_bad": True, "chats": load_format(folder, tmp_path / "t.jinja", "turns")}
+    made = []
+    for workers, size in ((1, 1 << 20), (1, 2000), (2, 2000)):
+        out = tmp_path / f"{workers}-{size}"
+        prepare([tmp_path / "a.jsonl"], out, load_tokenizer(folder), workers=workers, group_bytes=size, **options)
+        made.append(out.read_bytes())
+    assert made[0] == made[1] == made[2]
+    how: dict[str, Any] = {"skip_bad": True, "chat_template": tmp_path / "t.jinja"}
+    run([tmp_path / "a.jsonl"], tmp_path / "out", folder, False, None, None, chat="turns", **how)
+    said = capsys.readouterr().out
+    assert (tmp_path / "out").read_bytes() == made[0]
+    assert "Skipped: 2 bad " in said
+    assert "line 8 does not go through the chat template" in said
+    assert "Chats: 30 conversations became" in said
+    (tmp_path / "t.jinja").write_text("{% if %}")  # no conversation can be good
+    with pytest.raises(DataError, match="is not a Jinja template"):
+        run([tmp_path / "a.jsonl"], tmp_path / "no", folder, False, None, None, **how)
