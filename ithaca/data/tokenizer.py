@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -108,7 +109,9 @@ class Json:
         except Exception as problem:  # the package raises nothing narrower
             raise DataError(f"the tokenizer cannot encode a text ({first_line(problem)})") from None
         for encoding in encodings:
-            yield np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            ids = np.array(encoding.ids, np.uint32)
+            offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids))
+            yield ids, offsets.reshape(-1, 2)
 
     def _added(self, file: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that the post-processor adds before and behind a text."""
