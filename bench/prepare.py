@@ -4,9 +4,9 @@
 
 The text is Python's standard library again and again, the lines of each file in another order, with some words that
 occur once: JSON lines for --text, one file for --document. The tokenizer is a byte-level BPE of 32,000 trained on the
-library. `ithaca data` runs undisturbed, then again into another file with a SIGKILL to all its processes, one to a single
-worker, and the command given again until it ends. Compares the bytes. Memory is the largest sum of the resident memory
-of all its processes, sampled ten times a second: pages that they share count several times.
+library. `ithaca data` runs undisturbed, then again into another file with a SIGKILL to all its processes, one to a
+single worker, and the command given again until it ends. Compares the bytes. Memory is the largest sum of the resident
+memory of all its processes, sampled ten times a second: pages that they share count several times.
 """
 
 import argparse
@@ -186,7 +186,8 @@ def main() -> int:
         make_tokenizer(texts, tokenizer)
     sources = {"document.txt": parse_bytes(options.document), "text.jsonl": parse_bytes(options.text)}
     made = [make_input(options.folder / name, size, texts) for name, size in sources.items() if size]
-    return 0 if all([measure(source, tokenizer, options.folder, options.cores) for source in made]) else 1
+    same = [measure(source, tokenizer, options.folder, options.cores) for source in made]
+    return 0 if all(same) else 1
 
 
 if __name__ == "__main__":

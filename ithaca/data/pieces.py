@@ -118,7 +118,8 @@ class Joiner:
         elif self._piece is not None:
             self.forced += 1
             text = self._piece.text
-            last, ids = self._encode([text[: len(text) - self._piece.behind], piece.text[piece.before :]])
+            piece = Piece(piece.text[piece.before :], 0, piece.behind)
+            last, ids = self._encode([text[: len(text) - self._piece.behind], piece.text])
         self._piece, self._ids = piece, ids
         return last[start:]
 
