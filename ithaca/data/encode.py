@@ -10,6 +10,7 @@ import numpy as np
 
 from ithaca.base.errors import DataError
 from ithaca.data.partial import PIECE
+from ithaca.data.pieces import LongText
 from ithaca.data.records import Document
 from ithaca.data.tokenizer import Numbers, Text, Tokenizer
 
@@ -55,7 +56,7 @@ def encode(group: Sequence[Document], encoding: Encoding) -> Iterator[Encoded]:
     texts = iter(_encode_texts(group, encoding.tokenizer))
     for document in group:
         if document.ready:
-            assert not isinstance(document.content, str)
+            assert not isinstance(document.content, str | LongText)
             yield Encoded((document.content,), (), _check_ids(document.where, document.content, encoding.vocab))
         else:
             prompt, content = (next(texts) if len(text) else _NOTHING for text in (document.prompt, document.content))
