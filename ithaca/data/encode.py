@@ -14,6 +14,7 @@ from ithaca.base.errors import DataError
 from ithaca.data.chat_mask import ignored_ranges, learned_tokens
 from ithaca.data.chat_render import NoRendering, Rendered, Renderer
 from ithaca.data.partial import PIECE
+from ithaca.data.pieces import LongText
 from ithaca.data.records import Document
 from ithaca.data.tokenizer import Json, Numbers, Text, Tokenizer
 
@@ -77,7 +78,7 @@ def _encode_documents(group: Sequence[Document], encoding: Encoding) -> Iterator
     texts = iter(_encode_texts(group, encoding.tokenizer))
     for document in group:
         if document.ready:
-            assert not isinstance(document.content, str)
+            assert not isinstance(document.content, str | LongText)
             yield Encoded((document.content,), (), _check_ids(document.where, document.content, encoding.vocab))
         else:
             prompt, content = (next(texts) if len(text) else _NOTHING for text in (document.prompt, document.content))

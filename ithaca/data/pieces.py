@@ -14,6 +14,7 @@ import codecs
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ SEARCH = 1 << 14  # characters behind a piece among which a good place to cut is
 RUN = 16  # tokens on either side of a join that must agree, beyond the half of the window
 _WORDS = 32  # in each half of a good window
 
-Encode = Callable[[Sequence[str]], Sequence[np.ndarray]]
+Encode = Callable[[Sequence[str]], Sequence[Any]]  # texts -> arrays of ids
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ class Joiner:
         elif self._piece is not None:
             self.forced += 1
             text = self._piece.text
-            last, ids = self._encode([text[: len(text) - self._piece.behind], piece.text[piece.before :]])
+            piece = Piece(piece.text[piece.before :], 0, piece.behind)
+            last, ids = self._encode([text[: len(text) - self._piece.behind], piece.text])
         self._piece, self._ids = piece, ids
         return last[start:]
 

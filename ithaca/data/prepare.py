@@ -151,7 +151,12 @@ class _Writer:
     """Appends results to the partial file, in order."""
 
     def __init__(self, partial: Partial, encoding: Encoding):
-        self._partial, self._encoding = partial, encoding
+        self._partial, self._encoding, self._length = partial, encoding, 0
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all documents, and those so far of a long one."""
+        return self._partial.now.tokens + self._length
 
     def take(self, task: Task, result: Any) -> None:
         if isinstance(task, Group):
@@ -200,6 +205,10 @@ class _Writer:
 
     def _end(self) -> None:
         """End the document of the last part."""
+        self._end_document()
+        self._length = 0
+
+    def _end_document(self) -> None:
         if self._bad is not None:
             self._partial.drop_document()
             self._partial.skip_bad(self._bad.sentence)
@@ -221,5 +230,6 @@ def _fill(partial: Partial, pool: Workers[Task], job: Job, files: Sequence[Input
     with Meter(console, before[-2], before[place.file] + place.offset) as meter:
         for task, result in pool.map(job.tasks(files, place), job.here):
             writer.take(task, result)
-            meter.show(before[task.place.file] + task.place.offset, partial.now.tokens)
+            left = 0 if isinstance(task, Group) else task.left
+            meter.show(max(before[task.place.file] + task.place.offset - left, 0), writer.tokens)
     partial.reach(partial.now.place, force=True)

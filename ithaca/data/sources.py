@@ -90,13 +90,14 @@ def _text(file: Input, start: Place, reading: Reading) -> Iterator[Found]:
         return
     where = f"'{file.path}'"
     with opened(file.path, file.packed) as stream:
-        head = stream.read(LONG + 1).removeprefix(codecs.BOM_UTF8)
+        head = stream.read(LONG + 1)
         if reading.raw and file.packed is None:
             mark = len(codecs.BOM_UTF8) if _marked(file.path) else 0
             content = Stored(_part(file.path, mark, np.dtype(np.uint8)), 0, file.size - mark)
         elif len(head) > LONG:
             content = LongText(file.path, file.packed, file.size)
         else:
+            head = head.removeprefix(codecs.BOM_UTF8)
             content = np.frombuffer(head, np.uint8) if reading.raw else _decoded(where, head, 0)
     if isinstance(content, LongText) and not reading.raw:
         _check_utf8(file)

@@ -38,9 +38,14 @@ class Part:
     content: Piece | bytes
     first: bool
     last: bool
+    left: int = 0  # bytes of the text behind it, about
 
 
 Task = Group | Part
+
+
+def _length(part: Piece | bytes) -> int:
+    return len(part) if isinstance(part, bytes) else len(part.text) - part.before - part.behind
 
 
 @dataclass(frozen=True)
@@ -91,9 +96,10 @@ class Job:
             found: Iterator[Piece | bytes] = content.chunks()
         else:
             found = split(content.texts() if isinstance(content, LongText) else slices(str(content)))
-        first, part = True, next(found)
+        first, part, left = True, next(found), len(content)
         for following in found:
-            yield Part(place, document.where, part, first, last=False)
+            left = max(left - _length(part), 0)
+            yield Part(place, document.where, part, first, last=False, left=left)
             first, part = False, following
         yield Part(place, document.where, part, first, last=True)
 

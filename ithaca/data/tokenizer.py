@@ -116,28 +116,28 @@ class Json:
     def _added(self, file: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that the post-processor adds before and behind a text."""
         try:
-            if not self._inner.encode("").ids:
+            added = self._inner.encode("").ids
+            if not added:
                 return (), ()
-            plain = self._probe()
+            plain = self._probe(set(added))
             framed = self._inner.post_process(plain).ids
         except Exception as problem:  # the package raises nothing narrower
             raise DataError(f"'{file}' has a post-processor that fails ({first_line(problem)})") from None
-        at = next((at for at in range(len(framed)) if framed[at : at + len(plain.ids)] == plain.ids), None)
-        if at is None:
+        at = next((at for at in range(len(framed)) if framed[at : at + len(plain.ids)] == plain.ids), 0)
+        if framed[:at] + framed[at + len(plain.ids) :] != added:
             raise DataError(
                 f"'{file}' has a post-processor that changes the tokens of a text: only adding is supported"
             )
         return tuple(framed[:at]), tuple(framed[at + len(plain.ids) :])
 
-    def _probe(self) -> tokenizers.Encoding:
-        """Return a text of a token or more that the post-processor does not add."""
-        added = set(self._inner.encode("").ids)
+    def _probe(self, added: set[int]) -> tokenizers.Encoding:
+        """Return a text of a token or more that are not among the added ones."""
         for text in ("a", *list(self._inner.get_vocab(with_added_tokens=False))[:1000]):
             try:
                 found = self._inner.encode(text, add_special_tokens=False)
             except Exception:  # a vocabulary that lacks the text
                 continue
-            if found.ids and not added & set(found.ids):
+            if found.ids and added.isdisjoint(found.ids):
                 return found
         raise ValueError("it encodes no text")
 
