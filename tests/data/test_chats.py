@@ -429,6 +429,11 @@ def test_a_run_that_was_stopped_counts_on(folder: Path, tmp_path: Path, capsys: 
     )
     words = [sys.executable, "-c", program, *map(str, (folder, chats, outs[1], tmp_path / "t.jinja"))]
     assert subprocess.run(words, check=False).returncode == 9
+    other = [*words[:3], *map(str, (folder, chats, outs[1], tmp_path / "other.jinja"))]
+    (tmp_path / "other.jinja").write_text(plain(QWEN3))
+    done = subprocess.run(other, check=False, capture_output=True, text=True)
+    assert (done.returncode, "again: the part on disk is from other" in done.stdout) == (9, True)
+    assert "again" in subprocess.run(words, check=False, capture_output=True, text=True).stdout
     for out in outs:
         run([chats], out, folder, False, None, None, chat_template=tmp_path / "t.jinja")
         said = capsys.readouterr().out
