@@ -157,6 +157,8 @@ class RunSection:
     """Steps between checkpoints. The end of a run always writes one. 0: only the end does."""
     keep: int = 2
     """Checkpoints to keep."""
+    log_every: int | None = None
+    """Steps between lines in log.txt and, without a terminal, in the output. Default: twelve a run, or one a minute."""
     report: str = ""
     """Where metrics go besides the run folder: `tensorboard` or `wandb`."""
     timeout: float | None = None
@@ -169,6 +171,8 @@ class RunSection:
             raise ConfigError(f"run.checkpoint_every is {self.checkpoint_every}: 0 or more is needed")
         if self.keep < 1:
             raise ConfigError(f"run.keep is {self.keep}: 1 or more is needed")
+        if self.log_every is not None and self.log_every < 1:
+            raise ConfigError(f"run.log_every is {self.log_every}: 1 or more is needed")
         if self.timeout is not None and not 0 < self.timeout <= MOST_SECONDS:
             raise ConfigError(
                 f"run.timeout is {self.timeout:g}: seconds above 0 and up to {MOST_SECONDS} are needed, as 1200"

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,16 @@ from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
+from ithaca.schedule.marks import OPTIMIZER, make_marks
 from ithaca.train.elastic import leave
 from ithaca.train.epochs import describe_epochs
 from ithaca.train.learning_rate import describe_rate, is_settled, learning_rate
+from ithaca.train.live_line import LiveLine
 from ithaca.train.loader import Loader
 from ithaca.train.loss_watch import LossWatch
 from ithaca.train.origin import Origin, adopt, describe_origin, find_origin
 from ithaca.train.record import check_record, list_changes, make_record
-from ithaca.train.report import Progress, Sinks, open_sinks, tell_conclusion
+from ithaca.train.report import Progress, Sinks, open_sinks, stopped_at_once, tell_conclusion
 from ithaca.train.run_folder import RunFolder, check_shared
 from ithaca.train.start import check_data, describe_rope, free_memory, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
@@ -139,7 +142,9 @@ class TrainingRun:
         self.peak_flops = gpu_peak_flops(self.mesh.device)
         self.loader = Loader(data, options, model)
         log = folder.log if self.first else None
-        self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost))
+        every = config.run.log_every
+        self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost, every))
+        self.marks = make_marks(self.mesh.device) if self.first else None
         self.sinks = Sinks([], folder, self.progress.warn)
 
     def _pass_size(self) -> tuple[int, int]:
@@ -167,7 +172,9 @@ class TrainingRun:
         self.sinks = together(
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
         )
-        self.stop = StopRequest(self.mesh, launched)
+        self.live_line = LiveLine(self.marks, self.progress, self.mesh.device) if self.marks else None
+        seconds_left = self.live_line.seconds_left if self.live_line else lambda: None
+        self.stop = StopRequest(self.mesh, launched, seconds_left, self._stopped_at_once)
         self.timeout = self.config.run.timeout or timeout(self._step_seconds())
         set_timeout(self.mesh.groups, self.timeout)
         self._announce()
@@ -186,6 +193,8 @@ class TrainingRun:
                 self.checkpoints.abandon()
             raise
         finally:
+            if self.live_line:
+                self.live_line.close()
             self.loader.close()
             self.checkpoints.close()
             self.sinks.close()
@@ -257,7 +266,8 @@ class TrainingRun:
         if work and self.done == self.begun:
             self.progress.say(f"In this step {describe_work(work)}")
         rate = learning_rate(options, self.done)
-        loss, norm = self._update(batches, rate) if with_labels(batches) else (None, None)
+        with self._marked(with_labels(batches)):
+            loss, norm = self._update(batches, rate) if with_labels(batches) else (None, None)
         self.done += 1
         for text in self.unlearned.add(self.done, batches):
             self.progress.warn(text)
@@ -269,9 +279,17 @@ class TrainingRun:
             **changed,
         }
 
+    def _marked(self, batches: list[Batch]) -> AbstractContextManager[None]:
+        """Let the live line follow a step of these passes."""
+        flops = [self.model.spec.flops_per_token(batch.attended) * batch.total_tokens for batch in batches]
+        return self.marks.step(self.done + 1, flops) if self.marks else nullcontext()
+
     def _update(self, batches: list[Batch], rate: float) -> tuple[float, float]:
         """Update the weights. Return the step's loss and the norm of its gradients."""
-        tensors = self._backward(batches), clip(self.model, self.config.train.clip, self.optimizer)
+        total = self._backward(batches)
+        if self.marks:
+            self.marks.mark(OPTIMIZER)
+        tensors = total, clip(self.model, self.config.train.clip, self.optimizer)
         loss, norm = (tensor.item() for tensor in tensors)  # the host waits for the GPU here, after clipping is queued
         if not math.isfinite(loss) or not math.isfinite(norm):
             self._fail(loss, norm)
@@ -291,7 +309,7 @@ class TrainingRun:
         valid = sum(batch.valid_tokens for batch in batches)
         losses = []
         for number, batch in enumerate(batches, start=1):
-            loss = self.model(batch, valid_tokens=valid, last=number == len(batches))
+            loss = self.model(batch, valid_tokens=valid, last=number == len(batches), marks=self.marks)
             loss.backward()
             losses.append(loss.detach())
         # Zeros in the places of the passes left out, so that the sum rounds as if they had run
@@ -393,6 +411,10 @@ class TrainingRun:
         for text in self.early_warnings:
             self.progress.warn(text)
         self.announced = True
+
+    def _stopped_at_once(self) -> str:
+        self.progress.end_live()
+        return stopped_at_once(self.folder, self.done)
 
     def _is_random(self) -> bool:
         """Return whether the run began with random weights."""

@@ -132,7 +132,7 @@ def describe_rope(config: Config, source: ModelSource, run: RunFolder) -> tuple[
         return [source.rope_line], []
     tokens = config.train.tokens
     if beyond_context(source.spec, tokens):
-        tokens = min(tokens, int(np.diff(_documents(config, run).bounds).max()))
+        tokens = min(tokens, _documents(config, run).longest())
     warning = beyond_context(source.spec, tokens)
     return [], [warning] if warning else []
 
