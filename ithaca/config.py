@@ -329,6 +329,7 @@ def _change_length(content: dict[str, Any], given: dict[str, Any], tell: Callabl
     train, wanted = _table(content, "train"), _table(given, "train")
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if other in wanted and name not in wanted and name in train:
+            build(Config, content, "")  # a mistake in the file is an error even if its option is dropped
             dropped = train.pop(name)
             if tell:
                 tell(f"Ignoring train.{name}={dropped}: train.{other}={wanted[other]} is set")

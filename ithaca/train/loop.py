@@ -18,7 +18,6 @@ from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.config import Config
 from ithaca.data.reader import TokenFile
-from ithaca.model.presets import PRESETS
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.axes import Axes
@@ -37,11 +36,19 @@ from ithaca.train.learning_rate import describe_rate, is_settled, learning_rate
 from ithaca.train.live_line import LiveLine
 from ithaca.train.loader import Loader
 from ithaca.train.loss_watch import LossWatch
-from ithaca.train.origin import Origin, adopt, describe_origin, find_origin
+from ithaca.train.origin import Origin, adopt, describe_origin, describe_weights, find_origin
 from ithaca.train.record import check_record, list_changes, make_record
 from ithaca.train.report import Progress, Sinks, open_sinks, stopped_at_once, tell_conclusion
 from ithaca.train.run_folder import RunFolder, check_shared
-from ithaca.train.start import check_data, describe_rope, free_memory, open_data, open_source, settle
+from ithaca.train.start import (
+    check_data,
+    describe_rope,
+    free_memory,
+    has_random_weights,
+    open_data,
+    open_source,
+    settle,
+)
 from ithaca.train.stop import StopRequest
 from ithaca.train.unlearned import Unlearned, with_labels
 
@@ -168,7 +175,7 @@ class TrainingRun:
     def go(self, launched: bool, roll: Roll) -> None:
         """Do all steps that are left, save, and release everything, also after an error."""
         together(self.mesh.group, lambda: self.folder.cut_metrics(self.done) if self.first else None)
-        self.loss_watch = LossWatch(self.folder.read_metrics() if self.first else ())
+        self.loss_watch = LossWatch(self.config.train, self.folder.read_metrics() if self.first else ())
         self.sinks = together(
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
         )
@@ -243,21 +250,13 @@ class TrainingRun:
         """Show and write the metrics of a step. If the run folder is lost, ask all ranks to stop."""
         self.progress.step(metrics)
         if risen := self.loss_watch.add(metrics):
-            self.progress.warn(f"{risen}: {self._advice()}")
+            self.progress.warn(risen)
         if mended := self.folder.mend(self.config):
             self.progress.warn(mended)
         if self.folder.lost():
             self.stop.ask()  # the checkpoint that follows tells all ranks why (Checkpoints.save)
             return
         self.sinks.write(metrics)
-
-    def _advice(self) -> str:
-        """Return what helps against a loss that rises."""
-        options = self.config.train
-        return (
-            f"a lower train.learning_rate than {options.learning_rate:g}, or a longer train.warmup than "
-            f"{options.warmup}, may help (--fresh starts again); the run goes on"
-        )
 
     def _step(self) -> dict[str, Any]:
         options, began = self.config.train, time.perf_counter()
@@ -382,8 +381,10 @@ class TrainingRun:
         model, options, say = self.model, self.config.train, self.progress.say
         dtype, device = str(model.dtype).removeprefix("torch."), self.mesh.device.type
         ranks = format_count(self.mesh.size, "GPU" if device == "cuda" else f"{device.upper()} rank")
+        origin = self.past.get("origin")
+        weights = describe_weights(self.config, origin)
         say(
-            f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, {self._weights()}, "
+            f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, {weights}, "
             f"in {dtype} on {ranks}; "
             f"attention kernel: {explain_kernel(model.kernel, self.mesh.device, model.dtype, model.spec.head_size)}"
         )
@@ -393,14 +394,14 @@ class TrainingRun:
             f"{format_count(self.steps, 'step')}; run folder {self.folder.path}"
         )
         say(describe_epochs(options, self.data))
-        say(describe_rate(options, model.spec.parameters(), self._is_random()))
+        say(describe_rate(options, model.spec.parameters(), has_random_weights(self.config, origin)))
         for line in model.describe_ranks():
             say(line)
         if self.mesh.size > 1:
             say(f"Hang timeout: {format_seconds(self.timeout)} (run.timeout)")
         if device == "cuda" and self.peak_flops is None:
             say(f"Causal MFU is not reported: the peak of {torch.cuda.get_device_name(self.mesh.device)} is not known")
-        if origin := self.past.get("origin"):
+        if origin:
             say(describe_origin(origin))
         if self.done:
             say(f"Continuing from the checkpoint of step {self.done}")
@@ -415,17 +416,6 @@ class TrainingRun:
     def _stopped_at_once(self) -> str:
         self.progress.end_live()
         return stopped_at_once(self.folder, self.done)
-
-    def _is_random(self) -> bool:
-        """Return whether the run began with random weights."""
-        return self.config.model.source in PRESETS and "origin" not in self.past
-
-    def _weights(self) -> str:
-        """Return whose weights the run began with."""
-        source = self.config.model.source
-        if self._is_random():
-            return f"random weights (preset {source})"
-        return f"weights of {self.past['origin']['run'] if 'origin' in self.past else source}"
 
     def _say_rope(self) -> None:
         """Say how the rope was extended, or that the context is beyond the model's. Collective."""

@@ -106,9 +106,9 @@ def _settle_rate(options: TrainSection, saved: TrainSection, steps: int | None, 
     )
 
 
-def has_random_weights(config: Config, described: Path | None) -> bool:
-    """Return whether a run begins with random weights: those of a preset, unless a checkpoint has others."""
-    return described is None and config.model.source in PRESETS
+def has_random_weights(config: Config, checkpoint: object) -> bool:
+    """Return whether a run begins with random weights: those of a preset, unless it has those of a `checkpoint`."""
+    return not checkpoint and config.model.source in PRESETS
 
 
 def load_source(config: Config, described: Path | None = None, resumed: bool = False) -> ModelSource:
@@ -132,7 +132,7 @@ def describe_rope(config: Config, source: ModelSource, run: RunFolder) -> tuple[
         return [source.rope_line], []
     tokens = config.train.tokens
     if beyond_context(source.spec, tokens):
-        tokens = min(tokens, int(np.diff(_documents(config, run).bounds).max()))
+        tokens = min(tokens, _documents(config, run).longest())
     warning = beyond_context(source.spec, tokens)
     return [], [warning] if warning else []
 

@@ -71,6 +71,9 @@ def test_both_are_refused_and_the_command_line_wins(tmp_path: Path, capsys: pyte
     file.write_text("[train]\nepochs = 3\n")
     options = read_config(file, ["train.steps=2"]).train
     assert (options.steps, options.epochs) == (2, None)
+    file.write_text("[train]\nepochs = nan\n")
+    with pytest.raises(ConfigError, match="epochs is nan: a number above 0"):
+        read_config(file, ["train.steps=2"])
 
 
 def test_a_run_of_some_epochs_and_more_of_them(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
