@@ -6,6 +6,7 @@ from rich.console import Console
 
 from ithaca.base.errors import DataError
 from ithaca.base.sizes import format_bytes, format_count, parse_tokens
+from ithaca.data.chat_template import load_format
 from ithaca.data.meter import say
 from ithaca.data.prepare import Prepared, prepare
 from ithaca.data.reader import open_tokens
@@ -24,12 +25,20 @@ def run(
     skip_bad: bool = False,
     workers: int | None = None,
     tokens: str | None = None,
+    chat: str | None = None,
+    chat_template: Path | None = None,
 ) -> None:
     """Run `ithaca data PATH… --out FILE` or `ithaca data FILE --stats`."""
     console = Console()
     if stats:
         given = {"--out": out, "--tokenizer": tokenizer, "--bin-dtype": bin_dtype, "--field": field}
-        for name, value in {**given, "--skip-bad": skip_bad or None, "--workers": workers}.items():
+        given |= {
+            "--skip-bad": skip_bad or None,
+            "--workers": workers,
+            "--chat": chat,
+            "--chat-template": chat_template,
+        }
+        for name, value in given.items():
             if value is not None:
                 raise DataError(f"--stats reads an existing token file: leave out {name}")
         _show(console, paths, picture, parse_tokens(tokens) if tokens else None)
@@ -42,8 +51,13 @@ def run(
         raise DataError(f"--tokens {tokens} needs --stats: a token file has no context length, train.tokens has one")
     if out is None:
         raise DataError("--out is missing: name the token file to write, as --out corpus.tokens")
+    if tokenizer is None and (chat or chat_template):
+        option = "--chat" if chat else "--chat-template"
+        raise DataError(f"{option} needs a tokenizer: name the model's with --tokenizer")
     made_by = load_tokenizer(tokenizer) if tokenizer else None
-    _report(console, prepare(paths, out, made_by, bin_dtype, console, field=field, skip_bad=skip_bad, workers=workers))
+    chats = load_format(tokenizer, chat_template, chat) if tokenizer else None
+    options = {"field": field, "skip_bad": skip_bad, "workers": workers, "chats": chats}
+    _report(console, prepare(paths, out, made_by, bin_dtype, console, **options))
 
 
 def _show(console: Console, paths: list[Path], picture: Path | None, tokens: int | None) -> None:
@@ -78,6 +92,26 @@ def _report(console: Console, made: Prepared) -> None:
     if made.forced:
         cuts = format_count(made.forced, "cut")
         lines.append(f"{cuts} of long texts changed tokens: no word ended within 2,048 characters")
+    lines += _about_chats(made)
     lines.append(f"Next: ithaca data {made.path} --stats")
     lines.append(f"      ithaca train --set data.source={made.path}")
     say(console, "\n".join(lines))
+
+
+def _about_chats(made: Prepared) -> list[str]:
+    counts, head = made.counts, made.header
+    if not counts.conversations:
+        return []
+    became = f"{format_count(counts.conversations, 'conversation')} became {format_count(counts.samples, 'sample')}"
+    lines = [f"Chats: {became}; {100 * head.labels / head.tokens:.1f} % of all tokens are learned"]
+    if counts.divided:
+        lines.append(
+            f"Divided: {format_count(counts.divided, 'conversation')}, because the chat template writes a turn "
+            "differently once others follow, as Qwen3 without its thinking; --chat whole refuses them"
+        )
+    if counts.unlearned:
+        lines.append(
+            f"Warning: nothing is learned in {format_count(counts.unlearned, 'conversation')}, the first is "
+            f"{counts.first_unlearned}"
+        )
+    return lines

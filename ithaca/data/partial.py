@@ -64,6 +64,11 @@ class Journal:
     bad: int = 0  # files and records that could not be read, skipped
     first_bad: tuple[str, ...] = ()  # sentences about the first of them
     forced: int = 0  # places where a long text was cut and its pieces did not agree
+    conversations: int = 0
+    samples: int = 0  # of conversations
+    divided: int = 0  # conversations of several samples
+    unlearned: int = 0  # conversations without a learned token
+    first_unlearned: str = ""
 
 
 def partial_files(out: Path) -> list[Path]:
@@ -143,6 +148,18 @@ class Partial:
         """Count a file or record that could not be read."""
         first = (*self.now.first_bad, sentence)[:FIRST_BAD]
         self.now = replace(self.now, bad=self.now.bad + 1, first_bad=first)
+
+    def count(self, sample: int, where: str, learns: bool) -> None:
+        """Count a sample of the conversation `where`, its first being 1."""
+        now = self.now
+        self.now = replace(
+            now,
+            conversations=now.conversations + (sample == 1),
+            samples=now.samples + 1,
+            divided=now.divided + (sample == 2),
+            unlearned=now.unlearned + (not learns),
+            first_unlearned=now.first_unlearned or ("" if learns else where),
+        )
 
     def reach(self, place: Place, force: bool = False) -> None:
         """Note that everything before `place` was added. Write the journal if the last one is some seconds old."""

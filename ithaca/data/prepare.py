@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -19,10 +20,12 @@ import numpy as np
 from rich.console import Console
 
 from ithaca.base.errors import DataError
+from ithaca.data.chat_render import Renderer
+from ithaca.data.chat_template import ChatFormat
 from ithaca.data.encode import Encoded, Encoding, added
 from ithaca.data.inputs import Input, check_unchanged, find_inputs
 from ithaca.data.meter import Meter, say
-from ithaca.data.partial import Partial, partial_files
+from ithaca.data.partial import Journal, Partial, partial_files
 from ithaca.data.pieces import Joiner, Piece
 from ithaca.data.sources import Bad, Reading, holds_tokens
 from ithaca.data.tasks import Group, Job, Part, Task
@@ -43,6 +46,7 @@ class Prepared:
     bad: int  # files and records that could not be read, skipped
     first_bad: tuple[str, ...]  # sentences about the first of them
     forced: int  # places where a long text was cut and its pieces did not agree
+    counts: Journal
 
 
 def prepare(
@@ -56,6 +60,7 @@ def prepare(
     field: str | None = None,
     skip_bad: bool = False,
     workers: int | None = None,
+    chats: ChatFormat | None = None,
 ) -> Prepared:
     """Write the documents at the paths into a token file. Without a tokenizer, each byte of text is a token."""
     console = console or Console()
@@ -68,11 +73,13 @@ def prepare(
             f"--field {field} is for records, and '{paths[0]}' has none: leave it out, or name .jsonl files"
         )
     reading = Reading(tokenizer is None or tokenizer.raw, bin_dtype, field, skip_bad)
-    encoding = Encoding(tokenizer, mixed=True) if tokenizer else _uniform(inputs.files, reading)
-    identity = _identity(inputs.files, encoding.tokenizer, reading)
+    renderer = Renderer(chats) if chats else None
+    encoding = Encoding(tokenizer, True, renderer) if tokenizer else _uniform(inputs.files, reading)
+    identity = _identity(inputs.files, encoding, reading)
     job = Job(encoding, reading, group_bytes)
     # Workers are forked before the partial file is open: one that survives this process must not hold its lock
     with (
+        closing(encoding),
         Workers(job.work, job.processes(inputs.files, workers)) as pool,
         Partial(out, identity, smallest_dtype(encoding.vocab), journal_seconds, skip_bad) as partial,
     ):
@@ -94,7 +101,7 @@ def prepare(
             )
         header = partial.finish(encoding.fingerprint, encoding.vocab if encoding.tokenizer else now.largest + 1)
     notes, others = tuple(inputs.notes), tuple(inputs.skipped)
-    return Prepared(out, header, notes, others, now.empty, now.bad, now.first_bad, now.forced)
+    return Prepared(out, header, notes, others, now.empty, now.bad, now.first_bad, now.forced, now)
 
 
 def _check_vacant(out: Path) -> None:
@@ -121,12 +128,14 @@ def _first(files: Sequence[Input], ready: bool, reading: Reading) -> Input | Non
     return next((file for file in files if holds_tokens(file, reading) is ready), None)
 
 
-def _identity(files: Sequence[Input], tokenizer: Tokenizer | None, reading: Reading) -> str:
+def _identity(files: Sequence[Input], encoding: Encoding, reading: Reading) -> str:
     """Return a digest of inputs and tokenizer: a killed run can be continued if its digest is the same."""
     stamps = [(str(file.path.absolute()), file.kind, file.stamp) for file in files]
+    tokenizer, chats = encoding.tokenizer, encoding.chats
     made_by = (tokenizer.fingerprint, tokenizer.begin, tokenizer.finish) if tokenizer else None
     how = (reading.bin_dtype, reading.field)  # not `skip_bad`: a run that a bad record has ended continues with it
-    return hashlib.sha256(json.dumps([VERSION, stamps, made_by, how]).encode()).hexdigest()
+    template = chats.form.fingerprint if chats else None
+    return hashlib.sha256(json.dumps([VERSION, stamps, made_by, how, template]).encode()).hexdigest()
 
 
 def _say_if_resumed(console: Console, out: Path, partial: Partial) -> None:
@@ -165,6 +174,8 @@ class _Writer:
             self._partial.add(found.parts, found.ignored, found.largest)
         else:
             self._partial.skip()
+        if isinstance(found, Encoded) and found.sample:
+            self._partial.count(found.sample, found.where, found.learns)
 
     def _take_part(self, part: Part, result: Any) -> None:
         tokenizer = self._encoding.tokenizer

@@ -180,9 +180,9 @@ def _json(file: Input, start: Place, reading: Reading) -> Iterator[Found]:
                 yield number, min(offset, file.size), _from_record(where, record, reading)
 
 
-def _from_record(where: str, record: Any, reading: Reading) -> Document | DataError:
+def _from_record(where: str, record: Any, reading: Reading, table: bool = False) -> Document | DataError:
     try:
-        return document(where, _checked_object(where, record), reading.field)
+        return document(where, _checked_object(where, record), reading.field, table)
     except DataError as problem:
         return problem
 
@@ -190,7 +190,7 @@ def _from_record(where: str, record: Any, reading: Reading) -> Document | DataEr
 def _table(rows_of: Rows) -> Read:
     def read(file: Input, start: Place, reading: Reading) -> Iterator[Found]:
         for row, offset, record in rows_of(file, start.record, reading.field):
-            yield row + 1, offset, _from_record(f"'{file.path}', row {row + 1}", record, reading)
+            yield row + 1, offset, _from_record(f"'{file.path}', row {row + 1}", record, reading, table=True)
 
     return read
 

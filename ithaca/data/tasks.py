@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ithaca.base.errors import DataError
+from ithaca.data.chat_render import NoRendering
 from ithaca.data.encode import Encoded, Encoding, MixedKinds, encode
 from ithaca.data.inputs import Input
 from ithaca.data.pieces import LongText, Piece, slices, split
@@ -84,7 +85,7 @@ class Job:
             yield Group(place, items)
 
     def _is_long(self, document: Document) -> bool:
-        if document.ready or document.prompt or self.encoding.tokenizer is None:
+        if document.ready or document.chat or document.prompt or self.encoding.tokenizer is None:
             return False
         in_memory = isinstance(document.content, str) and not self.reading.raw and len(document.content) > LONG
         return in_memory or isinstance(document.content, LongText)
@@ -124,7 +125,7 @@ class Job:
         if not any(isinstance(item, Bad) for item in items):
             try:
                 return list(encode([item for item in items if isinstance(item, Document)], self.encoding))
-            except MixedKinds:
+            except (MixedKinds, NoRendering):
                 raise
             except DataError as problem:
                 self._bad(str(problem))
@@ -136,7 +137,7 @@ class Job:
             return [item]
         try:
             return list(encode([item], self.encoding))
-        except MixedKinds:
+        except (MixedKinds, NoRendering):
             raise
         except DataError as problem:
             return [self._bad(str(problem))]

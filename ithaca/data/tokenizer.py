@@ -8,7 +8,8 @@ the file's post-processor adds to a text; encode.py adds them once to a document
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -100,6 +101,17 @@ class Json:
         except Exception as problem:  # the package raises nothing narrower
             raise DataError(f"the tokenizer cannot encode a text ({first_line(problem)})") from None
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the ids of each text, and [tokens, 2]: the characters that each token stands for."""
+        try:
+            encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as problem:  # the package raises nothing narrower
+            raise DataError(f"the tokenizer cannot encode a text ({first_line(problem)})") from None
+        for encoding in encodings:
+            ids = np.array(encoding.ids, np.uint32)
+            offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids))
+            yield ids, offsets.reshape(-1, 2)
 
     def _added(self, file: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that the post-processor adds before and behind a text."""

@@ -216,7 +216,7 @@ REFUSED = {
     "binary": ("a.exe", b"MZ\0", r"a.exe' is binary, with a zero byte at offset 2: name text"),
     "bad line": ("a.jsonl", '{"text": "a"}\n\n{"text": }', r"a.jsonl', line 3 is not JSON \(Expecting value\)"),
     "no object": ("a.jsonl", "[1]", r"a.jsonl', line 1 is not an object"),
-    "no field": ("a.jsonl", '{"txt": "a"}', "line 1 has the fields 'txt': 'text', 'prompt' and 'completion', or"),
+    "no field": ("a.jsonl", '{"txt": "a"}', "line 1 has the fields 'txt': 'text', 'prompt' and 'completion', 'tokens'"),
     "no completion": ("a.jsonl", '{"prompt": "a"}', "line 1 has the fields 'prompt'"),
     "number": ("a.jsonl", '{"text": 5}', "line 1 has a 'text' of type int: text is needed"),
     "surrogate": ("a.jsonl", r'{"text": "a\ud800"}', "line 1 has half a surrogate pair at character 1 of 'text'"),
