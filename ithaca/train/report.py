@@ -23,7 +23,7 @@ from rich.text import Text
 from ithaca.base.disk import not_a_file, reason, same_file
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.sizes import format_bytes, format_count
-from ithaca.train.run_folder import RunFolder, partial_name, writing
+from ithaca.train.run_folder import VALIDATION, RunFolder, partial_name, writing
 
 
 def tell(text: str, stream: IO[str]) -> None:
@@ -141,6 +141,8 @@ class Progress:
             "no labels" if metrics["loss"] is None else f"loss {metrics['loss']:.3f}",
             f"{metrics['tokens_per_second_per_rank']:.0f} tokens/s/rank",
         ]
+        if metrics.get(VALIDATION) is not None:
+            parts.insert(2, f"validation {metrics[VALIDATION]:.3f}")
         if metrics["mfu_causal"] is not None:
             parts.append(f"{100 * metrics['mfu_causal']:.1f} % causal MFU")
         if metrics["gpu_bytes"] is not None:

@@ -155,12 +155,17 @@ def open_data(config: Config, run: RunFolder, grid: Mesh) -> TokenFile:
     path = Path(config.data.source)
     if not config.data.source:
         return together(grid.group, standard_library)
+    return open_file(path, run.path, grid)
+
+
+def open_file(path: Path, indexes: Path | None, grid: Mesh) -> TokenFile:
+    """Open a token file; `indexes` as in `open_tokens`. Collective."""
     # The first rank of a node computes the checksums of an old file; the others find them
-    first = together(grid.group, lambda: open_tokens(path, run.path) if grid.first_on_node else None)
-    return together(grid.group, lambda: first or open_tokens(path, run.path))
+    first = together(grid.group, lambda: open_tokens(path, indexes) if grid.first_on_node else None)
+    return together(grid.group, lambda: first or open_tokens(path, indexes))
 
 
-def check_data(data: TokenFile, grid: Mesh) -> None:
+def check_data(data: TokenFile, grid: Mesh, option: str = "data.source") -> None:
     """Raise an error on all ranks if the data cannot be learned, or differ between ranks. Collective.
 
     Each rank reads its own rows only, so nothing would notice later that a node has another file. The identity is a
@@ -172,7 +177,7 @@ def check_data(data: TokenFile, grid: Mesh) -> None:
         if theirs != found[0]:
             raise DataError(
                 f"rank {rank} reads other data than rank 0 from {name} ({describe_data(theirs)}, "
-                f"rank 0 {describe_data(found[0])}): data.source must be the same file on all nodes"
+                f"rank 0 {describe_data(found[0])}): {option} must be the same file on all nodes"
             )
     if data.header.labels == 0:
         raise DataError(
@@ -203,11 +208,12 @@ def open_source(config: Config, run: RunFolder, resumed: bool, data: TokenFile) 
     """Return the configured model; for a run with checkpoints, the model that its folder describes."""
     model = config.model
     source = describe_model(run.model, model.dtype) if resumed else load_model(model.source, model.dtype, model.seed)
-    _check_vocabulary(source, data)
+    check_vocabulary(source, data)
     return source
 
 
-def _check_vocabulary(source: ModelSource, data: TokenFile) -> None:
+def check_vocabulary(source: ModelSource, data: TokenFile) -> None:
+    """Raise an error if the data have tokens that the model does not know, or are of another tokenizer."""
     if data.vocab > source.spec.vocab:
         raise DataError(
             f"the data have token ids below {data.vocab}, but the model's vocabulary is {source.spec.vocab}: "
