@@ -120,7 +120,8 @@ def load_checkpoint(model: Model, run: RunFolder, best: bool) -> int:
     """
     files, damaged, grid = CheckpointFolder(run.checkpoints), dict[int, str](), model.mesh
     state: dict[str, Any] = {f"{WEIGHT}{name}": parameter for name, parameter in shards(model.decoder)}
-    wanted, group = describe(state), dist.new_group(list(range(grid.size)), backend="gloo")
+    wanted = describe(state)
+    group: Any = dist.new_group(list(range(grid.size)), backend="gloo")
     while True:
         step = from_first(grid.group, lambda: _pick(run, files, best, damaged))
         with contextlib.ExitStack() as stack:
