@@ -23,7 +23,7 @@ from ithaca.data.prepare import prepare
 from ithaca.data.reader import in_memory
 from ithaca.data.windows import Windows
 from ithaca.rehearsal.memory_meter import Meter, mark_gradients
-from ithaca.train import loop
+from ithaca.train import loop, validation
 from ithaca.train.export import export
 from ithaca.train.loop import TrainingRun, train
 from ithaca.train.run_folder import RunFolder
@@ -185,7 +185,7 @@ def test_it_takes_no_more_memory_than_training(ranks, tmp_path: Path, recipe: st
     folder = save(make_model("qwen3", num_hidden_layers=2), tmp_path / "model")
     for training, validating, left in ranks(world).run(peaks, folder, recipe, world):
         assert 0 < validating < training
-        assert left in (0, 16)
+        assert left <= 16
 
 
 # From here on whole runs
