@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -288,7 +288,7 @@ def tell_conclusion(folder: RunFolder, progress: Progress, done: int, saved: int
             progress.warn(f"'{folder.metrics}' has the metrics of {len(metrics)} of {format_count(done, 'step')}")
     try:
         if metrics:
-            draw_loss(metrics, folder.picture)
+            draw_loss(metrics, folder.picture, folder.read_validations())
     except OSError as error:
         problem = f"'{folder.picture}' could not be written ({reason(error, folder.path)})"
     if stopped:
@@ -316,10 +316,10 @@ def _losses(metrics: list[dict[str, Any]]) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in metrics if isinstance(line.get("loss"), int | float)]
 
 
-def draw_loss(metrics: list[dict[str, Any]], file: Path) -> None:
+def draw_loss(metrics: list[dict[str, Any]], file: Path, validations: Sequence[dict[str, Any]] = ()) -> None:
     """Draw the loss of each step as a thin line and a running mean over a twentieth of the steps as a thick one.
 
-    Steps without a label have no loss and are left out.
+    Steps without a label have no loss and are left out. Validation losses are points.
     """
     import matplotlib
 
@@ -332,6 +332,10 @@ def draw_loss(metrics: list[dict[str, Any]], file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
     axes.plot(steps, losses, color="#9db8d2", linewidth=1)
     axes.plot(steps, means, color="#1f4e79", linewidth=2)
+    if validations:
+        points = [(line["step"], line[VALIDATION]) for line in validations]
+        axes.plot(*zip(*points, strict=True), color="#c0504d", marker="o", markersize=4, label="validation")
+        axes.legend(frameon=False)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

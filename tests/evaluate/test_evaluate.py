@@ -26,6 +26,7 @@ from ithaca.train.loop import train
 from ithaca.train.run_folder import RunFolder
 from tests.models import make_model, save
 from tests.nursery import Ended, Nursery
+from tests.test_docs import quoted, shows
 from tests.train.conftest import small_config, small_model  # noqa: F401
 from tests.train.test_nodes import nobody
 from tests.train.test_validation import done, scripted
@@ -145,6 +146,14 @@ def test_the_table(nursery: Nursery, place: Path) -> None:
     assert [line.split()[0] for line in said[4:6]] == ["0-1K", "1K-2K"]
     assert said[7] == "Prompt: tell me"
     assert len(said[8:]) >= 1
+
+
+def test_what_the_page_shows(nursery: Nursery, place: Path, tmp_path: Path) -> None:
+    ((words, shown),) = quoted("evaluate")
+    shutil.copytree(place / "run", tmp_path / "runs" / "mine")
+    shutil.copy(place / "t.tokens", tmp_path / "held.tokens")
+    end = nursery.command("evaluate", *words.split(), *SETS, "--ranks", "1", folder=tmp_path)
+    assert shows(shown, end.out), end.out
 
 
 def test_a_bucket_without_labels() -> None:

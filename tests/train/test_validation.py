@@ -371,6 +371,29 @@ def failing(config: Config, path: Path, losses: dict[int, float]) -> None:
     scripted(config, path, losses)
 
 
+def stopping(config: Config, path: Path, when: int) -> None:
+    """Train; a user asks to stop in a step."""
+    step = TrainingRun._step
+
+    def asked(run: TrainingRun) -> dict[str, Any]:
+        if run.done + 1 == when:
+            run.stop.ask()
+        return step(run)
+
+    TrainingRun._step = asked
+    train(config, path)
+
+
+def test_a_stop_does_not_wait_for_a_validation(nursery, small_config: Config, held: Path, tmp_path: Path) -> None:
+    config, path = configured(small_config, str(held), 4, validate_every=2), tmp_path / "run"
+    said = done(nursery.job(stopping, config, path, 2, ranks=2))
+    assert "Stopped after step 2" in said
+    assert "Validation loss" not in said
+    assert [line["step"] for line in RunFolder(path).read_validations()] == [0]
+    done(nursery.job(train, config, path, ranks=2))
+    assert [line["step"] for line in RunFolder(path).read_validations()] == [0, 2, 4]
+
+
 def test_a_loss_that_is_no_number(nursery: Nursery, small_config: Config, held: Path, tmp_path: Path) -> None:
     (end,) = nursery.job(scripted, configured(small_config, str(held)), tmp_path / "run", {0: float("nan")})
     assert "the validation loss after step 0 is nan: there is no checkpoint yet" in end.err
