@@ -19,6 +19,7 @@ from ithaca.checkpoint.files import own_validation
 from ithaca.config import Config
 from ithaca.data.reader import TokenFile
 from ithaca.data.windows import Windows
+from ithaca.model.presets import PRESETS
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.axes import Axes
@@ -31,9 +32,12 @@ from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
 from ithaca.train.elastic import leave
-from ithaca.train.learning_rate import learning_rate
+from ithaca.train.epochs import describe_epochs
+from ithaca.train.learning_rate import describe_rate, is_settled, learning_rate
 from ithaca.train.loader import Loader
-from ithaca.train.record import check_record, make_record
+from ithaca.train.loss_watch import LossWatch
+from ithaca.train.origin import Origin, adopt, describe_origin, find_origin
+from ithaca.train.record import check_record, list_changes, make_record
 from ithaca.train.report import Progress, Sinks, open_sinks, tell_conclusion
 from ithaca.train.run_folder import VALIDATION, RunFolder, check_shared
 from ithaca.train.start import check_data, check_vocabulary, free_memory, open_data, open_source, settle
@@ -42,10 +46,11 @@ from ithaca.train.unlearned import Unlearned, with_labels
 from ithaca.train.validation import Validation, measure, metrics_of, open_validation
 
 
-def train(config: Config, path: Path, launched: bool = False) -> None:
+def train(config: Config, path: Path, launched: bool = False, origin: Origin | None = None) -> None:
     """Train in a run folder on this job's ranks, from its last checkpoint on if it has one.
 
-    `launched`: a launcher of ours started this rank, and ends it at a second Ctrl-C (stop.py).
+    `launched`: a launcher of ours started this rank, and ends it at a second Ctrl-C (stop.py). `origin`: the run whose
+    checkpoint a new run starts from.
     """
     use_expandable_segments()
     device, longer = None if config.train.device == "auto" else config.train.device, config.run.timeout or 0
@@ -57,24 +62,26 @@ def train(config: Config, path: Path, launched: bool = False) -> None:
         leave(str(lost) if launched else f"error: {lost}{again}")  # our launcher restarts the run
 
     with answering(grid.group, end) as roll:
-        _train(config, RunFolder(path), grid, launched, roll)
+        _train(config, RunFolder(path), grid, launched, roll, origin)
 
 
-def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Roll) -> None:
+def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Roll, given_origin: Origin | None) -> None:
     lock = together(grid.group, lambda: run.hold() if grid.rank == 0 else None)
     try:
         check_shared(run, lock, grid)
         memory = free_memory(grid)
-        config, (plan, axes, why) = from_first(grid.group, lambda: settle(config, run, grid, memory))
+        origin = from_first(grid.group, lambda: find_origin(run, given_origin, config))
+        resumed = from_first(grid.group, run.has_checkpoints)
+        described = run.model if resumed else origin.model if origin else None
+        config, (plan, axes, why) = from_first(grid.group, lambda: settle(config, run, grid, memory, described))
         if axes != config.mesh:
             grid = mesh(**vars(axes), device=grid.device.type)
-        resumed = from_first(grid.group, run.has_checkpoints)
         data, held_out = open_validation(config, run, grid, open_data(config, run, grid))
         check_data(data, grid)
-        source = together(grid.group, lambda: open_source(config, run, resumed, data))
+        source = together(grid.group, lambda: open_source(config, described, data))
         if held_out:
             together(grid.group, lambda: check_vocabulary(source, held_out.data))
-        TrainingRun(config, run, apply(source, plan, grid), data, why, held_out).go(launched, roll)
+        TrainingRun(config, run, apply(source, plan, grid), data, why, origin, held_out).go(launched, roll)
     finally:
         if lock:
             run.release()
@@ -90,10 +97,16 @@ class TrainingRun:
         model: Model,
         data: TokenFile,
         why: Sequence[str] = (),
+        origin: Origin | None = None,
         held_out: Windows | None = None,
     ):
-        """`why`: the planner's lines about a Plan that it chose. `held_out`: what to validate on, if the run does."""
+        """`why`: the planner's lines about a Plan that it chose. `origin`: the run that a new run starts from.
+
+        `held_out`: what to validate on, if the run does.
+        """
         self.config, self.folder, self.model, self.data = config, folder, model, data
+        assert is_settled(config.train)
+        self.steps: int = config.train.steps  # pyrefly: ignore
         self.mesh: Mesh = model.mesh
         self.first = self.mesh.rank == 0
         check_rows(self._pass_size()[0], self.mesh)
@@ -103,7 +116,7 @@ class TrainingRun:
         options = config.train
         self.optimizer = make_optimizer(
             model,
-            learning_rate=options.learning_rate,
+            learning_rate=options.learning_rate,  # pyrefly: ignore
             betas=(options.beta1, options.beta2),
             weight_decay=options.weight_decay,
             reserved_bytes=tape_bytes,
@@ -120,13 +133,22 @@ class TrainingRun:
         self.unlearned = Unlearned(manifest or {})
         self.validated = own_validation(manifest) is not None  # whether the checkpoint's own step was
         self.validation = self._make_validation(held_out, manifest or {}) if held_out else None
+        self.past: dict[str, Any] = {
+            key: manifest[key] for key in ("origin", "history") if manifest and key in manifest
+        }
+        self.changes = list[list[Any]]()  # since the checkpoint, until a step has told them
         if manifest:
             self._check_resumed(manifest)
-        together(self.mesh.group, lambda: folder.begin(config, model.source, model.dtype) if self.first else None)
+        elif origin:
+            self.past["origin"] = adopt(origin, self.checkpoints, model)
+        came_from = self.past.get("origin")
+        together(
+            self.mesh.group, lambda: folder.begin(config, model.source, model.dtype, came_from) if self.first else None
+        )
         self.peak_flops = gpu_peak_flops(self.mesh.device)
         self.loader = Loader(data, options, model)
         log = folder.log if self.first else None
-        self.progress = together(self.mesh.group, lambda: Progress(log, self.done, options.steps, folder.lost))
+        self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost))
         self.sinks = Sinks([], folder, self.progress.warn)
 
     def _pass_size(self) -> tuple[int, int]:
@@ -138,9 +160,12 @@ class TrainingRun:
         """Raise an error unless this run continues what the checkpoint was; say what has changed."""
         for text in check_record(manifest, self.config, self.data, self.model):
             self._warn(text)
-        if self.done > self.config.train.steps:
+        self.changes = list_changes(manifest, self.config)
+        if self.changes:
+            self.past["history"] = [*self.past.get("history", []), *self.changes]
+        if self.done > self.steps:
             raise ConfigError(
-                f"the run has done {self.done} steps already, and train.steps is {self.config.train.steps}: "
+                f"the run has done {self.done} steps already, and train.steps is {self.steps}: "
                 f"{self.done} or more continues it"
             )
 
@@ -159,6 +184,7 @@ class TrainingRun:
     def go(self, launched: bool, roll: Roll) -> None:
         """Do all steps that are left, save, and release everything, also after an error."""
         together(self.mesh.group, lambda: self.folder.cut_metrics(self.done, self.validated) if self.first else None)
+        self.loss_watch = LossWatch(self.folder.read_metrics() if self.first else ())
         self.sinks = together(
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
         )
@@ -215,22 +241,22 @@ class TrainingRun:
     def _steps(self, roll: Roll) -> bool:
         """Train until the last step (return False) or until a user asks to stop (return True)."""
         every = self.config.run.checkpoint_every
-        while self.done < self.config.train.steps:
+        while self.done < self.steps:
             with roll.limit(self.timeout):
                 metrics = self._step()
             self._publish(metrics)
             self._report_problem(final=False)
             best = self._validate(roll)
-            if self.stop.agreed() and self.done < self.config.train.steps:
+            if self.stop.agreed() and self.done < self.steps:
                 return True
-            if best or (every and self.done % every == 0 and self.done < self.config.train.steps):
+            if best or (every and self.done % every == 0 and self.done < self.steps):
                 self._save()
         return False
 
     def _validate(self, roll: Roll) -> bool:
         """Measure the validation loss if that is due. Return whether it is the lowest so far."""
         validation = self.validation
-        if validation is None or not validation.due(self.done, self.config.train.steps):
+        if validation is None or not validation.due(self.done, self.steps):
             return False
         began, rows = time.perf_counter(), self._pass_size()[0]
         found = measure(self.model, validation.windows, rows, lambda: roll.limit(self.timeout), self.stop.agreed)
@@ -248,12 +274,22 @@ class TrainingRun:
         """Show and write the metrics of a step. If the run folder is lost, ask all ranks to stop."""
         known = self.validation.last if self.validation else None
         self.progress.step(metrics | ({VALIDATION: known[1]} if known else {}))
+        if risen := self.loss_watch.add(metrics):
+            self.progress.warn(f"{risen}: {self._advice()}")
         if mended := self.folder.mend(self.config):
             self.progress.warn(mended)
         if self.folder.lost():
             self.stop.ask()  # the checkpoint that follows tells all ranks why (Checkpoints.save)
             return
         self.sinks.write(metrics)
+
+    def _advice(self) -> str:
+        """Return what helps against a loss that rises."""
+        options = self.config.train
+        return (
+            f"a lower train.learning_rate than {options.learning_rate:g}, or a longer train.warmup than "
+            f"{options.warmup}, may help (--fresh starts again); the run goes on"
+        )
 
     def _step(self) -> dict[str, Any]:
         options, began = self.config.train, time.perf_counter()
@@ -267,8 +303,11 @@ class TrainingRun:
         for text in self.unlearned.add(self.done, batches):
             self.progress.warn(text)
         seconds = time.perf_counter() - began
+        changed = {"changed": {name: [old, new] for _, name, old, new in self.changes}} if self.changes else {}
+        self.changes = []
         return self._metrics(batches, loss, norm, rate, seconds) | {
-            "ring_waiting": round(work.waiting, 4) if work else None
+            "ring_waiting": round(work.waiting, 4) if work else None,
+            **changed,
         }
 
     def _update(self, batches: list[Batch], rate: float) -> tuple[float, float]:
@@ -334,7 +373,7 @@ class TrainingRun:
         if self.saved != self.done:
             record = make_record(self.config, self.data, self.model)
             noted = self.validation.note() if self.validation else {}
-            self.checkpoints.save(self.done, record | self.unlearned.note(self.done) | noted)
+            self.checkpoints.save(self.done, record | self.unlearned.note(self.done) | self.past | noted)
             self.saved = self.done
 
     def _report_problem(self, final: bool) -> None:
@@ -367,20 +406,25 @@ class TrainingRun:
         dtype, device = str(model.dtype).removeprefix("torch."), self.mesh.device.type
         ranks = format_count(self.mesh.size, "GPU" if device == "cuda" else f"{device.upper()} rank")
         say(
-            f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, in {dtype} on {ranks}; "
+            f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, {self._weights()}, "
+            f"in {dtype} on {ranks}; "
             f"attention kernel: {explain_kernel(model.kernel, self.mesh.device, model.dtype, model.spec.head_size)}"
         )
         passes = f" in {format_count(options.batch // options.micro_batch, 'pass')}" if options.micro_batch else ""  # pyrefly: ignore
         say(
             f"Each step: {format_count(options.batch, 'sequence')} of {format_tokens(options.tokens)} tokens{passes}; "  # pyrefly: ignore
-            f"{format_count(options.steps, 'step')}; run folder {self.folder.path}"
+            f"{format_count(self.steps, 'step')}; run folder {self.folder.path}"
         )
+        say(describe_epochs(options, self.data))
+        say(describe_rate(options, model.spec.parameters(), self._is_random()))
         for line in model.describe_ranks():
             say(line)
         if self.mesh.size > 1:
             say(f"Hang timeout: {format_seconds(self.timeout)} (run.timeout)")
         if device == "cuda" and self.peak_flops is None:
             say(f"Causal MFU is not reported: the peak of {torch.cuda.get_device_name(self.mesh.device)} is not known")
+        if origin := self.past.get("origin"):
+            say(describe_origin(origin))
         if self.done:
             say(f"Continuing from the checkpoint of step {self.done}")
         if self.validation:
@@ -390,6 +434,17 @@ class TrainingRun:
         for text in self.early_warnings:
             self.progress.warn(text)
         self.announced = True
+
+    def _is_random(self) -> bool:
+        """Return whether the run began with random weights."""
+        return self.config.model.source in PRESETS and "origin" not in self.past
+
+    def _weights(self) -> str:
+        """Return whose weights the run began with."""
+        source = self.config.model.source
+        if self._is_random():
+            return f"random weights (preset {source})"
+        return f"weights of {self.past['origin']['run'] if 'origin' in self.past else source}"
 
     def _conclude(self, stopped: bool) -> None:
         """Say how the run ended. Raise an error on all ranks if the files of the run cannot be used."""

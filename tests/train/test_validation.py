@@ -433,3 +433,15 @@ def refused(config: Config, path: Path) -> None:
         train(config, path)
     except DataError as error:
         print(error)
+
+
+def test_an_epoch_is_what_is_left_to_train_on(nursery: Nursery, small_config: Config, tmp_path: Path) -> None:
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text("a" * 128)
+    prepare(sorted(tmp_path.glob("*.txt")), tmp_path / "all.tokens")
+    config = configured(small_config, "0.4", 1, validate_every=0)
+    options = replace(config.train, steps=None, epochs=1, tokens=64)
+    data = replace(config.data, source=str(tmp_path / "all.tokens"))
+    said = done(nursery.job(train, replace(config, train=options, data=data), tmp_path / "run"))
+    assert "Each epoch: 768 tokens, 12 sequences, 6 steps; the run is 1 epoch" in said
+    assert len(RunFolder(tmp_path / "run").read_metrics()) == 6
