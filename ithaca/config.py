@@ -8,6 +8,7 @@
 
 import dataclasses
 import json
+import shlex
 import sys
 import tomllib
 import types
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 from ithaca.base.errors import ConfigError, IthacaError, suggestion
 from ithaca.base.files import read_small
 from ithaca.base.sizes import MOST_SECONDS, parse_tokens
+from ithaca.model.extend import parse_rope
 from ithaca.plans.places import REBUILD
 from ithaca.plans.plan import RECIPE_OPTIONS, Plan
 from ithaca.plans.recipes import RECIPES
@@ -50,6 +52,12 @@ class ModelSection:
     """The dtype of the computation: bfloat16, float32, float64; `auto`: bfloat16 on a GPU, float32 on a CPU."""
     seed: int = 0
     """The seed of a preset's random weights."""
+    rope: str = ""
+    """New rope settings for a longer context: `theta`, `linear`, `yarn`, `llama3`, with parameters, or `auto`."""
+
+    def __post_init__(self) -> None:
+        if self.rope:
+            parse_rope(self.rope)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +168,8 @@ class RunSection:
     """Steps between validations. The start and the end of a run always validate. Default: run.checkpoint_every."""
     validation_tokens: int | None = field(default=None, metadata={"read": parse_tokens})
     """Tokens of the validation data that count, from the first on, as 64K or 5M. Default: all."""
+    log_every: int | None = None
+    """Steps between lines in log.txt and, without a terminal, in the output. Default: twelve a run, or one a minute."""
     report: str = ""
     """Where metrics go besides the run folder: `tensorboard` or `wandb`."""
     timeout: float | None = None
@@ -178,6 +188,8 @@ class RunSection:
             raise ConfigError(f"run.validation_tokens is {self.validation_tokens}: 2 or more are needed, as 64K")
         if self.keep < 1:
             raise ConfigError(f"run.keep is {self.keep}: 1 or more is needed")
+        if self.log_every is not None and self.log_every < 1:
+            raise ConfigError(f"run.log_every is {self.log_every}: 1 or more is needed")
         if self.timeout is not None and not 0 < self.timeout <= MOST_SECONDS:
             raise ConfigError(
                 f"run.timeout is {self.timeout:g}: seconds above 0 and up to {MOST_SECONDS} are needed, as 1200"
@@ -207,7 +219,8 @@ class Config:
             section, _, option = name.partition(".")
             held_out = name == "data.validation" and (self.data.share or record.data.share)
             if held_out or (section in ("model", "train") and option not in CHANGEABLE):
-                return f"{name} is {mine!r}, and its checkpoints have {theirs!r}: --set {name}={theirs} continues it"
+                back = shlex.quote(f"{name}={theirs}")
+                return f"{name} is {mine!r}, and its checkpoints have {theirs!r}: --set {back} continues it"
         return None
 
     def changes(self, record: "Config") -> list[str]:

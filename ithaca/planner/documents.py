@@ -37,6 +37,10 @@ class Documents:
             self._found[tokens] = self._average(tokens) if self.packed else self._window(0, tokens)
         return self._found[tokens]
 
+    def longest(self) -> int:
+        """The tokens of the longest document: no position is beyond it, however long a sequence is."""
+        return int(np.diff(self.bounds).max())
+
     def attended(self, tokens: int) -> float:
         """Σ length² / tokens: the sequence length S in the FLOP count of a packed sequence."""
         return sum(length**2 for length in self.lengths(tokens)) / tokens

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,26 @@ from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
+from ithaca.schedule.marks import OPTIMIZER, make_marks
 from ithaca.train.elastic import leave
 from ithaca.train.epochs import describe_epochs
 from ithaca.train.learning_rate import describe_rate, is_settled, learning_rate
+from ithaca.train.live_line import LiveLine
 from ithaca.train.loader import Loader
 from ithaca.train.loss_watch import LossWatch
 from ithaca.train.origin import Origin, adopt, describe_origin, find_origin
 from ithaca.train.record import check_record, list_changes, make_record
-from ithaca.train.report import Progress, Sinks, open_sinks, tell_conclusion
+from ithaca.train.report import Progress, Sinks, open_sinks, stopped_at_once, tell_conclusion
 from ithaca.train.run_folder import VALIDATION, RunFolder, check_shared
-from ithaca.train.start import check_data, check_vocabulary, free_memory, open_data, open_source, settle
+from ithaca.train.start import (
+    check_data,
+    check_vocabulary,
+    describe_rope,
+    free_memory,
+    open_data,
+    open_source,
+    settle,
+)
 from ithaca.train.stop import StopRequest
 from ithaca.train.unlearned import Unlearned, with_labels
 from ithaca.train.validation import Validation, measure, metrics_of, open_validation
@@ -73,12 +84,14 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
         origin = from_first(grid.group, lambda: find_origin(run, given_origin, config))
         resumed = from_first(grid.group, run.has_checkpoints)
         described = run.model if resumed else origin.model if origin else None
-        config, (plan, axes, why) = from_first(grid.group, lambda: settle(config, run, grid, memory, described))
+        config, (plan, axes, why) = from_first(
+            grid.group, lambda: settle(config, run, grid, memory, described, resumed)
+        )
         if axes != config.mesh:
             grid = mesh(**vars(axes), device=grid.device.type)
         data, held_out = open_validation(config, run, grid, open_data(config, run, grid))
         check_data(data, grid)
-        source = together(grid.group, lambda: open_source(config, described, data))
+        source = together(grid.group, lambda: open_source(config, described, resumed, data))
         if held_out:
             together(grid.group, lambda: check_vocabulary(source, held_out.data))
         TrainingRun(config, run, apply(source, plan, grid), data, why, origin, held_out).go(launched, roll)
@@ -140,7 +153,7 @@ class TrainingRun:
         if manifest:
             self._check_resumed(manifest)
         elif origin:
-            self.past["origin"] = adopt(origin, self.checkpoints, model)
+            self.past["origin"] = adopt(origin, self.checkpoints)
         came_from = self.past.get("origin")
         together(
             self.mesh.group, lambda: folder.begin(config, model.source, model.dtype, came_from) if self.first else None
@@ -148,7 +161,9 @@ class TrainingRun:
         self.peak_flops = gpu_peak_flops(self.mesh.device)
         self.loader = Loader(data, options, model)
         log = folder.log if self.first else None
-        self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost))
+        every = config.run.log_every
+        self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost, every))
+        self.marks = make_marks(self.mesh.device) if self.first else None
         self.sinks = Sinks([], folder, self.progress.warn)
 
     def _pass_size(self) -> tuple[int, int]:
@@ -188,7 +203,9 @@ class TrainingRun:
         self.sinks = together(
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
         )
-        self.stop = StopRequest(self.mesh, launched)
+        self.live_line = LiveLine(self.marks, self.progress, self.mesh.device) if self.marks else None
+        seconds_left = self.live_line.seconds_left if self.live_line else lambda: None
+        self.stop = StopRequest(self.mesh, launched, seconds_left, self._stopped_at_once)
         self.timeout = self.config.run.timeout or timeout(self._step_seconds())
         set_timeout(self.mesh.groups, self.timeout)
         self._announce()
@@ -208,6 +225,8 @@ class TrainingRun:
                 self.checkpoints.abandon()
             raise
         finally:
+            if self.live_line:
+                self.live_line.close()
             self.loader.close()
             self.checkpoints.close()
             self.sinks.close()
@@ -259,7 +278,8 @@ class TrainingRun:
         if validation is None or not validation.due(self.done, self.steps):
             return False
         began, rows = time.perf_counter(), self._pass_size()[0]
-        found = measure(self.model, validation.windows, rows, lambda: roll.limit(self.timeout), self.stop.agreed)
+        limit, stopped, tell = lambda: roll.limit(self.timeout), self.stop.agreed, self.progress.place
+        found = measure(self.model, validation.windows, rows, limit, stopped, tell)
         if found is None:
             return False
         if not math.isfinite(found.loss):
@@ -298,7 +318,8 @@ class TrainingRun:
         if work and self.done == self.begun:
             self.progress.say(f"In this step {describe_work(work)}")
         rate = learning_rate(options, self.done)
-        loss, norm = self._update(batches, rate) if with_labels(batches) else (None, None)
+        with self._marked(with_labels(batches)):
+            loss, norm = self._update(batches, rate) if with_labels(batches) else (None, None)
         self.done += 1
         for text in self.unlearned.add(self.done, batches):
             self.progress.warn(text)
@@ -310,9 +331,17 @@ class TrainingRun:
             **changed,
         }
 
+    def _marked(self, batches: list[Batch]) -> AbstractContextManager[None]:
+        """Let the live line follow a step of these passes."""
+        flops = [self.model.spec.flops_per_token(batch.attended) * batch.total_tokens for batch in batches]
+        return self.marks.step(self.done + 1, flops) if self.marks else nullcontext()
+
     def _update(self, batches: list[Batch], rate: float) -> tuple[float, float]:
         """Update the weights. Return the step's loss and the norm of its gradients."""
-        tensors = self._backward(batches), clip(self.model, self.config.train.clip, self.optimizer)
+        total = self._backward(batches)
+        if self.marks:
+            self.marks.mark(OPTIMIZER)
+        tensors = total, clip(self.model, self.config.train.clip, self.optimizer)
         loss, norm = (tensor.item() for tensor in tensors)  # the host waits for the GPU here, after clipping is queued
         if not math.isfinite(loss) or not math.isfinite(norm):
             self._fail(f"the loss of step {self.done + 1} is {loss} (gradient norm {norm})")
@@ -332,7 +361,7 @@ class TrainingRun:
         valid = sum(batch.valid_tokens for batch in batches)
         losses = []
         for number, batch in enumerate(batches, start=1):
-            loss = self.model(batch, valid_tokens=valid, last=number == len(batches))
+            loss = self.model(batch, valid_tokens=valid, last=number == len(batches), marks=self.marks)
             loss.backward()
             losses.append(loss.detach())
         # Zeros in the places of the passes left out, so that the sum rounds as if they had run
@@ -427,6 +456,8 @@ class TrainingRun:
             say(describe_origin(origin))
         if self.done:
             say(f"Continuing from the checkpoint of step {self.done}")
+        else:
+            self._say_rope()
         if self.validation:
             say(self.validation.describe())
         for text in self.why:
@@ -434,6 +465,10 @@ class TrainingRun:
         for text in self.early_warnings:
             self.progress.warn(text)
         self.announced = True
+
+    def _stopped_at_once(self) -> str:
+        self.progress.end_live()
+        return stopped_at_once(self.folder, self.done)
 
     def _is_random(self) -> bool:
         """Return whether the run began with random weights."""
@@ -445,6 +480,15 @@ class TrainingRun:
         if self._is_random():
             return f"random weights (preset {source})"
         return f"weights of {self.past['origin']['run'] if 'origin' in self.past else source}"
+
+    def _say_rope(self) -> None:
+        """Say how the rope was extended, or that the context is beyond the model's. Collective."""
+        source = self.model.source
+        lines, warnings = from_first(self.mesh.group, lambda: describe_rope(self.config, source, self.folder))
+        for text in lines:
+            self.progress.say(text)
+        for text in warnings:
+            self._warn(text)
 
     def _conclude(self, stopped: bool) -> None:
         """Say how the run ended. Raise an error on all ranks if the files of the run cannot be used."""

@@ -58,16 +58,19 @@ def measure(
     rows: int,
     watch: Callable[[], AbstractContextManager[None]] = nullcontext,
     stopped: Callable[[], bool] = lambda: False,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Losses | None:
     """Return the losses of all labels over all ranks, in passes of `rows` rows. Collective.
 
-    `watch` is entered for each pass. `stopped` is asked before each; if it says yes, on all ranks, return None.
+    `watch` is entered for each pass. `stopped` is asked before each; if it says yes, on all ranks, return None. `tell`
+    is told where the measurement is.
     """
     edges = bucket_edges(windows.length)
     found = torch.zeros(2, len(edges) - 1, dtype=torch.float64)
     for first in range(0, len(windows), rows):
         if stopped():
             return None
+        tell(f"Validating: sequence {first + 1} of {len(windows)}")
         with watch():
             (batch,) = join_batches(model.mesh, partial(_draw, model, windows, first, rows))
             if batch.valid_tokens:
