@@ -29,7 +29,7 @@ from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
-from ithaca.schedule.marks import OPTIMIZER, make_marks
+from ithaca.schedule.marks import OPTIMIZER, StepMarks, make_marks
 from ithaca.train.elastic import leave
 from ithaca.train.epochs import describe_epochs
 from ithaca.train.learning_rate import describe_rate, is_settled, learning_rate
@@ -97,6 +97,8 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
 class TrainingRun:
     """One run on one rank: the state that its steps share."""
 
+    marks: StepMarks | None = None  # of the steps of rank 0, which shows where they are
+
     def __init__(
         self,
         config: Config,
@@ -151,7 +153,8 @@ class TrainingRun:
         log = folder.log if self.first else None
         every = config.run.log_every
         self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost, every))
-        self.marks = make_marks(self.mesh.device) if self.first else None
+        if self.first:
+            self.marks = make_marks(self.mesh.device)
         self.sinks = Sinks([], folder, self.progress.warn)
 
     def _pass_size(self) -> tuple[int, int]:
