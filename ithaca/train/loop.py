@@ -17,7 +17,8 @@ from ithaca.base.errors import ConfigError, LostRankError, RunError
 from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.config import Config
-from ithaca.data.reader import TokenFile
+from ithaca.data.mixture import Data
+from ithaca.data.packing import Rows
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.axes import Axes
@@ -46,6 +47,7 @@ from ithaca.train.start import (
     free_memory,
     has_random_weights,
     open_data,
+    open_rows,
     open_source,
     settle,
 )
@@ -87,8 +89,9 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
             grid = mesh(**vars(axes), device=grid.device.type)
         data = open_data(config, run, grid)
         check_data(data, grid)
+        rows = together(grid.group, lambda: open_rows(config, data))
         source = together(grid.group, lambda: open_source(config, described, resumed, data))
-        TrainingRun(config, run, apply(source, plan, grid), data, why, origin).go(launched, roll)
+        TrainingRun(config, run, apply(source, plan, grid), data, rows, why, origin).go(launched, roll)
     finally:
         if lock:
             run.release()
@@ -104,7 +107,8 @@ class TrainingRun:
         config: Config,
         folder: RunFolder,
         model: Model,
-        data: TokenFile,
+        data: Data,
+        rows: Rows,
         why: Sequence[str] = (),
         origin: Origin | None = None,
     ):
@@ -149,7 +153,7 @@ class TrainingRun:
             self.mesh.group, lambda: folder.begin(config, model.source, model.dtype, came_from) if self.first else None
         )
         self.peak_flops = gpu_peak_flops(self.mesh.device)
-        self.loader = Loader(data, options, model)
+        self.rows, self.loader = rows, Loader(rows, options, model)
         log = folder.log if self.first else None
         every = config.run.log_every
         self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost, every))
@@ -278,6 +282,7 @@ class TrainingRun:
         self.changes = []
         return self._metrics(batches, loss, norm, rate, seconds) | {
             "ring_waiting": round(work.waiting, 4) if work else None,
+            **self.rows.metrics(self._rows_done()),
             **changed,
         }
 
@@ -347,6 +352,9 @@ class TrainingRun:
             "host_bytes": psutil.Process().memory_info().rss,
         }
 
+    def _rows_done(self) -> int:
+        return self.done * self.config.train.batch  # pyrefly: ignore
+
     def _save(self) -> None:
         """Begin a checkpoint of this step, unless there is one."""
         if self.saved != self.done:
@@ -396,7 +404,7 @@ class TrainingRun:
             f"Each step: {format_count(options.batch, 'sequence')} of {format_tokens(options.tokens)} tokens{passes}; "  # pyrefly: ignore
             f"{format_count(self.steps, 'step')}; run folder {self.folder.path}"
         )
-        say(describe_epochs(options, self.data))
+        say(describe_epochs(options, self.data.tokens, self.rows.per_epoch))
         say(describe_rate(options, model.spec.parameters(), has_random_weights(self.config, origin)))
         for line in model.describe_ranks():
             say(line)
@@ -410,7 +418,7 @@ class TrainingRun:
             say(f"Continuing from the checkpoint of step {self.done}")
         else:
             self._say_rope()
-        for text in self.why:
+        for text in (*self.rows.describe(), *self.why):
             say(text)
         for text in self.early_warnings:
             self.progress.warn(text)
@@ -435,6 +443,8 @@ class TrainingRun:
         def tell_end() -> None:
             for text in self.unlearned.totals(self.done):
                 self.progress.warn(text)
+            for text in self.rows.conclude(self._rows_done()):
+                self.progress.say(text)
             tell_conclusion(self.folder, self.progress, self.done, self.saved, stopped)
 
         together(self.mesh.group, lambda: tell_end() if self.first else None)
