@@ -187,8 +187,8 @@ class TrainingRun:
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
         )
         self.live_line = LiveLine(self.marks, self.progress, self.mesh.device) if self.marks else None
-        seconds_left = self.live_line.seconds_left if self.live_line else lambda: None
-        self.stop = StopRequest(self.mesh, launched, seconds_left, self._stopped_at_once)
+        shown = {"seconds_left": self.live_line.seconds_left, "say": self.live_line.announce} if self.live_line else {}
+        self.stop = StopRequest(self.mesh, launched, ending=self._stopped_at_once, **shown)
         self.timeout = self.config.run.timeout or timeout(self._step_seconds())
         set_timeout(self.mesh.groups, self.timeout)
         self._announce()
@@ -425,7 +425,7 @@ class TrainingRun:
         self.announced = True
 
     def _stopped_at_once(self) -> str:
-        self.progress.end_live()
+        self.progress.silence()
         return stopped_at_once(self.folder, self.done)
 
     def _say_rope(self) -> None:
