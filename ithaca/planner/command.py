@@ -79,7 +79,7 @@ def run(
 def _warn_beyond(question: Question, tokens: int) -> None:
     """Warn if a folder's model is not made for documents of so many tokens. A preset has no trained weights."""
     documents = question.documents
-    reached = min(tokens, documents.longest()) if documents else tokens
+    reached = documents.longest(tokens) if documents else tokens
     warning = beyond_context(question.spec, reached)
     if warning and question.model not in PRESETS:
         print(f"Warning: {warning}", file=sys.stderr)

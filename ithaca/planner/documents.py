@@ -1,8 +1,9 @@
 """The documents of a packed sequence, as `--documents` names them: 64x4K, 192K+64x1K, or a token file.
 
 A pattern is repeated until it fills a sequence, and its last document is cut. A token file is packed as in training
-(data/sample.py): its documents form a circle, and a sequence is a window of it. Of some windows, evenly spread, the one
-with the average attention stands for all. Cost: one pass over the bounds, 8 bytes a document. Tokens are not read.
+(data/packing.py): cut into windows, whole documents with padding, or joined to one document. Of some sequences, evenly
+spread over each source, the one with the average attention stands for all. Cost: one pass over the bounds, 8 bytes a
+document; of data packed whole, at most 65,536 documents are packed. Tokens are not read.
 """
 
 import os
@@ -15,9 +16,12 @@ import numpy as np
 
 from ithaca.base.errors import ConfigError, PlanError
 from ithaca.base.sizes import format_tokens, parse_tokens
-from ithaca.data.reader import TokenFile, open_tokens
+from ithaca.data.best_fit import count_rows, packing_of, pieces_of, plan_epoch, with_padding
+from ithaca.data.mixture import Data, Mixture
+from ithaca.data.reader import open_tokens
 
 WINDOWS = 64  # of a token file that are looked at
+SAMPLE = 2**16  # documents that are packed, of a file with more
 MOST = 2**20  # documents in a sequence
 EXAMPLE = "write 64x4K, 192K+64x1K or the name of a token file"
 
@@ -28,7 +32,10 @@ class Documents:
 
     name: str  # as the user gave it
     bounds: np.ndarray  # int64, of all documents
-    packed: bool  # of a token file: a sequence begins anywhere
+    packed: bool  # of a token file, and packed as in training
+    packing: str = "cut"  # of a token file: `cut`, `whole` or `joined`
+    too_long: str = "cut"  # what becomes of a document that is longer than a sequence, under `whole`
+    mixed: tuple[tuple[float, "Documents"], ...] = ()  # the sources of a mixture, with their shares
     _found: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def lengths(self, tokens: int) -> tuple[int, ...]:
@@ -37,9 +44,11 @@ class Documents:
             self._found[tokens] = self._average(tokens) if self.packed else self._window(0, tokens)
         return self._found[tokens]
 
-    def longest(self) -> int:
-        """The tokens of the longest document: no position is beyond it, however long a sequence is."""
-        return int(np.diff(self.bounds).max())
+    def longest(self, tokens: int) -> int:
+        """The most tokens that a document has in sequences of so many tokens."""
+        if self.mixed:
+            return max(part.longest(tokens) for _, part in self.mixed)
+        return tokens if self.packing == "joined" else min(tokens, int(np.diff(self.bounds).max()))
 
     def attended(self, tokens: int) -> float:
         """Σ length² / tokens: the sequence length S in the FLOP count of a packed sequence."""
@@ -58,10 +67,33 @@ class Documents:
         return f"{count} in each sequence ({how}); a token sees {self.attended(tokens) / 2:,.0f} others on average"
 
     def _average(self, tokens: int) -> tuple[int, ...]:
-        found = [self._window(int(self.bounds[-1]) * index // WINDOWS, tokens) for index in range(WINDOWS)]
-        squares = [sum(length**2 for length in lengths) for lengths in found]
-        mean = sum(squares) / WINDOWS
-        return found[min(range(WINDOWS), key=lambda index: abs(squares[index] - mean))]
+        found = self._candidates(tokens)
+        squares = [sum(length**2 for length in lengths) for _, lengths in found]
+        mean = sum(weight * square for (weight, _), square in zip(found, squares, strict=True))
+        return found[min(range(len(found)), key=lambda index: abs(squares[index] - mean))][1]
+
+    def _candidates(self, tokens: int) -> list[tuple[float, tuple[int, ...]]]:
+        """Some sequences with their weights, which add up to one."""
+        if self.mixed:
+            return [
+                (share * weight, lengths) for share, part in self.mixed for weight, lengths in part._candidates(tokens)
+            ]
+        if self.packing == "joined":
+            return [(1.0, (tokens,))]
+        if self.packing == "whole":
+            return self._whole_rows(tokens)
+        starts = (int(self.bounds[-1]) * index // WINDOWS for index in range(WINDOWS))
+        return [(1 / WINDOWS, self._window(start, tokens)) for start in starts]
+
+    def _whole_rows(self, tokens: int) -> list[tuple[float, tuple[int, ...]]]:
+        """Rows of whole documents, padding included."""
+        lengths = np.diff(self.bounds)[:: -(-(len(self.bounds) - 1) // SAMPLE)]
+        sampled = np.append(0, np.cumsum(lengths))
+        pieces = pieces_of(sampled, tokens, self.too_long, self.name)
+        rows = count_rows(pieces.lengths, tokens)
+        plan = plan_epoch(pieces.lengths, tokens, rows, 0, 0)
+        seen = range(0, rows, -(-rows // WINDOWS))
+        return [(1 / len(seen), with_padding(pieces.lengths[plan.row(row)].tolist(), tokens)) for row in seen]
 
     def _window(self, start: int, tokens: int) -> tuple[int, ...]:
         """The lengths between two offsets. Behind the last document the first follows."""
@@ -87,9 +119,14 @@ def read_documents(text: str) -> Documents:
     return Documents(text, np.array([0, *accumulate(parse_documents(text))]), packed=False)
 
 
-def file_documents(data: TokenFile) -> Documents:
-    """The documents of a token file."""
-    return Documents(str(data.path.name if data.path else "the data"), data.bounds(), packed=True)
+def file_documents(data: Data, packing: str = "auto", too_long: str = "truncate") -> Documents:
+    """The documents of a token file or of a mixture, packed as the options of [data] say."""
+    if isinstance(data, Mixture):
+        parts = [(source.share, file_documents(source.data, packing, too_long)) for source in data.sources]
+        return Documents("the mixture", np.zeros(1, np.int64), packed=True, mixed=tuple(parts))
+    name = str(data.path.name if data.path else "the data")
+    kept = too_long if data.header.masked else "cut"
+    return Documents(name, data.bounds(), packed=True, packing=packing_of(data, packing), too_long=kept)
 
 
 def parse_documents(text: str) -> tuple[int, ...]:

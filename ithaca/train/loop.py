@@ -18,9 +18,9 @@ from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.files import own_validation
 from ithaca.config import Config
-from ithaca.data.reader import TokenFile
+from ithaca.data.mixture import Data
+from ithaca.data.packing import Rows
 from ithaca.data.windows import Windows
-from ithaca.model.presets import PRESETS
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.axes import Axes
@@ -39,7 +39,7 @@ from ithaca.train.learning_rate import describe_rate, is_settled, learning_rate
 from ithaca.train.live_line import LiveLine
 from ithaca.train.loader import Loader
 from ithaca.train.loss_watch import LossWatch
-from ithaca.train.origin import Origin, adopt, describe_origin, find_origin
+from ithaca.train.origin import Origin, adopt, describe_origin, describe_weights, find_origin
 from ithaca.train.record import check_record, list_changes, make_record
 from ithaca.train.report import Progress, Sinks, open_sinks, stopped_at_once, tell_conclusion
 from ithaca.train.run_folder import VALIDATION, RunFolder, check_shared
@@ -48,7 +48,9 @@ from ithaca.train.start import (
     check_vocabulary,
     describe_rope,
     free_memory,
+    has_random_weights,
     open_data,
+    open_rows,
     open_source,
     settle,
 )
@@ -89,12 +91,13 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
         )
         if axes != config.mesh:
             grid = mesh(**vars(axes), device=grid.device.type)
-        data, held_out = open_validation(config, run, grid, open_data(config, run, grid))
+        data, held_out = open_data(config, run, grid), open_validation(config, run, grid)
         check_data(data, grid)
+        rows = together(grid.group, lambda: open_rows(config, data))
         source = together(grid.group, lambda: open_source(config, described, resumed, data))
         if held_out:
             together(grid.group, lambda: check_vocabulary(source, held_out.data))
-        TrainingRun(config, run, apply(source, plan, grid), data, why, origin, held_out).go(launched, roll)
+        TrainingRun(config, run, apply(source, plan, grid), data, rows, why, origin, held_out).go(launched, roll)
     finally:
         if lock:
             run.release()
@@ -108,7 +111,8 @@ class TrainingRun:
         config: Config,
         folder: RunFolder,
         model: Model,
-        data: TokenFile,
+        data: Data,
+        rows: Rows,
         why: Sequence[str] = (),
         origin: Origin | None = None,
         held_out: Windows | None = None,
@@ -159,7 +163,7 @@ class TrainingRun:
             self.mesh.group, lambda: folder.begin(config, model.source, model.dtype, came_from) if self.first else None
         )
         self.peak_flops = gpu_peak_flops(self.mesh.device)
-        self.loader = Loader(data, options, model)
+        self.rows, self.loader = rows, Loader(rows, options, model)
         log = folder.log if self.first else None
         every = config.run.log_every
         self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost, every))
@@ -199,7 +203,7 @@ class TrainingRun:
     def go(self, launched: bool, roll: Roll) -> None:
         """Do all steps that are left, save, and release everything, also after an error."""
         together(self.mesh.group, lambda: self.folder.cut_metrics(self.done, self.validated) if self.first else None)
-        self.loss_watch = LossWatch(self.folder.read_metrics() if self.first else ())
+        self.loss_watch = LossWatch(self.config.train, self.folder.read_metrics() if self.first else ())
         self.sinks = together(
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
         )
@@ -295,21 +299,13 @@ class TrainingRun:
         known = self.validation.last if self.validation else None
         self.progress.step(metrics | ({VALIDATION: known[1]} if known else {}))
         if risen := self.loss_watch.add(metrics):
-            self.progress.warn(f"{risen}: {self._advice()}")
+            self.progress.warn(risen)
         if mended := self.folder.mend(self.config):
             self.progress.warn(mended)
         if self.folder.lost():
             self.stop.ask()  # the checkpoint that follows tells all ranks why (Checkpoints.save)
             return
         self.sinks.write(metrics)
-
-    def _advice(self) -> str:
-        """Return what helps against a loss that rises."""
-        options = self.config.train
-        return (
-            f"a lower train.learning_rate than {options.learning_rate:g}, or a longer train.warmup than "
-            f"{options.warmup}, may help (--fresh starts again); the run goes on"
-        )
 
     def _step(self) -> dict[str, Any]:
         options, began = self.config.train, time.perf_counter()
@@ -328,6 +324,7 @@ class TrainingRun:
         self.changes = []
         return self._metrics(batches, loss, norm, rate, seconds) | {
             "ring_waiting": round(work.waiting, 4) if work else None,
+            **self.rows.metrics(self._rows_done()),
             **changed,
         }
 
@@ -397,6 +394,9 @@ class TrainingRun:
             "host_bytes": psutil.Process().memory_info().rss,
         }
 
+    def _rows_done(self) -> int:
+        return self.done * self.config.train.batch  # pyrefly: ignore
+
     def _save(self) -> None:
         """Begin a checkpoint of this step, unless there is one."""
         if self.saved != self.done:
@@ -434,8 +434,10 @@ class TrainingRun:
         model, options, say = self.model, self.config.train, self.progress.say
         dtype, device = str(model.dtype).removeprefix("torch."), self.mesh.device.type
         ranks = format_count(self.mesh.size, "GPU" if device == "cuda" else f"{device.upper()} rank")
+        origin = self.past.get("origin")
+        weights = describe_weights(self.config, origin)
         say(
-            f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, {self._weights()}, "
+            f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, {weights}, "
             f"in {dtype} on {ranks}; "
             f"attention kernel: {explain_kernel(model.kernel, self.mesh.device, model.dtype, model.spec.head_size)}"
         )
@@ -444,15 +446,15 @@ class TrainingRun:
             f"Each step: {format_count(options.batch, 'sequence')} of {format_tokens(options.tokens)} tokens{passes}; "  # pyrefly: ignore
             f"{format_count(self.steps, 'step')}; run folder {self.folder.path}"
         )
-        say(describe_epochs(options, self.data))
-        say(describe_rate(options, model.spec.parameters(), self._is_random()))
+        say(describe_epochs(options, self.data.tokens, self.rows.per_epoch))
+        say(describe_rate(options, model.spec.parameters(), has_random_weights(self.config, origin)))
         for line in model.describe_ranks():
             say(line)
         if self.mesh.size > 1:
             say(f"Hang timeout: {format_seconds(self.timeout)} (run.timeout)")
         if device == "cuda" and self.peak_flops is None:
             say(f"Causal MFU is not reported: the peak of {torch.cuda.get_device_name(self.mesh.device)} is not known")
-        if origin := self.past.get("origin"):
+        if origin:
             say(describe_origin(origin))
         if self.done:
             say(f"Continuing from the checkpoint of step {self.done}")
@@ -460,7 +462,7 @@ class TrainingRun:
             self._say_rope()
         if self.validation:
             say(self.validation.describe())
-        for text in self.why:
+        for text in (*self.rows.describe(), *self.why):
             say(text)
         for text in self.early_warnings:
             self.progress.warn(text)
@@ -469,17 +471,6 @@ class TrainingRun:
     def _stopped_at_once(self) -> str:
         self.progress.end_live()
         return stopped_at_once(self.folder, self.done)
-
-    def _is_random(self) -> bool:
-        """Return whether the run began with random weights."""
-        return self.config.model.source in PRESETS and "origin" not in self.past
-
-    def _weights(self) -> str:
-        """Return whose weights the run began with."""
-        source = self.config.model.source
-        if self._is_random():
-            return f"random weights (preset {source})"
-        return f"weights of {self.past['origin']['run'] if 'origin' in self.past else source}"
 
     def _say_rope(self) -> None:
         """Say how the rope was extended, or that the context is beyond the model's. Collective."""
@@ -496,7 +487,8 @@ class TrainingRun:
         def tell_end() -> None:
             for text in self.unlearned.totals(self.done):
                 self.progress.warn(text)
-            for text in self.validation.conclude(self.folder.path) if self.validation else ():
+            reached = self.validation.conclude(self.folder.path) if self.validation else []
+            for text in (*self.rows.conclude(self._rows_done()), *reached):
                 self.progress.say(text)
             tell_conclusion(self.folder, self.progress, self.done, self.saved, stopped)
 

@@ -6,16 +6,18 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from ithaca.base.errors import DataError, PlanError
 from ithaca.base.sizes import format_tokens
-from ithaca.config import Config, MeshSection, TrainSection
-from ithaca.data.holdout import hold_out
+from ithaca.config import AUTO, Config, DataSection, MeshSection, TrainSection
+from ithaca.data.holdout import hold_out, join
 from ithaca.data.inputs import standard_library
+from ithaca.data.mixture import LIBRARY, Data, Mixture, mix, sources_of
+from ithaca.data.packing import Rows, rows_per_epoch
 from ithaca.data.reader import TokenFile, open_tokens
 from ithaca.model.extend import beyond_context
 from ithaca.model.folder import model_file
@@ -37,7 +39,10 @@ from ithaca.train.run_folder import RunFolder
 
 CPU_TOKENS, GPU_TOKENS = 8 * 2**10, 64 * 2**10  # default context lengths
 ENDS = 65536  # tokens at each end of the data that old checkpoints have a checksum of
+LONG = 32 * 2**10  # tokens of a long document, unless data.long is set
 UNKNOWN = "A100-80GB"  # the planner uses the rates of this GPU for one that no table describes
+
+Opened = TypeVar("Opened")
 
 Chosen = tuple[Plan, MeshSection, list[str]]  # and the planner's lines about it
 
@@ -73,6 +78,8 @@ def settle(
     """
     record = run.record() or config
     saved = record.train
+    if config.data.packing == AUTO:
+        config = replace(config, data=replace(config.data, packing=record.data.packing))
     if record.model.source != config.model.source:
         saved = replace(saved, learning_rate=None)  # it suited the model of a start that came to nothing
     default = GPU_TOKENS if grid.device.type == "cuda" else CPU_TOKENS
@@ -84,7 +91,7 @@ def settle(
     sharing = chosen[1].ring * chosen[1].ulysses
     batch = batch or (config.train.micro_batch or 1) * (grid.size // sharing)
     config = replace(config, train=replace(config.train, batch=batch))
-    steps = count_steps(config.train, _read_data(config, run)) if config.train.epochs else None
+    steps = count_steps(config.train, _epoch_rows(config, run)) if config.train.epochs else None
     rate = default_rate(spec.parameters(), has_random_weights(config, described))
     config = replace(config, train=_settle_rate(config.train, saved, steps, rate))
     run.check(config)
@@ -107,9 +114,9 @@ def _settle_rate(options: TrainSection, saved: TrainSection, steps: int | None, 
     )
 
 
-def has_random_weights(config: Config, described: Path | None) -> bool:
-    """Return whether a run begins with random weights: those of a preset, unless a checkpoint has others."""
-    return described is None and config.model.source in PRESETS
+def has_random_weights(config: Config, checkpoint: object) -> bool:
+    """Return whether a run begins with random weights: those of a preset, unless it has those of a `checkpoint`."""
+    return not checkpoint and config.model.source in PRESETS
 
 
 def load_source(config: Config, described: Path | None = None, resumed: bool = False) -> ModelSource:
@@ -133,21 +140,21 @@ def describe_rope(config: Config, source: ModelSource, run: RunFolder) -> tuple[
         return [source.rope_line], []
     tokens = config.train.tokens
     if beyond_context(source.spec, tokens):
-        tokens = min(tokens, _documents(config, run).longest())
+        tokens = _documents(config, run).longest(tokens)
     warning = beyond_context(source.spec, tokens)
     return [], [warning] if warning else []
 
 
-def _read_data(config: Config, run: RunFolder) -> TokenFile:
-    """Return the data to train on, without the documents that are held out."""
-    source, share = config.data.source, config.data.share
-    data = open_tokens(Path(source), run.path) if source else standard_library()
-    return hold_out(data, share)[0] if share else data
+def _epoch_rows(config: Config, run: RunFolder) -> int:
+    assert config.train.tokens
+    return rows_per_epoch(
+        read_data(config.data, run.path), config.train.tokens, config.data.packing, config.data.too_long
+    )
 
 
 def _documents(config: Config, run: RunFolder) -> Documents:
     """Return the documents of the data, for the planner."""
-    return file_documents(_read_data(config, run))
+    return file_documents(read_data(config.data, run.path), config.data.packing, config.data.too_long)
 
 
 def choose_plan(
@@ -216,28 +223,63 @@ def _cluster(grid: Mesh, copies: int, memory: FreeMemory) -> Cluster:
     return Cluster(count, gpu, memory.host * gpus / node, node_gpus=gpus, copies=copies)
 
 
-def open_data(config: Config, run: RunFolder, grid: Mesh) -> TokenFile:
-    """Open the configured token file; without one, the source code of Python's standard library. Collective."""
-    path = Path(config.data.source)
-    if not config.data.source:
-        return together(grid.group, standard_library)
-    return open_file(path, run.path, grid)
+def open_data(config: Config, run: RunFolder, grid: Mesh) -> Data:
+    """Open the configured token files; without any, the source code of Python's standard library. Collective."""
+    if not config.data.source and not config.data.mix:
+        return together(grid.group, lambda: read_data(config.data, run.path))
+    return _one_before_others(grid, lambda: read_data(config.data, run.path))
 
 
 def open_file(path: Path, indexes: Path | None, grid: Mesh) -> TokenFile:
     """Open a token file; `indexes` as in `open_tokens`. Collective."""
-    # The first rank of a node computes the checksums of an old file; the others find them
-    first = together(grid.group, lambda: open_tokens(path, indexes) if grid.first_on_node else None)
-    return together(grid.group, lambda: first or open_tokens(path, indexes))
+    return _one_before_others(grid, lambda: open_tokens(path, indexes))
 
 
-def check_data(data: TokenFile, grid: Mesh, option: str = "data.source") -> None:
+def _one_before_others(grid: Mesh, read: Callable[[], Opened]) -> Opened:
+    """Read data on every rank. The first rank of a node computes the checksums of old files; the others find them."""
+    first = together(grid.group, lambda: read() if grid.first_on_node else None)
+    return together(grid.group, lambda: read() if first is None else first)
+
+
+def read_data(options: DataSection, indexes: Path) -> Data:
+    """Return the data to train on, without documents that are held out.
+
+    `indexes`: a folder for the checksums of old token files.
+    """
+    named = options.mix or ({options.source: 1.0} if options.source else {})
+    files = read_files(options, indexes)
+    if share := options.share:
+        files = {name: hold_out(file, share)[0] for name, file in files.items()}
+    weighted = {name: (named.get(name, 1.0), file) for name, file in files.items()}
+    return mix(weighted, options.long or LONG, options.long_share)
+
+
+def read_files(options: DataSection, indexes: Path) -> dict[str, TokenFile]:
+    """Return the token files that the options name; without any, the source code of Python's standard library."""
+    names = list(options.mix or ([options.source] if options.source else []))
+    return {name: open_tokens(Path(name), indexes) for name in names} or {LIBRARY: standard_library()}
+
+
+def read_held_out(options: DataSection, indexes: Path) -> TokenFile:
+    """Return the documents that data.validation holds out, of all files of a mixture."""
+    assert options.share
+    return join([hold_out(file, options.share)[1] for file in read_files(options, indexes).values()])
+
+
+def open_rows(config: Config, data: Data) -> Rows:
+    """Return the sequences that a run draws from its data."""
+    assert config.train.tokens
+    return Rows(data, config.train.tokens, config.train.seed, config.data.packing, config.data.too_long)
+
+
+def check_data(data: Data, grid: Mesh, option: str = "data.source") -> None:
     """Raise an error on all ranks if the data cannot be learned, or differ between ranks. Collective.
 
     Each rank reads its own rows only, so nothing would notice later that a node has another file. The identity is a
     digest of every block's checksum, and each block is compared with its checksum when it is read.
     """
-    name = f"'{data.path}'" if data.path else "Python's standard library"
+    sources = sources_of(data)
+    name = "data.mix" if len(sources) > 1 else sources[0].title
     _, found = together_with(grid.group, data.identity, lambda mine: mine)
     for rank, theirs in enumerate(found):
         if theirs != found[0]:
@@ -245,39 +287,44 @@ def check_data(data: TokenFile, grid: Mesh, option: str = "data.source") -> None
                 f"rank {rank} reads other data than rank 0 from {name} ({describe_data(theirs)}, "
                 f"rank 0 {describe_data(found[0])}): {option} must be the same file on all nodes"
             )
-    if data.header.labels == 0:
-        raise DataError(
-            f"{name} has 0 labels in its {data.tokens} tokens: none is learned and has a token of its document "
-            "before it; prepare documents of 2 tokens or more, with completions"
-        )
+    for source in sources:
+        if source.data.header.labels == 0:
+            raise DataError(
+                f"{source.title} has 0 labels in its {source.data.tokens} tokens: none is learned and has a token of "
+                "its document before it; prepare documents of 2 tokens or more, with completions"
+            )
 
 
 def describe_data(identity: dict[str, Any]) -> str:
     """Return the data's identity in a few words."""
+    if sources := identity.get("mix"):
+        return " + ".join(f"{source['share']:.1%} of {describe_data(source)}" for source in sources)
     digest = str(identity["sha256"])[:12]
     return f"{identity['tokens']} tokens in {identity['documents']} documents, sha256 {digest}"
 
 
-def data_change(seen: Any, data: TokenFile) -> str | None:
+def data_change(seen: Any, data: Data) -> str | None:
     """Return how the data differ from those that a checkpoint records; None if they are the same."""
-    if isinstance(seen, list):  # an old checkpoint: counts, tokenizer, and a checksum of both ends
+    if isinstance(seen, list) and not isinstance(data, Mixture):
+        # An old checkpoint: counts, tokenizer, and a checksum of both ends
         ends = [data.read(0, min(ENDS, data.tokens)), data.read(max(data.tokens - ENDS, 0), data.tokens)]
         crc32 = zlib.crc32(np.concatenate([window.tokens for window in ends]).data)
         now = [data.tokens, data.documents, data.tokenizer, crc32]
         return None if seen == now else f"it saw {seen}, now there are {now}"
     if seen == data.identity():
         return None
-    return f"it saw {describe_data(seen)}, now there are {describe_data(data.identity())}"
+    before = seen if isinstance(seen, list) else describe_data(seen)
+    return f"it saw {before}, now there are {describe_data(data.identity())}"
 
 
-def open_source(config: Config, described: Path | None, resumed: bool, data: TokenFile) -> ModelSource:
+def open_source(config: Config, described: Path | None, resumed: bool, data: Data) -> ModelSource:
     """Return the model that a run trains (`load_source`), if the data's tokens are its own."""
     source = load_source(config, described, resumed)
     check_vocabulary(source, data)
     return source
 
 
-def check_vocabulary(source: ModelSource, data: TokenFile) -> None:
+def check_vocabulary(source: ModelSource, data: Data) -> None:
     """Raise an error if the data have tokens that the model does not know, or are of another tokenizer."""
     if data.vocab > source.spec.vocab:
         raise DataError(

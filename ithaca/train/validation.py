@@ -19,15 +19,12 @@ from torch import Tensor
 from ithaca.assemble import Model
 from ithaca.base.sizes import format_count
 from ithaca.config import Config
-from ithaca.data.holdout import hold_out
-from ithaca.data.reader import TokenFile
-from ithaca.data.tokenfile import quoted
 from ithaca.data.windows import Windows
 from ithaca.parallel.agree import together
 from ithaca.parallel.batch import IGNORED, Batch, RankBatch, batch_rows, join_batches
 from ithaca.parallel.mesh import Mesh
 from ithaca.train.run_folder import VALIDATION, RunFolder
-from ithaca.train.start import check_data, open_file
+from ithaca.train.start import check_data, open_file, read_held_out
 
 Point = tuple[int, float]  # a step and the validation loss after it
 
@@ -109,20 +106,20 @@ def bucket_sums(batch: Batch, losses: Tensor, edges: tuple[int, ...]) -> Tensor:
     )
 
 
-def open_validation(config: Config, run: RunFolder, grid: Mesh, data: TokenFile) -> tuple[TokenFile, Windows | None]:
-    """Return the data to train on and, if the run validates, the rows to validate on. Collective."""
-    options, held = config.data, None
+def open_validation(config: Config, run: RunFolder, grid: Mesh) -> Windows | None:
+    """Return the rows to validate on; None if the run does not validate. Collective."""
+    options = config.data
     if not options.validation:
-        return data, None
-    name = f"the validation file '{options.validation}'"
-    if options.share is not None:
-        data, held = together(grid.group, lambda: hold_out(data, options.share))  # pyrefly: ignore
-        name = f"the part of {quoted(data.path)} that data.validation={options.share:g} holds out"
-    else:
+        return None
+    if options.share is None:
+        name = f"the validation file '{options.validation}'"
         held = open_file(Path(options.validation), run.path, grid)
         check_data(held, grid, "data.validation")
+    else:
+        name = f"what data.validation={options.share:g} holds out"
+        held = together(grid.group, lambda: read_held_out(options, run.path))
     tokens, limit = config.train.tokens or 0, config.run.validation_tokens
-    return data, together(grid.group, lambda: Windows(held, tokens, limit, name))
+    return together(grid.group, lambda: Windows(held, tokens, limit, name))
 
 
 class Validation:
@@ -165,10 +162,10 @@ class Validation:
 
     def describe(self) -> str:
         """Return what is validated on, and what is left out."""
-        windows, data = self.windows, self.windows.data
+        windows = self.windows
         left = f"; run.validation_tokens leaves out the other {windows.left_out:,} tokens" if windows.left_out else ""
         return (
-            f"Validation: {windows.labels:,} labels in {windows.tokens:,} tokens of {quoted(data.path)}, "
+            f"Validation: {windows.labels:,} labels in {windows.tokens:,} tokens of {windows.name}, "
             f"{format_count(windows.documents, 'document')} in {format_count(len(windows), 'sequence')}{left}"
         )
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ithaca.base.errors import DataError
-from ithaca.data import holdout
-from ithaca.data.holdout import hold_out
+from ithaca.data import subset
+from ithaca.data.holdout import hold_out, join
 from ithaca.data.reader import TokenFile, in_memory
 from ithaca.data.sample import sequences
 
@@ -37,7 +37,7 @@ def labels_of(documents: list[tuple[np.ndarray, np.ndarray | None]]) -> int:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("count", "longest", "share"), [(2, 5, 0.5), (7, 3, 0.3), (60, 9000, 0.1), (900, 40, 0.02)])
 def test_both_views(count: int, longest: int, share: float, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdout, "READ", 1000)
+    monkeypatch.setattr(subset, "READ", 1000)
     data = made(count, longest, masked)
     every = cut(data)
     views = hold_out(data, share)
@@ -106,3 +106,23 @@ def test_identities() -> None:
 def test_one_document_must_be_left(documents: int, share: float, words: str) -> None:
     with pytest.raises(DataError, match=words):
         hold_out(made(documents, 9), share)
+
+
+def test_joined_files() -> None:
+    """The same documents as one file; a mask is made for a file that has none."""
+    parts = [made(5, 9, seed=1), made(3, 90, masked=True, seed=2), made(4, 2, seed=3)]
+    joined = join(parts)
+    wanted = [document for part in parts for document in cut(part)]
+    assert (joined.documents, joined.tokens) == (12, sum(len(tokens) for tokens, _ in wanted))
+    assert (joined.vocab, joined.header.labels) == (5, labels_of(wanted))
+    for (tokens, learned), (own, mask) in zip(cut(joined), wanted, strict=True):
+        assert np.array_equal(tokens, own)
+        assert np.array_equal(learned, np.ones(len(own), bool) if mask is None else mask)
+    whole = joined.read(0, joined.tokens)
+    assert np.array_equal(np.unique(whole.documents), np.arange(12))
+    for start in range(joined.tokens):
+        for stop in (start + 1, min(start + 40, joined.tokens)):
+            assert np.array_equal(joined.read(start, stop).tokens, whole.tokens[start:stop])
+            assert np.array_equal(joined.read(start, stop).documents, whole.documents[start:stop])
+    assert joined.identity()["sha256"] != join(parts[::-1]).identity()["sha256"]
+    assert join(parts[:1]) is parts[0]
