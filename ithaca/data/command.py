@@ -6,6 +6,7 @@ from rich.console import Console
 
 from ithaca.base.errors import DataError
 from ithaca.base.sizes import format_bytes, format_count
+from ithaca.data.next_command import next_lines
 from ithaca.data.prepare import Prepared, prepare, say
 from ithaca.data.reader import open_tokens
 from ithaca.data.stats import draw, table
@@ -35,7 +36,7 @@ def run(
     if out is None:
         raise DataError("--out is missing: name the token file to write, as --out corpus.tokens")
     made_by = load_tokenizer(tokenizer) if tokenizer else None
-    _report(console, prepare(paths, out, made_by, bin_dtype, console))
+    _report(console, prepare(paths, out, made_by, bin_dtype, console), tokenizer)
 
 
 def _show(console: Console, paths: list[Path], picture: Path | None) -> None:
@@ -48,7 +49,7 @@ def _show(console: Console, paths: list[Path], picture: Path | None) -> None:
     say(console, f"Picture: {picture}")
 
 
-def _report(console: Console, made: Prepared) -> None:
+def _report(console: Console, made: Prepared, tokenizer: Path | None) -> None:
     head = made.header
     documents = format_count(head.documents, "document")
     lines = [f"{made.path}: {format_count(head.tokens, 'token')}, {documents}, {format_bytes(head.file_bytes)}"]
@@ -58,6 +59,4 @@ def _report(console: Console, made: Prepared) -> None:
         lines.append(f"Skipped: {format_count(made.binary, 'binary file')}")
     if made.empty:
         lines.append(f"Skipped: {format_count(made.empty, 'empty document')}")
-    lines.append(f"Next: ithaca data {made.path} --stats")
-    lines.append(f"      ithaca train --set data.source={made.path}")
-    say(console, "\n".join(lines))
+    say(console, "\n".join([*lines, *next_lines(made.path, head, tokenizer)]))

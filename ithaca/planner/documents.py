@@ -29,6 +29,7 @@ class Documents:
     name: str  # as the user gave it
     bounds: np.ndarray  # int64, of all documents
     packed: bool  # of a token file: a sequence begins anywhere
+    data: TokenFile | None = None  # that token file
     _found: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def lengths(self, tokens: int) -> tuple[int, ...]:
@@ -85,7 +86,7 @@ def read_documents(text: str) -> Documents:
 
 def file_documents(data: TokenFile) -> Documents:
     """The documents of a token file."""
-    return Documents(str(data.path.name if data.path else "the data"), data.bounds(), packed=True)
+    return Documents(str(data.path.name if data.path else "the data"), data.bounds(), packed=True, data=data)
 
 
 def parse_documents(text: str) -> tuple[int, ...]:

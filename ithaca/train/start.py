@@ -1,6 +1,5 @@
 """What a run decides before its first step: the options left open, the Plan, the mesh, the data and the model."""
 
-import hashlib
 import math
 import zlib
 from collections.abc import Callable
@@ -15,8 +14,8 @@ from ithaca.base.errors import DataError, PlanError
 from ithaca.base.sizes import format_tokens
 from ithaca.config import Config, MeshSection
 from ithaca.data.inputs import standard_library
+from ithaca.data.misfit import misfit
 from ithaca.data.reader import TokenFile, open_tokens
-from ithaca.model.folder import model_file
 from ithaca.model.source import ModelSource, describe_model, load_model
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import least, together, together_with
@@ -203,22 +202,6 @@ def open_source(config: Config, run: RunFolder, resumed: bool, data: TokenFile) 
     """Return the configured model; for a run with checkpoints, the model that its folder describes."""
     model = config.model
     source = describe_model(run.model, model.dtype) if resumed else load_model(model.source, model.dtype, model.seed)
-    _check_vocabulary(source, data)
+    if problem := misfit(data.header, f"'{data.path}'", source.spec.vocab, source.folder):
+        raise DataError(problem)
     return source
-
-
-def _check_vocabulary(source: ModelSource, data: TokenFile) -> None:
-    if data.vocab > source.spec.vocab:
-        raise DataError(
-            f"the data have token ids below {data.vocab}, but the model's vocabulary is {source.spec.vocab}: "
-            "prepare them with the model's tokenizer (ithaca data --tokenizer)"
-        )
-    file = model_file(source.folder, "tokenizer.json") if source.folder else None
-    if file is None or data.tokenizer in ("bytes", "unknown"):
-        return
-    wanted = "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest()
-    if data.tokenizer != wanted:
-        raise DataError(
-            f"'{data.path}' was made with another tokenizer ({data.tokenizer[:15]}…) than the model's "
-            f"({wanted[:15]}…): prepare it with --tokenizer {source.folder}"
-        )
