@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from bench import kernels, operations, peers, points, recipes
+from bench import kernels, operations, overlap, peers, points, recipes
 from ithaca.attention.documents import Pieces
 
 Run = Callable[..., list[dict[str, Any]]]
@@ -209,3 +209,34 @@ def test_a_side_whose_first_loss_is_wrong_has_no_time(run: Run, monkeypatch: pyt
     (row,) = run(peers.main, "--smoke")
     assert "the first loss is 5." in row["missing"]
     assert all("the first loss" in side["error"] for side in row["sides"])
+
+
+def test_a_trace_shows_the_order_of_launches_waits_and_hidden_messages() -> None:
+    def launch(number: int, at: float, name: str, start: float, seconds: float) -> list[dict[str, Any]]:
+        args = {"correlation": number}
+        call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": at, "dur": 1, "args": args}
+        return [call, {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": seconds, "args": args}]
+
+    def wait(at: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": at, "dur": 1, "args": {}}
+
+    events = [
+        *launch(1, 0, "ncclDevKernel_SendRecv", 100, 10),
+        *launch(2, 2, "kernel_cutlass_flash_fwd", 110, 40),
+        *launch(3, 3, "ncclDevKernel_SendRecv", 120, 20),  # all of it under the first attention
+        *launch(4, 4, "ncclDevKernel_SendRecv", 145, 10),  # half of it
+        *launch(5, 6, "elementwise", 150, 5),
+        *launch(6, 7, "kernel_cutlass_flash_fwd", 160, 40),
+        wait(5),
+        wait(8),  # behind the last attention launch
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert overlap.read_trace(events) == {
+        "order": "M1 A1 M2 A1",
+        "attention_kernels": 2,
+        "messages": 3,
+        "messages_between_attention": 2,
+        "waits": 1,
+        "message_seconds": 40e-6,
+        "hidden": 25 / 40,
+    }

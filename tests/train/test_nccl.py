@@ -45,16 +45,18 @@ class Ended:
     said: str
 
 
-def run_ranks(folder: Path, model: Path, device: str, ranks: int, *deaths: str) -> list[Ended]:
+def run_ranks(
+    folder: Path, model: Path, device: str, ranks: int, *deaths: str, steps: int = 9, batch: int | None = None
+) -> list[Ended]:
     """Run all ranks to their end. One that is stopped or hangs is killed when the others have ended."""
     folder.mkdir(exist_ok=True)
     left = [death for death in deaths if not (folder / f"died-{death}").exists()]
     stays = {int(death.split(":")[0]) for death in left if death.endswith(("STOP", "HANG"))}
     with socket.create_server(("127.0.0.1", 0)) as trial:
         port = str(trial.getsockname()[1])
-    sets = [f"model.source={model}", "train.tokens=64", f"train.batch={ranks}", "train.steps=9", "train.warmup=3"]
-    sets += ["run.checkpoint_every=4", f"run.timeout={TIMEOUT}", f"train.device={device}", "plan.recipe=sweep"]
-    sets += ["mesh.ulysses=2", "plan.chunk=32"]
+    sets = [f"model.source={model}", "train.tokens=64", f"train.batch={batch or ranks}", f"train.steps={steps}"]
+    sets += ["train.warmup=3", "train.learning_rate=0.003", "run.checkpoint_every=4", f"run.timeout={TIMEOUT}"]
+    sets += [f"train.device={device}", "plan.recipe=sweep", f"mesh.ulysses={min(ranks, 2)}", "plan.chunk=32"]
     words = ["train", "--run", "run", *(word for item in sets for word in ("--set", item))]
     command = [sys.executable, "-m", "tests.train.dying", *deaths, *words]
     common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
@@ -115,3 +117,20 @@ def test_the_others_end_and_the_run_goes_on(
         assert found == wanted
     for (_, a, _), (_, b, _) in zip(found, wanted, strict=True):
         assert a == pytest.approx(b, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cuda", marks=pytest.mark.nccl), pytest.param("cpu", marks=pytest.mark.full)]
+)
+def test_fifty_steps_that_change_their_number_of_ranks(model: Path, tmp_path: Path, device: str) -> None:
+    """Four ranks until one is killed, two to the end: the losses of one rank, within the spread of the dtype."""
+    death = "1:23:SIGKILL"
+    assert all(end.code for end in run_ranks(tmp_path / "run", model, device, 4, death, steps=50, batch=4))
+    for name, ranks in (("run", 2), ("one", 1)):
+        ends = run_ranks(tmp_path / name, model, device, ranks, steps=50, batch=4)
+        assert [end.code for end in ends] == [0] * ranks, ends
+    found, wanted = losses(tmp_path / "run" / "run"), losses(tmp_path / "one" / "run")
+    assert [step for step, *_ in found] == list(range(1, 51))
+    for (_, a, _), (_, b, _) in zip(found, wanted, strict=True):
+        assert a == pytest.approx(b, rel=1e-2 if device == "cuda" else 1e-4)
+    assert found[-1][1] < found[0][1] - 1  # it has learned something, so the losses could differ
