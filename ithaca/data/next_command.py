@@ -20,6 +20,8 @@ TOKENS = 8 * 2**10  # the longest context that is offered: it takes minutes on a
 def next_lines(path: Path, header: Header, tokenizer: Path | None) -> list[str]:
     """Return the commands that look at a token file and train on it; `tokenizer`: as the user named it."""
     look = f"Next: {shlex.join(['ithaca', 'data', str(path), '--stats'])}"
+    if not header.labels:
+        return [look, "Nothing in it can be learned: documents of 2 tokens or more are needed, with completions"]
     try:
         folder = _model_folder(tokenizer)
         return [look, *(_with_folder(path, header, folder) if folder else _with_preset(path, header))]
@@ -37,7 +39,7 @@ def _with_folder(path: Path, header: Header, folder: Path) -> list[str]:
     config = read_json(folder, "config.json")
     if problem := misfit(header, f"'{path}'", read_spec(config).vocab, folder):
         raise ModelError(problem)
-    line = _train(path, folder, config)
+    line = _train(path, header, folder, config)
     return [f"      {line}"] if has_weights(folder) else [f"Once '{folder}' has its weights: {line}"]
 
 
@@ -52,10 +54,10 @@ def _with_preset(path: Path, header: Header) -> list[str]:
             "tokenizer made these tokens"
         ]
     smallest = min(fit, key=lambda name: specs[name].parameters())
-    return [f"      {_train(path, smallest, PRESETS[smallest])}"]
+    return [f"      {_train(path, header, smallest, PRESETS[smallest])}"]
 
 
-def _train(path: Path, model: Path | str, config: Mapping[str, Any]) -> str:
-    """Return the command, at a length that the model was made for."""
-    tokens = min(whole(config, "max_position_embeddings", TOKENS), TOKENS)
+def _train(path: Path, header: Header, model: Path | str, config: Mapping[str, Any]) -> str:
+    """Return the command, at a length that the model was made for and that the data fill."""
+    tokens = min(whole(config, "max_position_embeddings", TOKENS), TOKENS, header.tokens)
     return train_command({"model.source": model, "data.source": path, "train.tokens": token_setting(tokens)})

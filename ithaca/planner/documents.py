@@ -35,7 +35,8 @@ class Documents:
     def lengths(self, tokens: int) -> tuple[int, ...]:
         """The lengths of the documents in a sequence of so many tokens."""
         if tokens not in self._found:
-            self._found[tokens] = self._average(tokens) if self.packed else self._window(0, tokens)
+            window = self._average(tokens) if self.packed else self._window(0, tokens)
+            self._found[tokens] = tuple(window.tolist())
         return self._found[tokens]
 
     def attended(self, tokens: int) -> float:
@@ -54,26 +55,30 @@ class Documents:
             how = f"{self.name}, {format_tokens(int(self.bounds[-1]))} tokens, {change} to {format_tokens(tokens)}"
         return f"{count} in each sequence ({how}); a token sees {self.attended(tokens) / 2:,.0f} others on average"
 
-    def _average(self, tokens: int) -> tuple[int, ...]:
-        found = [self._window(int(self.bounds[-1]) * index // WINDOWS, tokens) for index in range(WINDOWS)]
-        squares = [sum(length**2 for length in lengths) for lengths in found]
+    def _average(self, tokens: int) -> np.ndarray:
+        starts = [int(self.bounds[-1]) * index // WINDOWS for index in range(WINDOWS)]
+        squares = [float(np.square(self._window(start, tokens), dtype=float).sum()) for start in starts]
         mean = sum(squares) / WINDOWS
-        return found[min(range(WINDOWS), key=lambda index: abs(squares[index] - mean))]
+        return self._window(min(zip(starts, squares, strict=True), key=lambda pair: abs(pair[1] - mean))[0], tokens)
 
-    def _window(self, start: int, tokens: int) -> tuple[int, ...]:
+    def _window(self, start: int, tokens: int) -> np.ndarray:
         """The lengths between two offsets. Behind the last document the first follows."""
         size, stop = int(self.bounds[-1]), start + tokens
-        laps = range(start // size, -(-stop // size))
-        if (count := len(laps) * len(self.bounds)) > 2 * MOST and tokens // size * (len(self.bounds) - 1) > MOST:
+        first, last = start // size, (stop - 1) // size
+        count = (last - first + 1) * len(self.bounds)
+        if count > 2 * MOST and tokens // size * (len(self.bounds) - 1) > MOST:
             raise PlanError(
                 f"--documents {self.name} makes about {count} documents of {format_tokens(tokens)} tokens: give longer "
                 f"ones, so that there are at most {MOST}"
             )
-        edges = [start]
-        for lap in laps:
-            first, last = np.searchsorted(self.bounds[:-1], (start + 1 - lap * size, stop - lap * size))
-            edges += (self.bounds[first:last] + lap * size).tolist()
-        return tuple(int(length) for length in np.diff([*edges, stop]))
+
+        def begins(lap: int) -> np.ndarray:
+            some = np.searchsorted(self.bounds[:-1], (start + 1 - lap * size, stop - lap * size))
+            return self.bounds[slice(*some)] + lap * size
+
+        whole = (np.arange(first + 1, last)[:, None] * size + self.bounds[:-1]).ravel()  # the laps between both ends
+        inside = [begins(first), whole, begins(last)] if last > first else [begins(first)]
+        return np.diff(np.concatenate([[start], *inside, [stop]]))
 
 
 def read_documents(text: str) -> Documents:

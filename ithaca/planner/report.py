@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ithaca.base import owners
+from ithaca.base.errors import PlanError
 from ithaca.base.shell import set_options
 from ithaca.base.sizes import format_bytes, format_count, format_number, format_seconds, format_tokens
 from ithaca.model.spec import Spec
@@ -226,7 +227,7 @@ def alternatives(question: Question, answer: Answer, most: int) -> list[str]:
     """The nearest other answers: a longer context, more GPUs, fewer GPUs."""
     spec, cluster, recipe = question.spec, question.cluster, question.recipe
     found = []
-    if most > answer.tokens and (other := search(spec, cluster, most, recipe, documents=question.documents)):
+    if most > answer.tokens and (other := _search_longest(question, most)):
         found.append(f"{format_tokens(most)} take {format_seconds(other.seconds.step)} a step")
     if "o" in RECIPES[recipe or LEAST_MEMORY].options:  # attention can run once, and it need not
         again = longest(spec, cluster, recipe, recomputing=True, from_=most) if most else 0
@@ -245,6 +246,13 @@ def alternatives(question: Question, answer: Answer, most: int) -> list[str]:
         if not other and not more:
             found.append(f"Fewer GPUs: does not fit on {count}x{cluster.gpu.name}")
     return found
+
+
+def _search_longest(question: Question, most: int) -> Answer | None:
+    try:
+        return search(question.spec, question.cluster, most, question.recipe, documents=question.documents)
+    except PlanError:  # it has more documents than the planner counts
+        return None
 
 
 def mfu(question: Question, answer: Answer) -> float:
