@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -23,6 +24,9 @@ app = typer.Typer(
 USAGE_ERROR = typer.BadParameter.__mro__[1]
 # What the system says of a path that a user has named
 REFUSALS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
+
+# What an option of a run is in other commands: (command, option) -> words
+OTHER_FLAGS = {("plan", "--ranks"): "--gpus {}xH100-80GB", ("data", "--run"): "--out {}"}
 
 
 def _tell_once(notice: str) -> None:
@@ -77,10 +81,27 @@ def train(
         raise ConfigError(f"--run {run} has bytes that are not UTF-8, which the log cannot hold: name another folder")
     saved = run / "config.toml" if run and not fresh and not config else None
     saved = saved if saved and os.path.exists(saved) else None  # without an error for a folder that may not be read
+    if config:
+        _check_config(config)
     resolved = read_config(config or saved, set_ or [], _tell_once, saved=saved is not None)
     from ithaca.train.launch import launch
 
     launch(resolved, ranks, run, fresh, nodes, meet)
+
+
+def _check_config(path: Path) -> None:
+    """Raise an error if something else was given where the configuration file stands."""
+    from ithaca.model.presets import PRESETS
+
+    word, kind = shlex.quote(str(path)), "is no configuration file"
+    if os.path.isfile(path):
+        return
+    if "=" in path.name:
+        raise ConfigError(f"'{path}' {kind}: an option is given as --set {word}")
+    if str(path) in PRESETS or os.path.isfile(path / "config.json"):
+        raise ConfigError(f"'{path}' {kind}: a model is given as --set model.source={word}")
+    if os.path.isfile(path / "config.toml"):
+        raise ConfigError(f"'{path}' {kind}: a run continues with --run {word}")
 
 
 @app.command()
@@ -288,4 +309,38 @@ def _fail_usage(error: Any) -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     command = error.ctx.command_path if error.ctx else "ithaca"
+    if error.ctx and hasattr(error, "possibilities") and (hint := _suggest_flag(error.ctx.command, error.option_name)):
+        _fail(f"{error.option_name} is not an option of {command}: {hint}", error.exit_code)
     _fail(f"{error.format_message().rstrip('.')}: see {command} --help", error.exit_code)
+
+
+def _suggest_flag(command: Any, name: str) -> str | None:
+    """Return what to write instead of an unknown flag, with its value; None if nothing is like it."""
+    from ithaca.base.aliases import suggest_option
+    from ithaca.config import option_defaults
+
+    flags = {flag for item in command.params for flag in item.opts}
+    tables = {"train": ("",), "rehearse": ("plan.", "mesh.")}.get(command.name, ())  # what its --set takes
+    shown = []
+
+    def show(setting: str) -> str:
+        """The command's own flag if it has one for that, else its --set."""
+        option, _, value = setting.partition(" " if setting.startswith("--") else "=")
+        own = OTHER_FLAGS.get((command.name, option), f"--{option.removeprefix('--').rpartition('.')[2]} {{}}")
+        if own.split()[0] in flags:
+            return own.format(shlex.quote(value)) if value else own.split()[0]
+        shown.append(not setting.startswith("--") and option.startswith(tables))
+        return f"--set {shlex.quote(setting)}"
+
+    hint = suggest_option(name, _value_after(name), option_defaults(), show, mistyped=command.name == "train")
+    return hint if all(shown) else None
+
+
+def _value_after(name: str) -> str | None:
+    """Return the word that was given as a flag's value: `--lr 1e-5` or `--lr=1e-5`."""
+    for word, following in zip(sys.argv, [*sys.argv[1:], "-"], strict=True):
+        if word == name:
+            return None if following.startswith("-") else following
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None
