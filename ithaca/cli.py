@@ -6,12 +6,15 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from ithaca import __version__
 from ithaca.base.errors import ConfigError, IthacaError, PlanError
+
+if TYPE_CHECKING:
+    from ithaca.config import Config
 
 app = typer.Typer(
     help="Train transformers on contexts of millions of tokens.",
@@ -73,20 +76,48 @@ def train(
     nodes: Annotated[int | None, typer.Option(hidden=True)] = None,
     meet: Annotated[str | None, typer.Option(hidden=True)] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Rename the old run folder and start again.")] = False,
+    from_: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="Start a new run from another run's last checkpoint: its weights."),
+    ] = None,
+    with_optimizer: Annotated[
+        bool, typer.Option("--with-optimizer", help="With --from: take AdamW's state as well.")
+    ] = False,
 ) -> None:
     """Train a model, or continue a run. On several nodes: start it with torchrun or srun."""
+    for name, folder in (("--run", run), ("--from", from_)):
+        if folder and not _is_text(folder):
+            raise ConfigError(
+                f"{name} {folder} has bytes that are not UTF-8, which the log cannot hold: name another folder"
+            )
+    if with_optimizer and not from_:
+        raise ConfigError("--with-optimizer says what --from RUN takes, and --from is missing: name the run")
+    resolved = _read_config(config, set_ or [], run if not fresh else None, from_)
+    from ithaca.train.launch import launch
+    from ithaca.train.origin import Origin
+
+    origin = Origin(from_, with_optimizer) if from_ else None
+    launch(resolved, ranks, run, fresh, nodes, meet, origin)
+
+
+def _read_config(file: Path | None, overrides: list[str], run: Path | None, origin: Path | None) -> "Config":
+    """Return the configuration of the file; without one, that of the run, or of the run that a new one starts from.
+
+    With a file, a run that starts from another has the other's model all the same.
+    """
     from ithaca.config import read_config
 
-    if run and not _is_text(run):
-        raise ConfigError(f"--run {run} has bytes that are not UTF-8, which the log cannot hold: name another folder")
-    saved = run / "config.toml" if run and not fresh and not config else None
-    saved = saved if saved and os.path.exists(saved) else None  # without an error for a folder that may not be read
-    if config:
-        _check_config(config)
-    resolved = read_config(config or saved, set_ or [], _tell_once, saved=saved is not None)
-    from ithaca.train.launch import launch
-
-    launch(resolved, ranks, run, fresh, nodes, meet)
+    if file:
+        _check_config(file)
+    # os.path.exists: without an error for a folder that may not be read
+    files = [folder / "config.toml" for folder in (run, origin) if folder]
+    saved = next((file for file in files if os.path.exists(file)), None)
+    if origin and saved is None:
+        raise ConfigError(f"--from {origin} is not a run folder: it has no config.toml")
+    if file is None:
+        return read_config(saved, overrides, _tell_once, saved=saved is not None)
+    model = read_config(saved, [], _tell_once, saved=True).model if origin else None
+    return read_config(file, overrides, _tell_once, model=model)
 
 
 def _check_config(path: Path) -> None:

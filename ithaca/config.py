@@ -37,7 +37,7 @@ RENAMED = {  # old option -> new option; the old one still works
 MOST_TOKENS = 2**32  # in a step
 MOST_BYTES = 2**20  # in a configuration file
 # Options of [train] that may change when a run continues. Others would make it another run
-CHANGEABLE = {"steps", "learning_rate", "schedule", "warmup", "decay", "final_rate", "micro_batch", "device"}
+CHANGEABLE = {"steps", "epochs", "learning_rate", "schedule", "warmup", "decay", "final_rate", "micro_batch", "device"}
 
 
 def _tell(notice: str) -> None:
@@ -80,14 +80,16 @@ class TrainSection:
     """Sequences in a step, over all ranks. Default: one for each data rank."""
     micro_batch: int | None = None
     """Sequences in one pass, over all ranks. A step has batch / micro_batch passes. Default: one pass."""
-    steps: int = 16
-    """Optimizer steps."""
-    learning_rate: float = 3e-3
-    """The highest learning rate, reached at the end of the warm-up."""
+    steps: int | None = None
+    """Optimizer steps. Default: 16, unless train.epochs is set."""
+    epochs: float | None = None
+    """Passes over the data, instead of train.steps. The steps are rounded up, and recorded as train.steps."""
+    learning_rate: float | None = None
+    """The highest learning rate, reached at the end of the warm-up. Default: by the model (train/learning_rate.py)."""
     schedule: str = "cosine"
     """`cosine`: the rate falls after the warm-up. `wsd`: it stays, then falls linearly at the end."""
-    warmup: int = 4
-    """Steps over which the learning rate rises."""
+    warmup: int | None = None
+    """Steps over which the learning rate rises. Default: 3 % of the steps, at least 4 and at most 2000."""
     decay: float = 0.2
     """The share of the run in which the rate of `wsd` falls."""
     final_rate: float = 0.1
@@ -110,12 +112,18 @@ class TrainSection:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"train.{name} is {value}: 1 or more is needed")
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(
+                f"train.steps={self.steps} and train.epochs={self.epochs:g} both say how long the run is: set one"
+            )
         for name in ("warmup", "weight_decay", "seed"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"train.{name} is {getattr(self, name)}: 0 or more is needed")
-        for name in ("learning_rate", "clip"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"train.{name} is {getattr(self, name)}: a number above 0 is needed")
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"train.{name} is {value}: 0 or more is needed")
+        for name in ("learning_rate", "clip", "epochs"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"train.{name} is {value}: a number above 0 is needed")
         for name in ("decay", "final_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"train.{name} is {getattr(self, name)}: a number from 0 to 1 is needed")
@@ -179,7 +187,7 @@ class Config:
 
         `record` is the configuration of its checkpoint. The data are compared by content, not by the file's name.
         """
-        for name, (mine, theirs) in self._differences(record).items():
+        for name, (mine, theirs) in self.differences(record).items():
             section, _, option = name.partition(".")
             if section in ("model", "train") and option not in CHANGEABLE:
                 return f"{name} is {mine!r}, and its checkpoints have {theirs!r}: --set {name}={theirs} continues it"
@@ -188,10 +196,10 @@ class Config:
     def changes(self, record: "Config") -> list[str]:
         """Return all options that differ from a checkpoint's, as 'train.steps 16 -> 32'."""
         shown = {None: "unset", "": "unset"}
-        differences = self._differences(record).items()
+        differences = self.differences(record).items()
         return [f"{name} {shown.get(old, old)} -> {shown.get(new, new)}" for name, (new, old) in differences]
 
-    def _differences(self, other: "Config") -> dict[str, tuple[Any, Any]]:
+    def differences(self, other: "Config") -> dict[str, tuple[Any, Any]]:
         """Return all options whose values differ, by name: this one's value and the other's."""
         found = {}
         for section in dataclasses.fields(self):
@@ -223,12 +231,17 @@ def _options(section: Any) -> dict[str, Any]:
 
 
 def read_config(
-    file: Path | None, overrides: list[str], tell: Callable[[str], None] = _tell, saved: bool = False
+    file: Path | None,
+    overrides: list[str],
+    tell: Callable[[str], None] = _tell,
+    saved: bool = False,
+    model: ModelSection | None = None,
 ) -> Config:
     """Return the configuration of a TOML file (None: the defaults) with `key=value` overrides.
 
     `tell` gets one line for each thing the user should know: old option names, an option that is ignored. Old names in
-    a file that a run has `saved` are read without notice: no user wrote them.
+    a file that a run has `saved` are read without notice: no user wrote them. Options of [model] that neither sets are
+    those of `model`.
     """
     content = _read_toml(file) if file else {}
     given: dict[str, Any] = {}
@@ -238,10 +251,15 @@ def read_config(
     if renamed := dict.fromkeys(in_overrides if saved else in_file + in_overrides):
         tell(f"Renamed: {', '.join(f'{old} is now {RENAMED[old]}' for old in renamed)}. The old names still work.")
     _change_recipe(content, _recipe(given), tell)
+    _change_length(content, given, None if saved else tell)
+    if saved:
+        _forget_rate(content, given)
     for override in overrides:
         path, equals, value = override.partition("=")
         _set(content, f"{RENAMED.get(path.strip(), path)}{equals}{value}")
     _rename_options(content)  # in tables that an override gave whole
+    if model and isinstance(found := content.get("model", {}), dict):
+        content["model"] = vars(model) | found
     config = build(Config, content, "")
     if config.plan is not None and _recipe(content) is None:
         tell(f"plan.recipe is not set: using '{config.plan.recipe}' with the plan options that are")
@@ -295,9 +313,31 @@ def _change_recipe(content: dict[str, Any], recipe: Any, tell: Callable[[str], N
         tell(f"Ignoring plan.disk={plan.pop('disk')}: recipe '{recipe}' writes nothing to disk")
 
 
+def _change_length(content: dict[str, Any], given: dict[str, Any], tell: Callable[[str], None] | None) -> None:
+    """Drop the file's train.steps if `--set` has train.epochs, and the other way round."""
+    train, wanted = _table(content, "train"), _table(given, "train")
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):
+        if other in wanted and name not in wanted and name in train:
+            dropped = train.pop(name)
+            if tell:
+                tell(f"Ignoring train.{name}={dropped}: train.{other}={wanted[other]} is set")
+
+
+def _forget_rate(content: dict[str, Any], given: dict[str, Any]) -> None:
+    """Drop the learning rate that a run has saved if `--set` names another model, which has a default of its own."""
+    source = _table(given, "model").get("source")
+    if source is not None and source != _table(content, "model").get("source"):
+        _table(content, "train").pop("learning_rate", None)
+
+
 def _recipe(content: dict[str, Any]) -> Any:
-    plan = content.get("plan")
-    return plan.get("recipe") if isinstance(plan, dict) else None
+    return _table(content, "plan").get("recipe")
+
+
+def _table(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a table of options; an empty one if there is none, or something else."""
+    found = content.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def build(section: type[Section], content: dict[str, Any], where: str) -> Section:

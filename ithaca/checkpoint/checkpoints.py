@@ -31,10 +31,13 @@ from ithaca.checkpoint.files import (
     cause,
     describe,
     measured,
+    none_is_sound,
     rank_digests,
+    total_updates,
 )
+from ithaca.checkpoint.other_run import read_newest
 from ithaca.checkpoint.reader import PlainReader, fill
-from ithaca.checkpoint.snapshot import Snapshot, local_bytes, training_state
+from ithaca.checkpoint.snapshot import WEIGHT, Snapshot, local_bytes, training_state
 from ithaca.parallel.agree import from_first, on_this_node, together
 from ithaca.parallel.hangs import lost_touch
 from ithaca.tape.budget import host_budget
@@ -184,6 +187,24 @@ class Checkpoints:
             raise none_is_sound(self._files.folder, damaged)
         return None
 
+    def load_other(self, files: CheckpointFolder, optimizer: bool) -> dict[str, Any]:
+        """Read the newest sound checkpoint of another run: weights, and on request what AdamW has.
+
+        Return its manifest.
+        """
+        state = {name: tensor for name, tensor in self._state.items() if optimizer or name.startswith(WEIGHT)}
+        manifest, warnings = read_newest(files, state, self._group)
+        for text in warnings:
+            self._warn(text)
+        if optimizer:
+            self._count_updates(manifest)
+        return manifest
+
+    def _count_updates(self, manifest: dict[str, Any]) -> None:
+        """Give AdamW its number of updates; `origin` has those that it took over from another run."""
+        for state in self._optimizer.state.values():
+            state["step"].fill_(total_updates(manifest))
+
     def _prune(self) -> None:
         """Delete old checkpoints. One that is newer was read or written just now, so what is kept is sound."""
         for problem in self._files.prune(self._keep) if self._rank == 0 else ():
@@ -208,8 +229,7 @@ class Checkpoints:
         manifest = self._files.manifest(step)
         assert manifest is not None
         manifest.setdefault("updates", step)  # before they were counted, every step was one
-        for state in self._optimizer.state.values():
-            state["step"].fill_(manifest["updates"])
+        self._count_updates(manifest)
         if len(manifest["random"]) == self._ranks:  # another number of ranks draws other numbers
             try:
                 _restore_random_state(manifest["random"][self._rank])
@@ -280,18 +300,6 @@ class Checkpoints:
         items: list[Any] = [None] * self._ranks
         dist.all_gather_object(items, item, group=self._group)
         return items
-
-
-def none_is_sound(folder: Path, damaged: dict[int, str]) -> RunError:
-    """Return the error of a run whose checkpoints are all damaged; `damaged` says how, step by step."""
-    steps: dict[str, list[str]] = {}
-    for step, damage in sorted(damaged.items()):
-        steps.setdefault(damage, []).append(str(step))
-    each = "; ".join(f"step {', '.join(numbers)}: {damage}" for damage, numbers in steps.items())
-    return RunError(
-        f"no checkpoint in '{folder}' is sound ({each}): nothing was changed; copy one again from a backup or from "
-        "where it came, or name another --run"
-    )
 
 
 def _random_state() -> list[str]:

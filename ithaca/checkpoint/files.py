@@ -171,6 +171,24 @@ class CheckpointFolder:
             del tensor  # the caller's is the only one now
 
 
+def none_is_sound(folder: Path, damaged: dict[int, str]) -> RunError:
+    """Return the error of a run whose checkpoints are all damaged; `damaged` says how, step by step."""
+    steps: dict[str, list[str]] = {}
+    for step, damage in sorted(damaged.items()):
+        steps.setdefault(damage, []).append(str(step))
+    each = "; ".join(f"step {', '.join(numbers)}: {damage}" for damage, numbers in steps.items())
+    return RunError(
+        f"no checkpoint in '{folder}' is sound ({each}): nothing was changed; copy one again from a backup or from "
+        "where it came, or name another --run"
+    )
+
+
+def total_updates(manifest: dict[str, Any]) -> int:
+    """Return how often AdamW has changed the weights: in this run, and before it if the run took over its state."""
+    own = manifest.get("updates", manifest["step"])  # before they were counted, every step was one
+    return own + manifest.get("origin", {}).get("updates", 0)
+
+
 class WriteError(Exception):
     """A part of a checkpoint could not be written; the text is the reason. It can be sent to other ranks."""
 
@@ -248,6 +266,8 @@ def _is_manifest(found: dict[str, Any]) -> bool:
                 and all(isinstance(found.get(name, {}), dict) for name in ("model", "computed"))
                 and _is_count(found.get("updates", 0), step)
                 and _is_count(found.get("passes_without_labels", 0), 2**63)
+                and ("origin" not in found or is_origin(found["origin"]))
+                and _is_history(found.get("history", []))
             )
     return False
 
@@ -258,6 +278,21 @@ def _is_data(found: Any) -> bool:
         case {"tokens": int(), "documents": int(), "sha256": str()} | [int(), int(), str(), int()]:
             return True
     return False
+
+
+def is_origin(found: Any) -> bool:
+    """Return whether this says from which checkpoint of which run another run began."""
+    match found:
+        case {"run": str(), "step": int(step), "optimizer": bool(), "updates": int(updates)}:
+            return _is_count(step, 2**63) and _is_count(updates, 2**63)
+    return False
+
+
+def _is_history(found: Any) -> bool:
+    """Return whether this is a list of changes: step, option, old value, new value."""
+    if not isinstance(found, list):
+        return False
+    return all(isinstance(line, list) and len(line) == 4 and isinstance(line[1], str) for line in found)
 
 
 def _is_count(found: Any, most: int) -> bool:

@@ -19,12 +19,14 @@ from ithaca.parallel.mesh import host_mesh
 from ithaca.parallel.sharding import host_twin, shards
 from ithaca.tape.slab import Slab, whole_pages
 
+WEIGHT = "weight/"  # the prefix of weights; each moment has its own name for one
+
 
 def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
     """Return the weights and AdamW's two moments by name, as they live on the ranks."""
     state: dict[str, DTensor] = {}
     for name, parameter in shards(model.decoder):
-        state[f"weight/{name}"] = parameter
+        state[f"{WEIGHT}{name}"] = parameter
         if parameter in optimizer.state:
             for moment in MOMENTS:
                 state[f"{moment}/{name}"] = optimizer.state[parameter][moment]

@@ -35,9 +35,19 @@ def sequences(
     return torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(documents)
 
 
+def rows_per_epoch(data: TokenFile, length: int) -> int:
+    """Return how many rows of `length` tokens one pass over the data has."""
+    return _windows(data.tokens, length)
+
+
+def _windows(size: int, length: int) -> int:
+    """Return into how many windows an epoch cuts the circle; a file shorter than a window is one of them."""
+    return max(size // length, 1)
+
+
 def _window_start(size: int, length: int, seed: int, number: int) -> int:
     """Return where in the file the sequence with this number begins."""
-    windows = max(size // length, 1)
+    windows = _windows(size, length)
     epoch, index = divmod(number, windows)
     # SeedSequence, unlike a Generator, gives the same numbers in every release of numpy
     offset, key = (int(word) for word in np.random.SeedSequence((seed, epoch)).generate_state(2, np.uint64))

@@ -13,15 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ithaca.base.disk import reason
 from ithaca.base.errors import ConfigError, ModelError, RunError, suggestion
-from ithaca.checkpoint.checkpoints import none_is_sound
-from ithaca.checkpoint.files import CheckpointFolder, Described, cause
+from ithaca.checkpoint.files import CheckpointFolder, Described, cause, none_is_sound
 from ithaca.checkpoint.lease import GoneError, Lease
+from ithaca.checkpoint.snapshot import WEIGHT
 from ithaca.model.save import check_vacant, write_folder
 from ithaca.model.source import DTYPES, describe_model
 from ithaca.train.record import check_model
 from ithaca.train.run_folder import RunFolder
-
-WEIGHT = "weight/"  # the prefix of weights in a checkpoint (snapshot.training_state)
 
 
 def export(path: Path, folder: Path, dtype: str | None) -> int:

@@ -27,6 +27,7 @@ from ithaca.config import Config
 from ithaca.model.source import load_model
 from ithaca.train.elastic import leave
 from ithaca.train.loop import train
+from ithaca.train.origin import Origin, check_origin, find_origin
 from ithaca.train.processes import Watch, run_ranks
 from ithaca.train.report import tell
 from ithaca.train.run_folder import RunFolder
@@ -45,14 +46,15 @@ def launch(
     fresh: bool,
     nodes: int | None = None,
     meeting_place: str | None = None,
+    origin: Origin | None = None,
 ) -> None:
     """Train on this machine's GPUs, or on `ranks` processes, or as one rank under torchrun or srun."""
     if nodes is not None or meeting_place is not None:
         _refuse_nodes(nodes, meeting_place)
     if starter := find_starter(config):
-        _join(config, ranks, path, fresh, starter)
+        _join(config, ranks, path, fresh, starter, origin)
     else:
-        _launch_alone(config, ranks, path, fresh)
+        _launch_alone(config, ranks, path, fresh, origin)
 
 
 def find_starter(config: Config) -> str | None:
@@ -86,20 +88,26 @@ def _refuse_nodes(nodes: int | None, meeting_place: str | None) -> NoReturn:
     raise ConfigError(f"{words} is not an option any more: start on each node {torchrun_line(count, host)}")
 
 
-def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: bool) -> None:
+def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: bool, origin: Origin | None) -> None:
     count = count_ranks(config, ranks)
     folder = RunFolder(path or _new_folder(config))
-    if fresh and (aside := folder.set_aside()):
-        print(f"Moved the old run to {aside}")
-    if not folder.has_checkpoints():
-        load_model(config.model.source, config.model.dtype)  # report its mistakes before processes start
+    if fresh:
+        if origin:
+            check_origin(folder, origin, config)  # before the old run is moved
+        if aside := folder.set_aside():
+            print(f"Moved the old run to {aside}")
+    # Report mistakes before processes start
+    if find_origin(folder, origin, config) is None and not folder.has_checkpoints():
+        load_model(config.model.source, config.model.dtype)
     if count == 1:
-        train(config, folder.path)
+        train(config, folder.path, origin=origin)
     else:
-        _start(config, count, folder.path)
+        _start(config, count, folder.path, origin)
 
 
-def _join(config: Config, ranks: int | None, path: Path | None, fresh: bool, starter: str) -> None:
+def _join(
+    config: Config, ranks: int | None, path: Path | None, fresh: bool, starter: str, origin: Origin | None
+) -> None:
     """Train as one rank of a job that torchrun or srun started."""
     if ranks is not None:
         raise ConfigError(
@@ -110,7 +118,7 @@ def _join(config: Config, ranks: int | None, path: Path | None, fresh: bool, sta
     if fresh:
         raise ConfigError(f"--fresh cannot be given under {starter}, which may start ranks again: name a new --run")
     try:
-        train(config, path)
+        train(config, path, origin=origin)
     except LostRankError as lost:
         leave(f"error: {lost}; continue from the last checkpoint with ithaca train --run {path}")
 
@@ -180,13 +188,13 @@ def _new_folder(config: Config) -> Path:
     return path
 
 
-def _start(config: Config, count: int, path: Path) -> None:
+def _start(config: Config, count: int, path: Path, origin: Origin | None = None) -> None:
     """Train on processes of this node. Restart all of them when one dies."""
     with Watch() as watch:
         folder, failures = RunFolder(path), 0  # in a row
         saved = folder.last_checkpoint()
         for attempt in itertools.count():
-            how = run_attempt(partial(train, config, path, launched=True), count, attempt, watch)
+            how = run_attempt(partial(train, config, path, launched=True, origin=origin), count, attempt, watch)
             if how is None:
                 return
             newest = folder.last_checkpoint()

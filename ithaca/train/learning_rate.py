@@ -1,17 +1,69 @@
-"""The learning rate over a run: linear warm-up, then `cosine` or `wsd` (warm-up, stable, decay)."""
+"""The learning rate over a run: linear warm-up, then `cosine` or `wsd` (warm-up, stable, decay); and its defaults.
+
+A model with weights gets 1e-5, as is usual for the fine-tuning of all weights. A preset, which has random weights, gets
+
+    3e-4 · (8e9 / parameters)^(1/3), at most 3e-3, rounded to two digits
+
+The law goes through the peak rates of the Llama 3 report (arXiv:2407.21783, table 3): 8B 3e-4; 70B 1.5e-4, by the law
+1.5e-4; 405B 8e-5, by the law 8.1e-5. SmolLM (1.7B: 5e-4, 135M and 360M: 3e-3, by its blog post) lies on it at 1.7B and
+above it below: 135M gets 1.2e-3. The largest rate is SmolLM's, and what `tiny` has always had. Given up: the rate does
+not depend on the tokens of a step, though a small batch wants a smaller one.
+"""
 
 import math
 
+from ithaca.base.sizes import format_count
 from ithaca.config import TrainSection
+
+WITH_WEIGHTS = 1e-5
+ANCHOR_RATE, ANCHOR_PARAMETERS, LARGEST = 3e-4, 8e9, 3e-3
+WARMUP_SHARE, SHORTEST_WARMUP, LONGEST_WARMUP = 0.03, 4, 2000
+# Options of [train] that the rate of a step depends on
+RATE_OPTIONS = {"steps", "learning_rate", "schedule", "warmup", "decay", "final_rate"}
+
+
+def is_settled(options: TrainSection) -> bool:
+    """Return whether the options have what `learning_rate` needs; those of a run that has started do."""
+    return None not in (options.learning_rate, options.warmup, options.steps)
+
+
+def default_rate(parameters: int, random_weights: bool) -> float:
+    """Return the highest learning rate of a run that sets none."""
+    if not random_weights:
+        return WITH_WEIGHTS
+    return float(f"{min(ANCHOR_RATE * (ANCHOR_PARAMETERS / parameters) ** (1 / 3), LARGEST):.1e}")
+
+
+def default_warmup(steps: int) -> int:
+    """Return the steps of the warm-up of a run that sets none."""
+    return min(max(math.ceil(WARMUP_SHARE * steps), SHORTEST_WARMUP), LONGEST_WARMUP)
 
 
 def learning_rate(options: TrainSection, step: int) -> float:
-    """Return the learning rate of a step, counted from 0."""
-    if step < options.warmup:
-        return options.learning_rate * (step + 1) / options.warmup
-    done = (step - options.warmup) / max(options.steps - 1 - options.warmup, 1)  # 1 in the last step
+    """Return the learning rate of a step, counted from 0. The options are settled: none of them is None."""
+    highest, warmup, steps = options.learning_rate, options.warmup, options.steps
+    assert highest is not None
+    assert warmup is not None
+    assert steps is not None
+    if step < warmup:
+        return highest * (step + 1) / warmup
+    done = (step - warmup) / max(steps - 1 - warmup, 1)  # 1 in the last step
     if options.schedule == "cosine":
         share = 0.5 + 0.5 * math.cos(math.pi * done)
     else:
         share = min((1 - done) / options.decay, 1.0) if options.decay else 1.0
-    return options.learning_rate * (options.final_rate + (1 - options.final_rate) * share)
+    return highest * (options.final_rate + (1 - options.final_rate) * share)
+
+
+def describe_rate(options: TrainSection, parameters: int, random_weights: bool) -> str:
+    """Return one line about the rate of a run: the highest and why, the warm-up, the schedule, the last."""
+    highest, warmup, steps = options.learning_rate, options.warmup, options.steps
+    assert highest is not None
+    assert warmup is not None
+    assert steps is not None
+    why = "set by train.learning_rate"
+    if highest == default_rate(parameters, random_weights):
+        why = f"the default for {f'{parameters / 1e6:.1f}M random' if random_weights else 'trained'} weights"
+    rises = f"a warm-up of {format_count(warmup, 'step')}" if warmup else "no warm-up"
+    last = learning_rate(options, steps - 1)
+    return f"Learning rate: at most {highest:g} ({why}); {rises}, then {options.schedule}; {last:g} in step {steps}"

@@ -37,7 +37,7 @@ class Loader:
         drawn = self._next[1]
         batches = join_batches(self._model.mesh, drawn.result)
         self._next = None
-        if step + 1 < self._options.steps:
+        if step + 1 < (self._options.steps or 0):
             self._next = step + 1, self._thread.submit(self._draw, step + 1)
         return batches
 

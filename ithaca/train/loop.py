@@ -17,6 +17,7 @@ from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.config import Config
 from ithaca.data.reader import TokenFile
+from ithaca.model.presets import PRESETS
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.axes import Axes
@@ -29,9 +30,12 @@ from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
 from ithaca.train.elastic import leave
-from ithaca.train.learning_rate import learning_rate
+from ithaca.train.epochs import describe_epochs
+from ithaca.train.learning_rate import describe_rate, is_settled, learning_rate
 from ithaca.train.loader import Loader
-from ithaca.train.record import check_record, make_record
+from ithaca.train.loss_watch import LossWatch
+from ithaca.train.origin import Origin, adopt, describe_origin, find_origin
+from ithaca.train.record import check_record, list_changes, make_record
 from ithaca.train.report import Progress, Sinks, open_sinks, tell_conclusion
 from ithaca.train.run_folder import RunFolder, check_shared
 from ithaca.train.start import check_data, free_memory, open_data, open_source, settle
@@ -39,10 +43,11 @@ from ithaca.train.stop import StopRequest
 from ithaca.train.unlearned import Unlearned, with_labels
 
 
-def train(config: Config, path: Path, launched: bool = False) -> None:
+def train(config: Config, path: Path, launched: bool = False, origin: Origin | None = None) -> None:
     """Train in a run folder on this job's ranks, from its last checkpoint on if it has one.
 
-    `launched`: a launcher of ours started this rank, and ends it at a second Ctrl-C (stop.py).
+    `launched`: a launcher of ours started this rank, and ends it at a second Ctrl-C (stop.py). `origin`: the run whose
+    checkpoint a new run starts from.
     """
     use_expandable_segments()
     device, longer = None if config.train.device == "auto" else config.train.device, config.run.timeout or 0
@@ -54,22 +59,24 @@ def train(config: Config, path: Path, launched: bool = False) -> None:
         leave(str(lost) if launched else f"error: {lost}{again}")  # our launcher restarts the run
 
     with answering(grid.group, end) as roll:
-        _train(config, RunFolder(path), grid, launched, roll)
+        _train(config, RunFolder(path), grid, launched, roll, origin)
 
 
-def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Roll) -> None:
+def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Roll, given_origin: Origin | None) -> None:
     lock = together(grid.group, lambda: run.hold() if grid.rank == 0 else None)
     try:
         check_shared(run, lock, grid)
         memory = free_memory(grid)
-        config, (plan, axes, why) = from_first(grid.group, lambda: settle(config, run, grid, memory))
+        origin = from_first(grid.group, lambda: find_origin(run, given_origin, config))
+        resumed = from_first(grid.group, run.has_checkpoints)
+        described = run.model if resumed else origin.model if origin else None
+        config, (plan, axes, why) = from_first(grid.group, lambda: settle(config, run, grid, memory, described))
         if axes != config.mesh:
             grid = mesh(**vars(axes), device=grid.device.type)
-        resumed = from_first(grid.group, run.has_checkpoints)
         data = open_data(config, run, grid)
         check_data(data, grid)
-        source = together(grid.group, lambda: open_source(config, run, resumed, data))
-        TrainingRun(config, run, apply(source, plan, grid), data, why).go(launched, roll)
+        source = together(grid.group, lambda: open_source(config, described, data))
+        TrainingRun(config, run, apply(source, plan, grid), data, why, origin).go(launched, roll)
     finally:
         if lock:
             run.release()
@@ -78,9 +85,19 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
 class TrainingRun:
     """One run on one rank: the state that its steps share."""
 
-    def __init__(self, config: Config, folder: RunFolder, model: Model, data: TokenFile, why: Sequence[str] = ()):
-        """`why`: the planner's lines about a Plan that it chose."""
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        model: Model,
+        data: TokenFile,
+        why: Sequence[str] = (),
+        origin: Origin | None = None,
+    ):
+        """`why`: the planner's lines about a Plan that it chose. `origin`: the run that a new run starts from."""
         self.config, self.folder, self.model, self.data = config, folder, model, data
+        assert is_settled(config.train)
+        self.steps: int = config.train.steps  # pyrefly: ignore
         self.mesh: Mesh = model.mesh
         self.first = self.mesh.rank == 0
         check_rows(self._pass_size()[0], self.mesh)
@@ -90,7 +107,7 @@ class TrainingRun:
         options = config.train
         self.optimizer = make_optimizer(
             model,
-            learning_rate=options.learning_rate,
+            learning_rate=options.learning_rate,  # pyrefly: ignore
             betas=(options.beta1, options.beta2),
             weight_decay=options.weight_decay,
             reserved_bytes=tape_bytes,
@@ -105,13 +122,22 @@ class TrainingRun:
         manifest = self.checkpoints.load()
         self.begun = self.done = self.saved = manifest["step"] if manifest else 0  # counts of steps
         self.unlearned = Unlearned(manifest or {})
+        self.past: dict[str, Any] = {
+            key: manifest[key] for key in ("origin", "history") if manifest and key in manifest
+        }
+        self.changes = list[list[Any]]()  # since the checkpoint, until a step has told them
         if manifest:
             self._check_resumed(manifest)
-        together(self.mesh.group, lambda: folder.begin(config, model.source, model.dtype) if self.first else None)
+        elif origin:
+            self.past["origin"] = adopt(origin, self.checkpoints, model)
+        came_from = self.past.get("origin")
+        together(
+            self.mesh.group, lambda: folder.begin(config, model.source, model.dtype, came_from) if self.first else None
+        )
         self.peak_flops = gpu_peak_flops(self.mesh.device)
         self.loader = Loader(data, options, model)
         log = folder.log if self.first else None
-        self.progress = together(self.mesh.group, lambda: Progress(log, self.done, options.steps, folder.lost))
+        self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost))
         self.sinks = Sinks([], folder, self.progress.warn)
 
     def _pass_size(self) -> tuple[int, int]:
@@ -123,15 +149,19 @@ class TrainingRun:
         """Raise an error unless this run continues what the checkpoint was; say what has changed."""
         for text in check_record(manifest, self.config, self.data, self.model):
             self._warn(text)
-        if self.done > self.config.train.steps:
+        self.changes = list_changes(manifest, self.config)
+        if self.changes:
+            self.past["history"] = [*self.past.get("history", []), *self.changes]
+        if self.done > self.steps:
             raise ConfigError(
-                f"the run has done {self.done} steps already, and train.steps is {self.config.train.steps}: "
+                f"the run has done {self.done} steps already, and train.steps is {self.steps}: "
                 f"{self.done} or more continues it"
             )
 
     def go(self, launched: bool, roll: Roll) -> None:
         """Do all steps that are left, save, and release everything, also after an error."""
         together(self.mesh.group, lambda: self.folder.cut_metrics(self.done) if self.first else None)
+        self.loss_watch = LossWatch(self.folder.read_metrics() if self.first else ())
         self.sinks = together(
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
         )
@@ -187,26 +217,36 @@ class TrainingRun:
     def _steps(self, roll: Roll) -> bool:
         """Train until the last step (return False) or until a user asks to stop (return True)."""
         every = self.config.run.checkpoint_every
-        while self.done < self.config.train.steps:
+        while self.done < self.steps:
             with roll.limit(self.timeout):
                 metrics = self._step()
             self._publish(metrics)
             self._report_problem(final=False)
-            if self.stop.agreed() and self.done < self.config.train.steps:
+            if self.stop.agreed() and self.done < self.steps:
                 return True
-            if every and self.done % every == 0 and self.done < self.config.train.steps:
+            if every and self.done % every == 0 and self.done < self.steps:
                 self._save()
         return False
 
     def _publish(self, metrics: dict[str, Any]) -> None:
         """Show and write the metrics of a step. If the run folder is lost, ask all ranks to stop."""
         self.progress.step(metrics)
+        if risen := self.loss_watch.add(metrics):
+            self.progress.warn(f"{risen}: {self._advice()}")
         if mended := self.folder.mend(self.config):
             self.progress.warn(mended)
         if self.folder.lost():
             self.stop.ask()  # the checkpoint that follows tells all ranks why (Checkpoints.save)
             return
         self.sinks.write(metrics)
+
+    def _advice(self) -> str:
+        """Return what helps against a loss that rises."""
+        options = self.config.train
+        return (
+            f"a lower train.learning_rate than {options.learning_rate:g}, or a longer train.warmup than "
+            f"{options.warmup}, may help (--fresh starts again); the run goes on"
+        )
 
     def _step(self) -> dict[str, Any]:
         options, began = self.config.train, time.perf_counter()
@@ -220,8 +260,11 @@ class TrainingRun:
         for text in self.unlearned.add(self.done, batches):
             self.progress.warn(text)
         seconds = time.perf_counter() - began
+        changed = {"changed": {name: [old, new] for _, name, old, new in self.changes}} if self.changes else {}
+        self.changes = []
         return self._metrics(batches, loss, norm, rate, seconds) | {
-            "ring_waiting": round(work.waiting, 4) if work else None
+            "ring_waiting": round(work.waiting, 4) if work else None,
+            **changed,
         }
 
     def _update(self, batches: list[Batch], rate: float) -> tuple[float, float]:
@@ -286,7 +329,7 @@ class TrainingRun:
         """Begin a checkpoint of this step, unless there is one."""
         if self.saved != self.done:
             record = make_record(self.config, self.data, self.model)
-            self.checkpoints.save(self.done, record | self.unlearned.note(self.done))
+            self.checkpoints.save(self.done, record | self.unlearned.note(self.done) | self.past)
             self.saved = self.done
 
     def _report_problem(self, final: bool) -> None:
@@ -320,20 +363,25 @@ class TrainingRun:
         dtype, device = str(model.dtype).removeprefix("torch."), self.mesh.device.type
         ranks = format_count(self.mesh.size, "GPU" if device == "cuda" else f"{device.upper()} rank")
         say(
-            f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, in {dtype} on {ranks}; "
+            f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, {self._weights()}, "
+            f"in {dtype} on {ranks}; "
             f"attention kernel: {explain_kernel(model.kernel, self.mesh.device, model.dtype, model.spec.head_size)}"
         )
         passes = f" in {format_count(options.batch // options.micro_batch, 'pass')}" if options.micro_batch else ""  # pyrefly: ignore
         say(
             f"Each step: {format_count(options.batch, 'sequence')} of {format_tokens(options.tokens)} tokens{passes}; "  # pyrefly: ignore
-            f"{format_count(options.steps, 'step')}; run folder {self.folder.path}"
+            f"{format_count(self.steps, 'step')}; run folder {self.folder.path}"
         )
+        say(describe_epochs(options, self.data))
+        say(describe_rate(options, model.spec.parameters(), self._is_random()))
         for line in model.describe_ranks():
             say(line)
         if self.mesh.size > 1:
             say(f"Hang timeout: {format_seconds(self.timeout)} (run.timeout)")
         if device == "cuda" and self.peak_flops is None:
             say(f"Causal MFU is not reported: the peak of {torch.cuda.get_device_name(self.mesh.device)} is not known")
+        if origin := self.past.get("origin"):
+            say(describe_origin(origin))
         if self.done:
             say(f"Continuing from the checkpoint of step {self.done}")
         for text in self.why:
@@ -341,6 +389,17 @@ class TrainingRun:
         for text in self.early_warnings:
             self.progress.warn(text)
         self.announced = True
+
+    def _is_random(self) -> bool:
+        """Return whether the run began with random weights."""
+        return self.config.model.source in PRESETS and "origin" not in self.past
+
+    def _weights(self) -> str:
+        """Return whose weights the run began with."""
+        source = self.config.model.source
+        if self._is_random():
+            return f"random weights (preset {source})"
+        return f"weights of {self.past['origin']['run'] if 'origin' in self.past else source}"
 
     def _conclude(self, stopped: bool) -> None:
         """Say how the run ended. Raise an error on all ranks if the files of the run cannot be used."""

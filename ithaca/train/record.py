@@ -16,6 +16,7 @@ from ithaca.config import Config, parse_config
 from ithaca.data.reader import TokenFile
 from ithaca.model.spec import Spec
 from ithaca.plans.recipes import TILE
+from ithaca.train.learning_rate import RATE_OPTIONS, is_settled, learning_rate
 from ithaca.train.start import data_change
 
 
@@ -45,6 +46,7 @@ def check_record(manifest: dict[str, Any], config: Config, data: TokenFile, mode
         )
     if changes := config.changes(record):
         warnings.append(f"changed since the checkpoint of step {step}: {', '.join(changes)}")
+        warnings += _rate_change(step, config, record)
     now = _computed(config, model)
     before = manifest.get("computed", now)
     if "tile" not in before and record.plan and record.plan.tiles_by_default and model.plan.tile:
@@ -55,6 +57,21 @@ def check_record(manifest: dict[str, Any], config: Config, data: TokenFile, mode
             f"{', '.join(moved)}"
         )
     return warnings
+
+
+def list_changes(manifest: dict[str, Any], config: Config) -> list[list[Any]]:
+    """Return what has changed since a checkpoint, as its successors record it: step, option, old value, new value."""
+    changes = config.differences(parse_config(manifest["config"])).items()
+    return [[manifest["step"], name, old, new] for name, (new, old) in changes]
+
+
+def _rate_change(step: int, config: Config, record: Config) -> list[str]:
+    """Return a sentence about the learning rate before and after a checkpoint if an option of it has changed."""
+    changed = {name.removeprefix("train.") for name in config.differences(record)}
+    if not changed & RATE_OPTIONS or step >= (config.train.steps or 0) or not is_settled(record.train):
+        return []
+    before, after = learning_rate(record.train, step - 1), learning_rate(config.train, step)
+    return [f"the learning rate goes from {before:.3g} in step {step} to {after:.3g} in step {step + 1}"]
 
 
 def check_model(manifest: dict[str, Any], spec: Spec) -> None:

@@ -202,7 +202,7 @@ class TensorBoard:
 
     def write(self, metrics: dict[str, Any]) -> None:
         for name, value in metrics.items():
-            if name != "step" and value is not None:
+            if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, metrics["step"])
 
     def close(self) -> None:

@@ -46,6 +46,7 @@ class RunFolder:
         self.path = path
         self.config, self.metrics = path / "config.toml", path / "metrics.jsonl"
         self.model, self.checkpoints = path / "model", path / "checkpoints"
+        self.origin = self.model / "origin.json"  # where the weights came from, if from another run
         self.picture, self.log, self.lock = path / "loss.png", path / "log.txt", path / "lock"
         self._held: IO[str] | None = None  # the lock's file, while this process holds it
         self._made: list[Path] = []  # the folders that `hold` has made, the innermost first
@@ -186,8 +187,10 @@ class RunFolder:
             return None if told else f"{problem}; the run goes on, and tries again after each step"
         return None
 
-    def begin(self, config: Config, source: ModelSource, dtype: torch.dtype) -> None:
-        """Write the configuration and, before the first checkpoint, the description of the model."""
+    def begin(
+        self, config: Config, source: ModelSource, dtype: torch.dtype, origin: dict[str, Any] | None = None
+    ) -> None:
+        """Write the configuration and, before the first checkpoint, the description of the model and its origin."""
         if not self.has_checkpoints():
             shutil.rmtree(self.model, ignore_errors=True)
             partial = self.path / "model.partial"
@@ -197,6 +200,8 @@ class RunFolder:
                     partial.mkdir()
                     write_description(source, dtype, partial)
                     write_dtypes(source, dtype, partial)
+                    if origin:
+                        (partial / self.origin.name).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
                     partial.rename(self.model)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)

@@ -12,10 +12,11 @@ import torch
 
 from ithaca.base.errors import DataError, PlanError
 from ithaca.base.sizes import format_tokens
-from ithaca.config import Config, MeshSection
+from ithaca.config import Config, MeshSection, TrainSection
 from ithaca.data.inputs import standard_library
 from ithaca.data.misfit import misfit
 from ithaca.data.reader import TokenFile, open_tokens
+from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, describe_model, load_model
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import least, together, together_with
@@ -27,6 +28,8 @@ from ithaca.planner.search import binding, longest, search
 from ithaca.plans.plan import Plan
 from ithaca.schedule.variants import SHORTEST
 from ithaca.tape.budget import host_budget
+from ithaca.train.epochs import STEPS, count_steps
+from ithaca.train.learning_rate import default_rate, default_warmup
 from ithaca.train.run_folder import RunFolder
 
 CPU_TOKENS, GPU_TOKENS = 8 * 2**10, 64 * 2**10  # default context lengths
@@ -52,35 +55,69 @@ def free_memory(grid: Mesh) -> FreeMemory:
     return FreeMemory(*least(grid.group, mine, host_budget()[0]))
 
 
-def settle(config: Config, run: RunFolder, grid: Mesh, memory: FreeMemory) -> tuple[Config, Chosen]:
-    """Return the configuration with tokens and batch filled in, and the Plan and mesh of the run.
+def settle(
+    config: Config, run: RunFolder, grid: Mesh, memory: FreeMemory, described: Path | None = None
+) -> tuple[Config, Chosen]:
+    """Return the configuration with the options of [train] that are open filled in, and the Plan and mesh of the run.
 
-    An open option takes its value from the run's last checkpoint or earlier start, else the default for these ranks.
+    An open option takes its value from the run's last checkpoint or earlier start, else the default for these ranks,
+    this model and these data. `described`: the folder that describes a model whose weights a checkpoint has.
     """
-    saved = (run.record() or config).train
+    record = run.record() or config
+    saved = record.train
+    if record.model.source != config.model.source:
+        saved = replace(saved, learning_rate=None)  # it suited the model of a start that came to nothing
     default = GPU_TOKENS if grid.device.type == "cuda" else CPU_TOKENS
     tokens = config.train.tokens or saved.tokens or default
     batch = config.train.batch or saved.batch
     config = replace(config, train=replace(config.train, tokens=tokens, batch=batch))
-    chosen = choose_plan(config, _spec(config, run), grid, tokens, memory, lambda: _documents(config, run))
+    spec = _source(config, described).spec
+    chosen = choose_plan(config, spec, grid, tokens, memory, lambda: _documents(config, run))
     sharing = chosen[1].ring * chosen[1].ulysses
     batch = batch or (config.train.micro_batch or 1) * (grid.size // sharing)
     config = replace(config, train=replace(config.train, batch=batch))
+    steps = count_steps(config.train, _read_data(config, run)) if config.train.epochs else None
+    rate = default_rate(spec.parameters(), has_random_weights(config, described))
+    config = replace(config, train=_settle_rate(config.train, saved, steps, rate))
     run.check(config)
     return config, chosen
 
 
-def _spec(config: Config, run: RunFolder) -> Spec:
+def _settle_rate(options: TrainSection, saved: TrainSection, steps: int | None, rate: float) -> TrainSection:
+    """Return the options with steps, learning rate and warm-up; `saved` are those of the last checkpoint.
+
+    `steps`: those of train.epochs, if it is set. `rate`: the default for the model.
+    """
+    steps = steps or options.steps or saved.steps or STEPS
+    warmup = saved.warmup if options.warmup is None else options.warmup
+    return replace(
+        options,
+        steps=steps,
+        epochs=None,
+        learning_rate=options.learning_rate or saved.learning_rate or rate,
+        warmup=default_warmup(steps) if warmup is None else warmup,
+    )
+
+
+def has_random_weights(config: Config, described: Path | None) -> bool:
+    """Return whether a run begins with random weights: those of a preset, unless a checkpoint has others."""
+    return described is None and config.model.source in PRESETS
+
+
+def _source(config: Config, described: Path | None) -> ModelSource:
+    """Return the configured model; one whose weights a checkpoint has, as the folder `described` describes it."""
     model = config.model
-    if run.has_checkpoints():
-        return describe_model(run.model, model.dtype).spec
-    return load_model(model.source, model.dtype, model.seed).spec
+    return describe_model(described, model.dtype) if described else load_model(model.source, model.dtype, model.seed)
+
+
+def _read_data(config: Config, run: RunFolder) -> TokenFile:
+    source = config.data.source
+    return open_tokens(Path(source), run.path) if source else standard_library()
 
 
 def _documents(config: Config, run: RunFolder) -> Documents:
     """Return the documents of the data, for the planner."""
-    source = config.data.source
-    return file_documents(open_tokens(Path(source), run.path) if source else standard_library())
+    return file_documents(_read_data(config, run))
 
 
 def choose_plan(
@@ -198,10 +235,9 @@ def data_change(seen: Any, data: TokenFile) -> str | None:
     return f"it saw {describe_data(seen)}, now there are {describe_data(data.identity())}"
 
 
-def open_source(config: Config, run: RunFolder, resumed: bool, data: TokenFile) -> ModelSource:
-    """Return the configured model; for a run with checkpoints, the model that its folder describes."""
-    model = config.model
-    source = describe_model(run.model, model.dtype) if resumed else load_model(model.source, model.dtype, model.seed)
+def open_source(config: Config, described: Path | None, data: TokenFile) -> ModelSource:
+    """Return the configured model; one whose weights a checkpoint has, as the folder `described` describes it."""
+    source = _source(config, described)
     if problem := misfit(data.header, f"'{data.path}'", source.spec.vocab, source.folder):
         raise DataError(problem)
     return source

@@ -36,6 +36,7 @@ KINDS = {
     "train.batch": "count",
     "train.micro_batch": "count",
     "train.steps": "count",
+    "train.epochs": "rate",
     "train.learning_rate": "rate",
     "train.schedule": "word",
     "train.warmup": "whole",

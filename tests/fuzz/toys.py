@@ -58,7 +58,7 @@ def _run(folder: Path) -> None:
     """Three steps in `run`, and six of the same job in `whole-run`; the rate does not depend on the number of steps."""
     job = ("--ranks", "1", "--set", "model.source=model", "--set", "data.source=good.tokens")
     job = (*job, "--set", "train.tokens=16", "--set", "run.checkpoint_every=1", "--set", "train.device=cpu")
-    job = (*job, "--set", "train.final_rate=1")
+    job = (*job, "--set", "train.final_rate=1", "--set", "train.learning_rate=0.003", "--set", "train.warmup=4")
     for name, steps in (("run", STEPS), ("whole-run", 2 * STEPS)):
         _say("train", "--run", name, *job, "--set", f"train.steps={steps}")
     _say("export", "run", "exported")

@@ -10,6 +10,7 @@ SMALL = [
     "train.batch=4",
     "train.steps=18",
     "train.warmup=3",
+    "train.learning_rate=0.003",
     "run.checkpoint_every=4",
     "train.device=cpu",
 ]
