@@ -5,6 +5,7 @@ import io
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -110,14 +111,16 @@ def _read_config(file: Path | None, overrides: list[str], run: Path | None, orig
     if file:
         _check_config(file)
     # os.path.exists: without an error for a folder that may not be read
-    files = [folder / "config.toml" for folder in (run, origin) if folder]
-    saved = next((file for file in files if os.path.exists(file)), None)
+    own, theirs = (folder / "config.toml" if folder else None for folder in (run, origin))
+    saved = next((file for file in (own, theirs) if file and os.path.exists(file)), None)
     if origin and saved is None:
         raise ConfigError(f"--from {origin} is not a run folder: it has no config.toml")
     if file is None:
-        return read_config(saved, overrides, _tell_once, saved=saved is not None)
+        # The other run's model has its rope by now; asked for again, it would come on top
+        before = [] if saved in (None, own) else ['model.rope=""']
+        return read_config(saved, before + overrides, _tell_once, saved=saved is not None)
     model = read_config(saved, [], _tell_once, saved=True).model if origin else None
-    return read_config(file, overrides, _tell_once, model=model)
+    return read_config(file, overrides, _tell_once, model=replace(model, rope="") if model else None)
 
 
 def _check_config(path: Path) -> None:

@@ -9,6 +9,7 @@
 import dataclasses
 import difflib
 import json
+import shlex
 import sys
 import tomllib
 import types
@@ -22,6 +23,7 @@ from ithaca.base.aliases import ALIASES, suggest_option
 from ithaca.base.errors import ConfigError, IthacaError, suggestion
 from ithaca.base.files import read_small
 from ithaca.base.sizes import MOST_SECONDS, parse_tokens
+from ithaca.model.extend import parse_rope
 from ithaca.plans.places import REBUILD
 from ithaca.plans.plan import RECIPE_OPTIONS, Plan
 from ithaca.plans.recipes import RECIPES
@@ -52,6 +54,12 @@ class ModelSection:
     """The dtype of the computation: bfloat16, float32, float64; `auto`: bfloat16 on a GPU, float32 on a CPU."""
     seed: int = 0
     """The seed of a preset's random weights."""
+    rope: str = ""
+    """New rope settings for a longer context: `theta`, `linear`, `yarn`, `llama3`, with parameters, or `auto`."""
+
+    def __post_init__(self) -> None:
+        if self.rope:
+            parse_rope(self.rope)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +198,8 @@ class Config:
         for name, (mine, theirs) in self.differences(record).items():
             section, _, option = name.partition(".")
             if section in ("model", "train") and option not in CHANGEABLE:
-                return f"{name} is {mine!r}, and its checkpoints have {theirs!r}: --set {name}={theirs} continues it"
+                back = shlex.quote(f"{name}={theirs}")
+                return f"{name} is {mine!r}, and its checkpoints have {theirs!r}: --set {back} continues it"
         return None
 
     def changes(self, record: "Config") -> list[str]:

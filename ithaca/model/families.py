@@ -89,6 +89,7 @@ def read_spec(config: Mapping[str, Any]) -> Spec:
         o_bias=bias and family.bias == "option",
         mlp_bias=family.mlp_bias and flag(config, "mlp_bias"),
         rope=read_rope(config, family.theta, family.positions),
+        max_position_embeddings=whole(config, "max_position_embeddings", family.positions),
         rope_layers=rope_layers,
     )
     if spec.parameters() > PARAMETERS:

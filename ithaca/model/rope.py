@@ -80,11 +80,12 @@ def _yarn(given: Mapping[str, Any], rope: Rope) -> Rope:
         beta_fast=fast,
         beta_slow=slow,
         truncate=flag(given, "truncate", True),
-        attention_factor=_yarn_attention_factor(given, rope.factor),
+        attention_factor=yarn_attention_factor(given, rope.factor),
     )
 
 
-def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
+def yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
+    """The number that yarn multiplies cosines and sines by: the given one, or what follows from the factor."""
     # Zero is taken for missing, as in transformers
     named = ("mscale", "mscale_all_dim")
     scales = [None if given.get(name) in (None, 0) else real(given, name, most=1e3) for name in named]

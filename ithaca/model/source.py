@@ -8,7 +8,7 @@ plus one range. Nothing is unpickled.
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ithaca.base.errors import ModelError, shown, suggestion
+from ithaca.base.sizes import parse_tokens
 from ithaca.model.config_json import find_config
+from ithaca.model.extend import extend_rope
 from ithaca.model.families import read_spec
 from ithaca.model.folder import companions, model_file, read_json
 from ithaca.model.spec import Spec
@@ -52,10 +54,11 @@ class ModelSource:
     """A model that is checked but not read yet. `ithaca.apply` makes a trainable one of it."""
 
     spec: Spec
-    config: Mapping[str, Any]  # config.json as it was found; it is saved with the weights
+    config: Mapping[str, Any]  # config.json as it was found, or with a new rope; it is saved with the weights
     weights: Weights
     dtype: str  # of the computation: bfloat16, float32, float64, or auto (bfloat16 on a GPU, float32 on a CPU)
     folder: Path | None  # None for a preset
+    rope_line: str = ""  # how the rope was changed; empty if nothing asked for it
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         if self.dtype == "auto":
@@ -63,13 +66,30 @@ class ModelSource:
         return DTYPES[self.dtype]
 
 
-def load_model(model: str | Path, dtype: str = "auto", seed: int = 0) -> ModelSource:
+def load_model(
+    model: str | Path,
+    dtype: str = "auto",
+    seed: int = 0,
+    *,
+    rope: str | None = None,
+    tokens: int | str | None = None,
+) -> ModelSource:
     """Open a model: a Hugging Face folder, or a preset (its sizes, with random weights drawn from `seed`).
 
-    `dtype` is the dtype of the computation. The trained shards are in at least float32.
+    `dtype` is the dtype of the computation. The trained shards are in at least float32. `rope` extends the model to a
+    context of `tokens`, as the option `model.rope` does: `rope="auto", tokens="64K"`. The new settings are saved with
+    the model.
     """
     if dtype not in ("auto", *DTYPES):
         raise ModelError(f"dtype '{dtype}' is not supported: {suggestion(str(dtype), ['auto', *DTYPES])}")
+    if (rope is None) != (tokens is None):
+        missing = "tokens, as tokens='64K'" if tokens is None else "rope, as rope='auto'"
+        raise ModelError(f"load_model has rope={shown(rope)} and tokens={shown(tokens)}: give {missing}, too")
+    source = _open_model(model, dtype, seed)
+    return source if rope is None or tokens is None else extend_model(source, rope, parse_tokens(tokens))
+
+
+def _open_model(model: str | Path, dtype: str, seed: int) -> ModelSource:
     config, folder = find_config(model)
     spec = read_spec(config)
     if folder is None:
@@ -79,6 +99,12 @@ def load_model(model: str | Path, dtype: str = "auto", seed: int = 0) -> ModelSo
     if dtype != "float64" and any(weights.stored_dtype(name) == torch.float64 for name, _ in spec.shapes()):
         raise ModelError(f"'{folder}' holds float64 weights, which would lose bits: give dtype='float64'")
     return ModelSource(spec, config, weights, dtype, folder)
+
+
+def extend_model(source: ModelSource, rope: str, tokens: int) -> ModelSource:
+    """The same weights with the rope that `rope` asks for a context of `tokens`."""
+    config, line = extend_rope(source.config, rope, tokens)
+    return replace(source, spec=read_spec(config), config=config, rope_line=line)
 
 
 def describe_model(folder: Path, dtype: str = "auto") -> ModelSource:

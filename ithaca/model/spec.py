@@ -31,6 +31,7 @@ class Spec:
     o_bias: bool
     mlp_bias: bool
     rope: Rope
+    max_position_embeddings: int  # the context length that config.json names
     rope_layers: tuple[bool, ...]  # which layers rotate their queries and keys
     post_norm: bool = False  # attention's and the MLP's outputs are normed instead of their inputs, as in OLMo 2
 

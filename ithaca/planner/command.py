@@ -6,11 +6,15 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from ithaca.base.errors import ModelError, PlanError
 from ithaca.base.misuse import check_type
 from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
 from ithaca.model.config_json import find_config
+from ithaca.model.extend import beyond_context
 from ithaca.model.families import read_spec
+from ithaca.model.presets import PRESETS
 from ithaca.model.spec import Spec
 from ithaca.planner.documents import read_documents
 from ithaca.planner.hardware import MOST_ON_A_NODE, Cluster, Gpu, Machine, parse_gpus, read_gpus
@@ -65,6 +69,7 @@ def run(
     question = Question(model, read_spec(find_config(model)[0]), cluster, length, recipe, packed)
     most = longest(question.spec, cluster, recipe)
     wanted = length or most
+    _warn_beyond(question, wanted)
     answer = search(question.spec, cluster, wanted, recipe, documents=packed) if wanted else None
     if answer is None:
         _refuse(question, most, output.as_json)
@@ -72,6 +77,15 @@ def run(
         _print_meshes(replace(question, tokens=wanted, recipe=answer.plan.recipe), None, output.as_json)
     else:
         _print_answer(question, answer, most, output)
+
+
+def _warn_beyond(question: Question, tokens: int) -> None:
+    """Warn if a folder's model is not made for documents of so many tokens. A preset has no trained weights."""
+    documents = question.documents
+    reached = min(tokens, int(np.diff(documents.bounds).max())) if documents else tokens
+    warning = beyond_context(question.spec, reached)
+    if warning and question.model not in PRESETS:
+        print(f"Warning: {warning}", file=sys.stderr)
 
 
 def _refuse(question: Question, most: int, as_json: bool) -> None:

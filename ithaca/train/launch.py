@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from ithaca.base.errors import ConfigError, LostRankError, RunError, first_line, shown
 from ithaca.config import Config
-from ithaca.model.source import load_model
 from ithaca.train.elastic import leave
 from ithaca.train.loop import train
 from ithaca.train.origin import Origin, check_origin, find_origin
@@ -33,6 +32,7 @@ from ithaca.train.processes import Watch, run_ranks
 from ithaca.train.report import tell
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import Step, read_step
+from ithaca.train.start import load_source
 
 CPU_RANKS = 1024
 LOOPBACK = "127.0.0.1"
@@ -96,8 +96,9 @@ def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: b
         check_origin(folder, origin, config)  # before the old run is moved
     with _set_aside(folder) if fresh else nullcontext():
         # Report mistakes before processes start
-        if find_origin(folder, origin, config) is None and not folder.has_checkpoints():
-            load_model(config.model.source, config.model.dtype)
+        found = find_origin(folder, origin, config)
+        if found or not folder.has_checkpoints():
+            load_source(config, found.model if found else None)
         if count == 1:
             train(config, folder.path, origin=origin)
         else:

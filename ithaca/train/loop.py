@@ -38,7 +38,7 @@ from ithaca.train.origin import Origin, adopt, describe_origin, find_origin
 from ithaca.train.record import check_record, list_changes, make_record
 from ithaca.train.report import Progress, Sinks, check_report, open_sinks, tell_conclusion
 from ithaca.train.run_folder import RunFolder, check_shared
-from ithaca.train.start import check_data, free_memory, open_data, open_source, settle
+from ithaca.train.start import check_data, describe_rope, free_memory, open_data, open_source, settle
 from ithaca.train.stop import StopRequest
 from ithaca.train.unlearned import Unlearned, with_labels
 
@@ -72,12 +72,14 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
         origin = from_first(grid.group, lambda: find_origin(run, given_origin, config))
         resumed = from_first(grid.group, run.has_checkpoints)
         described = run.model if resumed else origin.model if origin else None
-        config, (plan, axes, why) = from_first(grid.group, lambda: settle(config, run, grid, memory, described))
+        config, (plan, axes, why) = from_first(
+            grid.group, lambda: settle(config, run, grid, memory, described, resumed)
+        )
         if axes != config.mesh:
             grid = mesh(**vars(axes), device=grid.device.type)
         data = open_data(config, run, grid)
         check_data(data, grid)
-        source = together(grid.group, lambda: open_source(config, described, data))
+        source = together(grid.group, lambda: open_source(config, described, resumed, data))
         TrainingRun(config, run, apply(source, plan, grid), data, why, origin).go(launched, roll)
     except IthacaError as error:
         refused = not isinstance(error, LostRankError)
@@ -134,7 +136,7 @@ class TrainingRun:
         if manifest:
             self._check_resumed(manifest)
         elif origin:
-            self.past["origin"] = adopt(origin, self.checkpoints, model)
+            self.past["origin"] = adopt(origin, self.checkpoints)
         came_from = self.past.get("origin")
         together(
             self.mesh.group, lambda: folder.begin(config, model.source, model.dtype, came_from) if self.first else None
@@ -390,6 +392,8 @@ class TrainingRun:
             say(describe_origin(origin))
         if self.done:
             say(f"Continuing from the checkpoint of step {self.done}")
+        else:
+            self._say_rope()
         for text in self.why:
             say(text)
         for text in self.early_warnings:
@@ -406,6 +410,15 @@ class TrainingRun:
         if self._is_random():
             return f"random weights (preset {source})"
         return f"weights of {self.past['origin']['run'] if 'origin' in self.past else source}"
+
+    def _say_rope(self) -> None:
+        """Say how the rope was extended, or that the context is beyond the model's. Collective."""
+        source = self.model.source
+        lines, warnings = from_first(self.mesh.group, lambda: describe_rope(self.config, source, self.folder))
+        for text in lines:
+            self.progress.say(text)
+        for text in warnings:
+            self._warn(text)
 
     def _conclude(self, stopped: bool) -> None:
         """Say how the run ended. Raise an error on all ranks if the files of the run cannot be used."""

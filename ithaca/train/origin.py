@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ithaca.assemble import Model
 from ithaca.base.errors import ConfigError
 from ithaca.base.files import read_small
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.files import CheckpointFolder, is_origin, total_updates
 from ithaca.config import Config, ModelSection
+from ithaca.model.source import describe_model
 from ithaca.optimizer.host_adamw import MOMENTS
 from ithaca.train.record import check_model
 from ithaca.train.run_folder import RunFolder
@@ -130,10 +130,10 @@ def _check_model(path: Path, model: ModelSection, record: ModelSection) -> None:
         )
 
 
-def adopt(origin: Origin, checkpoints: Checkpoints, model: Model) -> dict[str, Any]:
+def adopt(origin: Origin, checkpoints: Checkpoints) -> dict[str, Any]:
     """Read the other run's newest sound checkpoint into model and optimizer. Return where it came from. Collective."""
     manifest = checkpoints.load_other(CheckpointFolder(RunFolder(origin.path).checkpoints), origin.optimizer)
-    check_model(manifest, model.spec)
+    check_model(manifest, describe_model(origin.model).spec)  # the model may have got another rope since
     return {
         "run": os.path.realpath(origin.path),
         "step": manifest["step"],

@@ -16,8 +16,9 @@ from ithaca.config import Config, MeshSection, TrainSection
 from ithaca.data.inputs import standard_library
 from ithaca.data.misfit import misfit
 from ithaca.data.reader import TokenFile, open_tokens
+from ithaca.model.extend import beyond_context
 from ithaca.model.presets import PRESETS
-from ithaca.model.source import ModelSource, describe_model, load_model
+from ithaca.model.source import ModelSource, describe_model, extend_model, load_model
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import least, together, together_with
 from ithaca.parallel.mesh import Mesh
@@ -56,12 +57,17 @@ def free_memory(grid: Mesh) -> FreeMemory:
 
 
 def settle(
-    config: Config, run: RunFolder, grid: Mesh, memory: FreeMemory, described: Path | None = None
+    config: Config,
+    run: RunFolder,
+    grid: Mesh,
+    memory: FreeMemory,
+    described: Path | None = None,
+    resumed: bool = False,
 ) -> tuple[Config, Chosen]:
     """Return the configuration with the options of [train] that are open filled in, and the Plan and mesh of the run.
 
     An open option takes its value from the run's last checkpoint or earlier start, else the default for these ranks,
-    this model and these data. `described`: the folder that describes a model whose weights a checkpoint has.
+    this model and these data. `described`, `resumed`: see `load_source`.
     """
     record = run.record() or config
     saved = record.train
@@ -71,7 +77,7 @@ def settle(
     tokens = config.train.tokens or saved.tokens or default
     batch = config.train.batch or saved.batch
     config = replace(config, train=replace(config.train, tokens=tokens, batch=batch))
-    spec = _source(config, described).spec
+    spec = load_source(config, described, resumed).spec
     chosen = choose_plan(config, spec, grid, tokens, memory, lambda: _documents(config, run))
     sharing = chosen[1].ring * chosen[1].ulysses
     batch = batch or (config.train.micro_batch or 1) * (grid.size // sharing)
@@ -104,10 +110,30 @@ def has_random_weights(config: Config, described: Path | None) -> bool:
     return described is None and config.model.source in PRESETS
 
 
-def _source(config: Config, described: Path | None) -> ModelSource:
-    """Return the configured model; one whose weights a checkpoint has, as the folder `described` describes it."""
-    model = config.model
-    return describe_model(described, model.dtype) if described else load_model(model.source, model.dtype, model.seed)
+def load_source(config: Config, described: Path | None = None, resumed: bool = False) -> ModelSource:
+    """Return the model that a run trains, with the rope that is asked for if the context length is known.
+
+    `described`: the folder that describes a model whose weights a checkpoint has. That of a run that is `resumed` has
+    its rope already.
+    """
+    model, tokens = config.model, config.train.tokens
+    source = describe_model(described, model.dtype) if described else load_model(model.source, model.dtype, model.seed)
+    return extend_model(source, model.rope, tokens) if model.rope and tokens and not resumed else source
+
+
+def describe_rope(config: Config, source: ModelSource, run: RunFolder) -> tuple[list[str], list[str]]:
+    """Return lines about the rope of a run that begins, and warnings.
+
+    Positions count from the beginning of a document, so short documents in a long sequence are no reason to warn.
+    """
+    assert config.train.tokens is not None
+    if config.model.rope:
+        return [source.rope_line], []
+    tokens = config.train.tokens
+    if beyond_context(source.spec, tokens):
+        tokens = min(tokens, int(np.diff(_documents(config, run).bounds).max()))
+    warning = beyond_context(source.spec, tokens)
+    return [], [warning] if warning else []
 
 
 def _read_data(config: Config, run: RunFolder) -> TokenFile:
@@ -235,9 +261,9 @@ def data_change(seen: Any, data: TokenFile) -> str | None:
     return f"it saw {describe_data(seen)}, now there are {describe_data(data.identity())}"
 
 
-def open_source(config: Config, described: Path | None, data: TokenFile) -> ModelSource:
-    """Return the configured model; one whose weights a checkpoint has, as the folder `described` describes it."""
-    source = _source(config, described)
+def open_source(config: Config, described: Path | None, resumed: bool, data: TokenFile) -> ModelSource:
+    """Return the model that a run trains (`load_source`), if the data's tokens are its own."""
+    source = load_source(config, described, resumed)
     if problem := misfit(data.header, f"'{data.path}'", source.spec.vocab, source.folder):
         raise DataError(problem)
     return source

@@ -421,3 +421,16 @@ def test_it_needs_no_torch() -> None:
     asked = "from ithaca.cli import app; app(['plan', 'tiny', '--tokens', '64K'], standalone_mode=False)"
     program = f"import sys; {asked}; assert not {{'torch', 'matplotlib'}} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, stdout=subprocess.DEVNULL)
+
+
+def test_a_context_beyond_a_folders_model_is_said(say: Say, tmp_path: Path) -> None:
+    """A preset has no trained weights, and positions count within documents."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "config.json").write_text(json.dumps(PRESETS["smollm2-135m"]))
+    wide = ("--gpus", "1xH100-80GB", "--tokens", "16K", "--recipe", "dense", "--json")
+    end = say("in", *wide)
+    assert end.err.startswith("Warning: the context has 16384 tokens, but the model's rope is made for 8192 (max_")
+    assert end.err.endswith("--set model.rope=auto extends it\n")
+    assert json.loads(end.out)["tokens"] == 16384
+    assert answer(say("in", "--documents", "2x8K", *wide))["tokens"] == 16384
+    assert answer(say("smollm2-135m", *wide))["tokens"] == 16384
