@@ -17,7 +17,6 @@ from tests.nursery import Nursery
 from tests.printed import commands, settings
 
 TEXT = "sing, muse, of the man of many turns. " * 20
-STEPS = Config().train.steps
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +39,8 @@ def trained(nursery: Nursery, folder: Path, words: list[str]) -> Config:
     (run,) = set((folder / "runs").glob("*")) - before
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     config = RunFolder(run).saved_config()
-    assert [line["step"] for line in metrics] == [*range(1, STEPS + 1)]
-    assert metrics[-1]["tokens"] == STEPS * config.train.batch * config.train.tokens  # pyrefly: ignore
+    assert [line["step"] for line in metrics] == [*range(1, config.train.steps + 1)]  # pyrefly: ignore
+    assert metrics[-1]["tokens"] == len(metrics) * config.train.batch * config.train.tokens  # pyrefly: ignore
     wanted = PRESETS.get(config.model.source) or json.loads((folder / config.model.source / "config.json").read_text())
     described = json.loads((run / "model" / "config.json").read_text())
     assert all(described[name] == wanted[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size"))
@@ -91,9 +90,10 @@ def test_plan(nursery: Nursery, folder: Path, recipe: str) -> None:
 
 def test_plan_without_data(nursery: Nursery, folder: Path) -> None:
     """It trains on the default data, and says how to name others."""
-    line, _ = planned(nursery, folder, "plan", "my model", "--gpus", "RTX4090", "--tokens", "128")
+    line, _ = planned(nursery, folder, "plan", "my model", "--gpus", "RTX4090", "--tokens", "512")
     config = trained(nursery, folder, line)
-    assert (config.data.source, config.train.tokens, config.train.batch) == ("", 128, 1)
+    assert (config.data.source, config.train.tokens, config.train.batch) == ("", 512, 1)
+    assert config.model.rope == "auto"  # the model is made for 256
 
 
 def test_rehearse(nursery: Nursery, folder: Path) -> None:

@@ -106,6 +106,7 @@ ALIASES = _table(
         "resume resume_from resume_from_checkpoint load_checkpoint",
         Alias(("--run {}",), "runs/mine", "a run continues when its folder is named"),
     ),
+    ("init_from load_weights load_from pretrained_checkpoint", Alias(("--from {}",), "runs/other")),
     ("overwrite_output_dir overwrite", Alias(("--fresh",))),
     (
         "gpus num_gpus n_gpus ngpus nproc nproc_per_node num_processes world_size devices",

@@ -9,7 +9,7 @@ from ithaca.base.errors import ModelError
 from ithaca.base.shell import token_setting, train_command
 from ithaca.data.misfit import misfit
 from ithaca.data.tokenfile import Header
-from ithaca.model.config_json import whole
+from ithaca.model.extend import context_length
 from ithaca.model.families import read_spec
 from ithaca.model.folder import has_weights, model_file, read_json
 from ithaca.model.presets import PRESETS
@@ -59,5 +59,5 @@ def _with_preset(path: Path, header: Header) -> list[str]:
 
 def _train(path: Path, header: Header, model: Path | str, config: Mapping[str, Any]) -> str:
     """Return the command, at a length that the model was made for and that the data fill."""
-    tokens = min(whole(config, "max_position_embeddings", TOKENS), TOKENS, header.tokens)
+    tokens = min(context_length(read_spec(config)), TOKENS, header.tokens)
     return train_command({"model.source": model, "data.source": path, "train.tokens": token_setting(tokens)})

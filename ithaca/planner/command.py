@@ -6,8 +6,6 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from ithaca.base.errors import ModelError, PlanError
 from ithaca.base.misuse import check_type
 from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
@@ -81,8 +79,7 @@ def run(
 
 def _warn_beyond(question: Question, tokens: int) -> None:
     """Warn if a folder's model is not made for documents of so many tokens. A preset has no trained weights."""
-    documents = question.documents
-    reached = min(tokens, int(np.diff(documents.bounds).max())) if documents else tokens
+    reached = question.documents.longest(tokens) if question.documents else tokens
     warning = beyond_context(question.spec, reached)
     if warning and question.model not in PRESETS:
         print(f"Warning: {warning}", file=sys.stderr)

@@ -43,6 +43,10 @@ class Documents:
         """Σ length² / tokens: the sequence length S in the FLOP count of a packed sequence."""
         return sum(length**2 for length in self.lengths(tokens)) / tokens
 
+    def longest(self, tokens: int) -> int:
+        """The most tokens of one document in a sequence of so many tokens."""
+        return min(tokens, int(np.diff(self.bounds).max()))
+
     def describe(self, tokens: int) -> str:
         """The documents of a sequence in a line."""
         count = len(self.lengths(tokens))

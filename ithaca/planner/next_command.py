@@ -13,9 +13,12 @@ from ithaca.base.sizes import format_tokens
 from ithaca.data.misfit import misfit
 from ithaca.data.reader import TokenFile
 from ithaca.data.tokenizer import Bytes
+from ithaca.model.extend import beyond_context
 from ithaca.model.folder import has_weights
 from ithaca.model.presets import PRESETS
+from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
+from ithaca.planner.documents import Documents
 from ithaca.plans.plan import Plan
 
 OWN_DATA = "make a token file (ithaca data) and name it as --documents"
@@ -26,17 +29,28 @@ class Trial:
     """What was planned or rehearsed, as far as a command to train it needs."""
 
     model: str  # as the user names it
-    vocab: int
+    spec: Spec
     tokens: int
     plan: Plan
     axes: Axes
     nodes: int
-    data: TokenFile | None = None
+    documents: Documents | None = None
+
+    @property
+    def data(self) -> TokenFile | None:
+        """The token file that `--documents` names; None if it names none."""
+        return self.documents.data if self.documents else None
 
     @property
     def folder(self) -> Path | None:
         """The model's folder; None for a preset."""
         return None if self.model in PRESETS else Path(self.model)
+
+    @property
+    def extends(self) -> bool:
+        """Whether a document is longer than the model's rope is made for. A preset has no trained weights."""
+        reached = self.documents.longest(self.tokens) if self.documents else self.tokens
+        return self.folder is not None and beyond_context(self.spec, reached) is not None
 
 
 def next_lines(trial: Trial) -> list[str]:
@@ -66,7 +80,8 @@ def next_command(trial: Trial) -> str | None:
 def _line(trial: Trial) -> str:
     named = {"model.source": trial.model, "train.tokens": token_setting(trial.tokens)}
     data = {"data.source": trial.data.path} if trial.data else {}
-    settings = named | data | plan_settings(trial.plan, trial.axes)
+    rope = {"model.rope": "auto"} if trial.extends else {}
+    settings = named | data | rope | plan_settings(trial.plan, trial.axes)
     if trial.nodes > 1:  # srun and torchrun count the ranks, and need a run folder that all nodes know
         return train_command(settings, "--run", f"runs/{Path(trial.model).name}-{format_tokens(trial.tokens)}")
     return train_command(settings, "--ranks", trial.axes.size)
@@ -75,10 +90,10 @@ def _line(trial: Trial) -> str:
 def _data_problem(trial: Trial) -> str | None:
     """Return why the model can learn neither the token file nor, without one, the default data; None if it can."""
     if trial.data:
-        return misfit(trial.data.header, f"'{trial.data.path}'", trial.vocab, trial.folder)
-    if trial.vocab >= Bytes.vocab:
+        return misfit(trial.data.header, f"'{trial.data.path}'", trial.spec.vocab, trial.folder)
+    if trial.spec.vocab >= Bytes.vocab:
         return None
-    return f"{OWN_DATA}; the default data have {Bytes.vocab} ids, and the model's vocabulary is {trial.vocab}"
+    return f"{OWN_DATA}; the default data have {Bytes.vocab} ids, and the model's vocabulary is {trial.spec.vocab}"
 
 
 def _has_weights(trial: Trial) -> bool:

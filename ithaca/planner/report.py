@@ -291,12 +291,12 @@ def train_line(question: Question, answer: Answer) -> str | None:
 def _trial(question: Question, answer: Answer) -> Trial:
     return Trial(
         model=question.model,
-        vocab=question.spec.vocab,
+        spec=question.spec,
         tokens=answer.tokens,
         plan=answer.plan,
         axes=answer.axes,
         nodes=question.cluster.machine.nodes,
-        data=question.documents.data if question.documents else None,
+        documents=question.documents,
     )
 
 

@@ -75,12 +75,12 @@ def run(
         )
     trial = Trial(
         model=model,
-        vocab=read_spec(find_config(model)[0]).vocab,
+        spec=read_spec(find_config(model)[0]),
         tokens=tokens,
         plan=config.plan,
         axes=axes,
         nodes=ranks // _node_gpus(ranks),
-        data=packed.data if packed else None,
+        documents=packed,
     )
     report["train"] = next_command(trial)
     print(json.dumps(report, indent=2) if as_json else "\n".join([*_lines(report), "", *next_lines(trial)]))
