@@ -95,7 +95,7 @@ class Model(nn.Module):
     def spec(self) -> Spec:
         return self.source.spec
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of a Batch (`forward`). Calls as those of other libraries are errors."""
         batch = args[0] if args else kwargs.get("batch")
         unknown = [name for name in kwargs if name not in ("batch", "valid_tokens", "last")]
