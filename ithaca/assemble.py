@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ithaca.model.save import check_vacant, write_folder
 from ithaca.model.source import DTYPES, ModelSource
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import first_then_others, same_batch, same_everywhere, together, together_with
+from ithaca.parallel.axes import Axes
 from ithaca.parallel.batch import Batch, RankBatch, gather_tokens, rank_batch, split_batch, whole_batch
 from ithaca.parallel.collectives import Group
 from ithaca.parallel.exchange import Alone, Ulysses
@@ -37,6 +39,8 @@ from ithaca.parallel.ring import Ring
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
 from ithaca.plans.plan import Plan
 from ithaca.schedule.forward import ForwardContext, logits, loss_sum
+from ithaca.schedule.job import Job
+from ithaca.schedule.marks import PassWork, StepMarks, no_mark, pass_work
 from ithaca.schedule.reservation import BUSY, Reservation
 from ithaca.tape.engine import make_engine
 
@@ -209,7 +213,9 @@ class Model(nn.Module):
         """Where saved tensors live; nothing if the Plan needs no tapes."""
         return self.reservation.describe()
 
-    def forward(self, batch: Batch, valid_tokens: int | None = None, last: bool = True) -> Tensor:
+    def forward(
+        self, batch: Batch, valid_tokens: int | None = None, last: bool = True, marks: StepMarks | None = None
+    ) -> Tensor:
         """The mean cross-entropy over the valid tokens of all ranks: the same number on each of them.
 
         With several micro-batches in an optimizer step, give the step's `valid_tokens` (the sum over its batches), so
@@ -219,9 +225,11 @@ class Model(nn.Module):
 
         A batch without a valid token has no mean: that is an InputError (`batch.valid_tokens` is the count). As one of
         several micro-batches it is allowed, and its loss and gradients are 0.
+
+        `marks` are told which part of the pass begins (schedule/marks.py).
         """
         valid = batch.valid_tokens if valid_tokens is None else valid_tokens
-        context = self._begin(batch, torch.is_grad_enabled(), valid)
+        context = self._begin(batch, torch.is_grad_enabled(), valid, marks=marks)
         prepare_pass(self.decoder, self.plan.zero, self._begins_step, last)
         self._begins_step = last
         with _outside_inference_mode():
@@ -243,7 +251,9 @@ class Model(nn.Module):
                 flat = gather_tokens(flat, batch.layout, self.mesh.context_group)
         return flat.view(*torch.as_tensor(tokens).shape, -1)
 
-    def _begin(self, batch: Batch, training: bool, valid: int, shorten: bool = False) -> ForwardContext:
+    def _begin(
+        self, batch: Batch, training: bool, valid: int, shorten: bool = False, marks: StepMarks | None = None
+    ) -> ForwardContext:
         """Check that every rank has the same batch and divides by the same number, and begin a pass over it."""
         reservation, tokens = self.reservation, batch.layout.tokens
         self._compile(tokens, lambda _: None)
@@ -278,7 +288,14 @@ class Model(nn.Module):
             rounds=self.rounds,
             tapes=tapes.begin(training) if tapes else None,
             visits=self.visits,
+            mark=marks.begin_pass(partial(self._pass_work, layout, batch.bounds)) if marks else no_mark,
         )
+
+    def _pass_work(self, layout: Layout, bounds: tuple[int, ...]) -> PassWork:
+        axes = Axes(ring=self.mesh.ring, ulysses=self.mesh.ulysses)
+        lengths = tuple(end - start for start, end in pairwise(bounds))
+        job = Job(spec=self.spec, plan=self.plan, tokens=bounds[-1], axes=axes, documents=lengths)
+        return pass_work(job, layout, bounds)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards, never the gathered copies that ZeRO-1 and 2 keep for a while."""

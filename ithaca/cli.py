@@ -156,20 +156,36 @@ def export(
 @app.command()
 def data(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="Files or folders: text, JSONL, Parquet, .npy, .bin.")
+        list[Path],
+        typer.Argument(
+            metavar="PATH...", help="Files or folders: text, JSONL, JSON, Parquet, Arrow, .npy, .bin; hf:NAME."
+        ),
     ],
     out: Annotated[Path | None, typer.Option(help="The token file to write.")] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer.json, or a folder with one. Default: one token a byte.")
     ] = None,
+    field: Annotated[str | None, typer.Option(help="The field or column of the text. Default: text.")] = None,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Skip files and records that cannot be read, and count them.")
+    ] = False,
+    workers: Annotated[int | None, typer.Option(help="Processes that encode. Default: one a core.")] = None,
     bin_dtype: Annotated[str | None, typer.Option(help="The dtype of .bin files: uint8, uint16 or uint32.")] = None,
+    chat: Annotated[
+        str | None,
+        typer.Option(
+            help="turns: several samples of a chat where needed. whole: never. Default: while they stay short."
+        ),
+    ] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="A chat template instead of the tokenizer's.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show the document lengths of a token file.")] = False,
+    tokens: Annotated[str | None, typer.Option(help="A context length for --stats, as 64K.")] = None,
     picture: Annotated[Path | None, typer.Option(help="The file for the picture of --stats.")] = None,
 ) -> None:
     """Make a token file for training from documents, or show the document lengths of one."""
     from ithaca.data.command import run
 
-    run(paths, out, tokenizer, stats, picture, bin_dtype)
+    run(paths, out, tokenizer, stats, picture, bin_dtype, field, skip_bad, workers, tokens, chat, chat_template)
 
 
 @app.command(hidden=True)

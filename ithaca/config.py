@@ -36,6 +36,9 @@ RENAMED = {  # old option -> new option; the old one still works
     "run.patience": "run.timeout",
     "plan.gradient": "plan.residual",
 }
+PACKINGS = ("auto", "cut", "whole", "joined")
+MOST_WEIGHT = 1e9  # of a source in data.mix
+MIX_EXAMPLE = "write --set data.mix.books.tokens=0.7"
 MOST_TOKENS = 2**32  # in a step
 MOST_BYTES = 2**20  # in a configuration file
 # Options of [train] that may change when a run continues. Others would make it another run
@@ -78,6 +81,31 @@ class MeshSection:
 class DataSection:
     source: str = ""
     """A token file made by `ithaca data`. Default: the source code of Python's standard library, one token a byte."""
+    mix: dict[str, float] | None = field(default=None, metadata={"read": lambda table: _read_mix(table)})
+    """Token files with weights, instead of `source`: `"books.tokens" = 0.7`. Weights are shares of the tokens."""
+    long_share: float | None = None
+    """The share of tokens that come from long documents. Default: as it is in the data."""
+    long: int | None = field(default=None, metadata={"read": parse_tokens})
+    """Documents of at least this many tokens are long, for `long_share`. Default: 32K."""
+    packing: str = "auto"
+    """How documents become sequences. `cut`: windows cut anywhere. `whole`: documents whole where they fit, padding at
+    the end. `joined`: as `cut`, without a mask between documents. `auto`: `whole` if the data have a loss mask."""
+    too_long: str = "truncate"
+    """A conversation longer than a sequence, under `whole`: `truncate` keeps its beginning, `drop` leaves it out."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("packing", PACKINGS), ("too_long", ("truncate", "drop"))):
+            if getattr(self, name) not in known:
+                hint = suggestion(getattr(self, name), known)
+                raise ConfigError(f"data.{name} '{getattr(self, name)}' does not exist: {hint}")
+        if self.source and self.mix:
+            raise ConfigError(
+                f"data.source is '{self.source}' and data.mix has {len(self.mix)} token files: leave one of both out"
+            )
+        if self.long_share is not None and not 0 < self.long_share < 1:
+            raise ConfigError(f"data.long_share is {self.long_share:g}: a number above 0 and below 1 is needed, as 0.5")
+        if self.long is not None and self.long_share is None:
+            raise ConfigError(f"data.long is {self.long}, but data.long_share is not set: data.long_share=0.5 uses it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +187,8 @@ class RunSection:
     """Steps between checkpoints. The end of a run always writes one. 0: only the end does."""
     keep: int = 2
     """Checkpoints to keep."""
+    log_every: int | None = None
+    """Steps between lines in log.txt and, without a terminal, in the output. Default: twelve a run, or one a minute."""
     report: str = ""
     """Where metrics go besides the run folder: `tensorboard` or `wandb`."""
     timeout: float | None = None
@@ -171,6 +201,8 @@ class RunSection:
             raise ConfigError(f"run.checkpoint_every is {self.checkpoint_every}: 0 or more is needed")
         if self.keep < 1:
             raise ConfigError(f"run.keep is {self.keep}: 1 or more is needed")
+        if self.log_every is not None and self.log_every < 1:
+            raise ConfigError(f"run.log_every is {self.log_every}: 1 or more is needed")
         if self.timeout is not None and not 0 < self.timeout <= MOST_SECONDS:
             raise ConfigError(
                 f"run.timeout is {self.timeout:g}: seconds above 0 and up to {MOST_SECONDS} are needed, as 1200"
@@ -197,16 +229,16 @@ class Config:
         """
         for name, (mine, theirs) in self.differences(record).items():
             section, _, option = name.partition(".")
-            if section in ("model", "train") and option not in CHANGEABLE:
+            order = name in ("data.packing", "data.too_long")
+            if order or (section in ("model", "train") and option not in CHANGEABLE):
                 back = shlex.quote(f"{name}={theirs}")
                 return f"{name} is {mine!r}, and its checkpoints have {theirs!r}: --set {back} continues it"
         return None
 
     def changes(self, record: "Config") -> list[str]:
         """Return all options that differ from a checkpoint's, as 'train.steps 16 -> 32'."""
-        shown = {None: "unset", "": "unset"}
         differences = self.differences(record).items()
-        return [f"{name} {shown.get(old, old)} -> {shown.get(new, new)}" for name, (new, old) in differences]
+        return [f"{name} {_shown(old)} -> {_shown(new)}" for name, (new, old) in differences]
 
     def differences(self, other: "Config") -> dict[str, tuple[Any, Any]]:
         """Return all options whose values differ, by name: this one's value and the other's."""
@@ -227,11 +259,21 @@ class Config:
             lines.append(f"[{section.name}]")
             for name, value in vars(getattr(self, section.name)).items():
                 if value is not None:
-                    # Strings and numbers of JSON are valid TOML, except for this character, which JSON does not escape
-                    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-                    lines.append(f"{name} = {text}")
+                    lines.append(f"{name} = {_toml(value)}")
             lines.append("")
         return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    """Return a value as TOML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    # Strings and numbers of JSON are valid TOML, except for this character, which JSON does not escape
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None or value == "" else str(value)
 
 
 def _options(section: Any) -> dict[str, Any]:
@@ -253,6 +295,8 @@ def read_config(
     those of `model`.
     """
     content = _read_toml(file) if file else {}
+    if saved:
+        _keep_cutting(content)
     given: dict[str, Any] = {}
     for override in overrides:
         _set(given, override)
@@ -280,9 +324,17 @@ def parse_config(text: str) -> Config:
     try:
         content = tomllib.loads(text)
         _rename_options(content)
+        _keep_cutting(content)
         return build(Config, content, "")
     except (ValueError, RecursionError, IthacaError) as problem:
         raise ConfigError(f"the checkpoint records a configuration that cannot be read ({problem})") from None
+
+
+def _keep_cutting(content: dict[str, Any]) -> None:
+    """Set the packing of a run that began before there was one to choose."""
+    data = content.setdefault("data", {})
+    if isinstance(data, dict):
+        data.setdefault("packing", "cut")
 
 
 def _rename_options(content: dict[str, Any]) -> list[str]:
@@ -327,6 +379,7 @@ def _change_length(content: dict[str, Any], given: dict[str, Any], tell: Callabl
     train, wanted = _table(content, "train"), _table(given, "train")
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if other in wanted and name not in wanted and name in train:
+            build(Config, content, "")  # a mistake in the file is an error even if its option is dropped
             dropped = train.pop(name)
             if tell:
                 tell(f"Ignoring train.{name}={dropped}: train.{other}={wanted[other]} is set")
@@ -395,6 +448,24 @@ def _read_plan(table: Any) -> Plan | None:
     return None
 
 
+def _read_mix(table: Any, prefix: str = "") -> dict[str, float]:
+    """Return weights by file name. A name that TOML takes apart at its dots is put together again."""
+    if not isinstance(table, dict) or not table:
+        raise ConfigError(f"data.mix is {table!r}, no table of token files and weights: {MIX_EXAMPLE}")
+    found: dict[str, float] = {}
+    for key, weight in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(weight, dict):
+            found |= _read_mix(weight, f"{name}.")
+        elif type(weight) not in (int, float) or not 0 < weight <= MOST_WEIGHT:
+            raise ConfigError(
+                f"the weight of '{name}' is {weight!r}: a number above 0 and up to {MOST_WEIGHT:.0e} is needed, as 0.7"
+            )
+        else:
+            found[name] = float(weight)
+    return found
+
+
 def _read(read: Callable[[Any], Any], value: Any, name: str) -> Any:
     try:
         return read(value)
@@ -431,6 +502,9 @@ def _read_toml(file: Path) -> dict[str, Any]:
 def _set(content: dict[str, Any], override: str) -> None:
     path, found, text = override.partition("=")
     *tables, key = path.strip().split(".")
+    if tables[:2] == ["data", "mix"]:  # the rest is the name of a file, with dots and perhaps quotes
+        path, found, text = override.rpartition("=")
+        tables, key = ["data", "mix"], path.strip().removeprefix("data.mix.").strip("\"'")
     if not found or not all((*tables, key)):
         raise ConfigError(f"--set {override} is not of the form key=value: write --set train.steps=100")
     try:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from bench import kernels, operations, overlap, peers, points, recipes
+from bench import kernels, live_line, operations, overlap, peers, points, recipes
 from ithaca.attention.documents import Pieces
+from tests.nursery import Nursery
 
 Run = Callable[..., list[dict[str, Any]]]
 
@@ -240,3 +241,32 @@ def test_a_trace_shows_the_order_of_launches_waits_and_hidden_messages() -> None
         "message_seconds": 40e-6,
         "hidden": 25 / 40,
     }
+
+
+def bench_live_line(folder: Path) -> None:
+    options = [
+        "--model",
+        "tiny",
+        "--layers",
+        "2",
+        "--ranks",
+        "2",
+        "--tokens",
+        "512",
+        "--plan",
+        "recipe=sweep; chunk=128",
+    ]
+    sys.argv = ["bench", *options, "--pairs", "2", "--device", "cpu", "--out", str(folder), "--commit", "none"]
+    live_line.main()
+
+
+def test_the_cost_of_the_live_line(nursery: Nursery, tmp_path: Path) -> None:
+    """Two layers of four chunks, forward and backward, the loss and the optimizer."""
+    (end,) = nursery.job(bench_live_line, tmp_path)
+    assert end.code == 0, end.err
+    (row,) = json.loads((tmp_path / "live-line-tiny-512-2.json").read_text())["results"]
+    assert row["marks"] == 2 * 2 * 4 + 2
+    assert len(row["seconds_with"]) == len(row["seconds_without"]) == 2
+    mean = sum(row["seconds_without"]) / 2
+    assert row["share"] == pytest.approx(sum(row["seconds_with"]) / 2 / mean - 1)
+    assert row["share_of_marks_on_the_host"] == pytest.approx(18 * row["seconds_of_a_mark"] / mean)

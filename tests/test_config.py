@@ -9,7 +9,7 @@ import pytest
 from ithaca.base.errors import ConfigError, IthacaError
 from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens, parse_bytes, parse_tokens
 from ithaca.cli import _tell_once
-from ithaca.config import read_config
+from ithaca.config import parse_config, read_config
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.plans.plan import Plan
@@ -303,3 +303,39 @@ def test_only_small_regular_files_are_configurations(tmp_path: Path) -> None:
 def test_only_ascii_digits_are_numbers() -> None:
     with pytest.raises(ConfigError, match=r"plan\.chunk"):
         read_config(None, ["plan.recipe=sweep", "plan.chunk=٣"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["data.mix.books.tokens=0.7", "data.mix.a/b c.tokens=2"],
+        ['data.mix."books.tokens"=0.7', "data.mix.'a/b c.tokens'=2"],
+        ['data.mix={"books.tokens"=0.7, "a/b c.tokens"=2}'],
+        ['data={mix={"books.tokens"=0.7, "a/b c.tokens"=2}}'],
+    ],
+)
+def test_spellings_of_a_mixture(given: list[str], tmp_path: Path) -> None:
+    config = read_config(None, given)
+    assert config.data.mix == {"books.tokens": 0.7, "a/b c.tokens": 2.0}
+    (tmp_path / "a.toml").write_text(config.toml())
+    assert read_config(tmp_path / "a.toml", []) == config
+
+
+def test_a_mixture_in_a_file(tmp_path: Path) -> None:
+    """Dots of a name need no quotes in TOML, and one weight can be changed."""
+    file = tmp_path / "a.toml"
+    file.write_text('[data.mix]\nbooks.tokens = 1\n"x=\\u007f.tokens" = 3\n')
+    assert read_config(file, []).data.mix == {"books.tokens": 1.0, "x=\x7f.tokens": 3.0}
+    config = read_config(file, ["data.mix.books.tokens=4", "data.mix.y=z.tokens=5"])
+    assert config.data.mix == {"books.tokens": 4.0, "x=\x7f.tokens": 3.0, "y=z.tokens": 5.0}
+    file.write_text(config.toml())
+    assert read_config(file, []) == config
+
+
+def test_a_saved_configuration_without_a_packing_cuts(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("[train]\nsteps = 3\n")
+    assert read_config(file, [], saved=True).data.packing == "cut"
+    assert parse_config(file.read_text()).data.packing == "cut"
+    assert read_config(file, []).data.packing == "auto"
+    assert read_config(file, ["data.packing=joined"], saved=True).data.packing == "joined"

@@ -36,7 +36,7 @@ TOP = ("__init__", "__main__")  # the public names and `python -m ithaca`: they 
 KNOWN: set[tuple[str, str]] = set()
 
 TORCH_FREE = ("plans", "config", "planner")
-WITH_TORCH = ("ithaca.data.sample",)  # the one module of `data` that loads torch
+WITH_TORCH = ("ithaca.data.sample", "ithaca.data.packing")  # the modules of `data` that load torch
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:

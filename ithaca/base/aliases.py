@@ -126,6 +126,7 @@ ALIASES = _table(
         "validation_split test_size",
         Alias(("data.validation={}",), "0.05"),
     ),
+    ("pack sample_packing pack_sequences", Alias(("data.packing=auto",))),
     (
         "tokenizer tokenizer_name tokenizer_path",
         Alias((), note="`ithaca data --tokenizer` makes the token file with it"),

@@ -64,6 +64,12 @@ def format_seconds(seconds: float) -> str:
     return f"{format_number(seconds)} h"
 
 
+def format_clock(seconds: float) -> str:
+    """Seconds as a clock shows them: '0:07', '12:30', '1:04:00'."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
 def format_count(number: int, what: str) -> str:
     """Return a number of things as '1 sequence', '4 sequences' or '2 passes'."""
     plural = f"{what}es" if what.endswith("s") else f"{what}s"

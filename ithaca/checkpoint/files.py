@@ -273,8 +273,10 @@ def _is_manifest(found: dict[str, Any]) -> bool:
 
 
 def _is_data(found: Any) -> bool:
-    """Return whether this is the identity of data, or the list of four that old checkpoints have."""
+    """Return whether this is the identity of data, of several mixed, or the list of four of old checkpoints."""
     match found:
+        case {"mix": [_, *_] as sources}:
+            return all(_is_data(source) and isinstance(source.get("share"), float) for source in sources)
         case {"tokens": int(), "documents": int(), "sha256": str()} | [int(), int(), str(), int()]:
             return True
     return False

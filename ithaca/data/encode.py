@@ -1,20 +1,30 @@
 """Encode documents: text becomes tokens, ready tokens are checked.
 
-A prompt is encoded apart from its completion, so that no token crosses the border between them.
+A prompt is encoded apart from its completion, so that no token crosses the border between them. A conversation is
+rendered by the chat template, which writes all special tokens itself, and may become several samples.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
 from ithaca.base.errors import DataError
+from ithaca.data.chat_mask import ignored_ranges, learned_tokens
+from ithaca.data.chat_render import NoRendering, Rendered, Renderer
 from ithaca.data.partial import PIECE
+from ithaca.data.pieces import LongText
 from ithaca.data.records import Document
-from ithaca.data.tokenizer import Numbers, Text, Tokenizer
+from ithaca.data.tokenizer import Json, Numbers, Text, Tokenizer
 
 LARGEST_ID = 2**32 - 1
 _NOTHING = np.empty(0, np.uint8)
+_BATCH = 4 << 20  # characters of rendered conversations that are encoded at a time
+
+
+class MixedKinds(DataError):
+    """Text and ready tokens without the tokenizer that made them, which --skip-bad does not skip."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,12 @@ class Encoding:
 
     tokenizer: Tokenizer | None
     mixed: bool
+    chats: Renderer | None = None
+
+    def close(self) -> None:
+        """End the process that renders conversations, if there is one."""
+        if self.chats:
+            self.chats.close()
 
     @property
     def vocab(self) -> int:
@@ -40,22 +56,69 @@ class Encoded:
     parts: tuple[Numbers, ...]
     ignored: tuple[range, ...]  # the tokens that are not learned, in rising ranges
     largest: int  # the largest id, for ready tokens
+    sample: int = 0  # of a conversation: 1 for its first sample, 2 for the next …
+    where: str = ""  # the conversation's name
+
+    @property
+    def learns(self) -> bool:
+        return sum(map(len, self.ignored)) < sum(map(len, self.parts))
 
 
 def encode(group: Sequence[Document], encoding: Encoding) -> Iterator[Encoded]:
-    """Yield the tokens of each document; an empty document has none."""
+    """Yield the tokens of each document, or of each sample of a conversation; an empty document has none."""
+    for chats, documents in groupby(group, lambda document: document.chat):
+        yield from (_encode_chats if chats else _encode_documents)(list(documents), encoding)
+
+
+def _encode_documents(group: Sequence[Document], encoding: Encoding) -> Iterator[Encoded]:
     for document in group:
         if not encoding.mixed and document.ready is (encoding.tokenizer is not None):
             kinds = "ready tokens among text" if document.ready else "text among ready tokens"
-            raise DataError(f"{document.where} is {kinds}: name the tokenizer that made the tokens with --tokenizer")
+            raise MixedKinds(f"{document.where} is {kinds}: name the tokenizer that made the tokens with --tokenizer")
     texts = iter(_encode_texts(group, encoding.tokenizer))
     for document in group:
         if document.ready:
-            assert not isinstance(document.content, str)
+            assert not isinstance(document.content, str | LongText)
             yield Encoded((document.content,), (), _check_ids(document.where, document.content, encoding.vocab))
         else:
             prompt, content = (next(texts) if len(text) else _NOTHING for text in (document.prompt, document.content))
-            yield Encoded((prompt, content, _end(prompt, content, encoding.tokenizer)), (range(len(prompt)),), 0)
+            begin, finish = added(prompt, content, encoding.tokenizer)
+            ignored = range(len(begin) + len(prompt)) if len(prompt) else range(0)
+            yield Encoded((begin, prompt, content, finish), (ignored,), 0)
+
+
+def _encode_chats(group: Sequence[Document], encoding: Encoding) -> Iterator[Encoded]:
+    if encoding.chats is None or not isinstance(encoding.tokenizer, Json):
+        raise NoRendering(f"{group[0].where} is a conversation: name the model's tokenizer with --tokenizer")
+    names = [document.where for document in group]
+    rendered = encoding.chats.render([str(document.content) for document in group], names)
+    conversation = sample = 0
+    for batch in _batches(rendered):
+        for made, (ids, offsets) in zip(batch, _tokens(batch, names, encoding.tokenizer), strict=True):
+            sample = sample + 1 if sample and made.conversation == conversation else 1
+            conversation = made.conversation
+            learned = learned_tokens(offsets, made.spans, len(made.text))
+            yield Encoded((ids,), ignored_ranges(learned), 0, sample, names[conversation])
+
+
+def _batches(rendered: Iterator[Rendered]) -> Iterator[list[Rendered]]:
+    """Yield samples together until they have some length: the samples of one conversation can be many and long."""
+    batch: list[Rendered] = []
+    for made in rendered:
+        batch.append(made)
+        if sum(len(one.text) for one in batch) >= _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _tokens(batch: list[Rendered], names: list[str], tokenizer: Json) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    try:
+        yield from tokenizer.encode_with_offsets([made.text for made in batch])
+    except DataError as problem:
+        first, last = (names[batch[at].conversation] for at in (0, -1))
+        raise DataError(f"{problem}, which lies between {first} and {last}") from None
 
 
 def _encode_texts(group: Sequence[Document], tokenizer: Tokenizer | None) -> Sequence[Numbers]:
@@ -69,12 +132,18 @@ def _encode_texts(group: Sequence[Document], tokenizer: Tokenizer | None) -> Seq
         raise DataError(f"{problem}, which lies between {group[0].where} and {group[-1].where}") from None
 
 
-def _end(prompt: Numbers, content: Numbers, tokenizer: Tokenizer | None) -> np.ndarray:
-    """Return the token that ends a document; nothing if the document is empty or already ends with it."""
-    last = content if len(content) else prompt
-    if tokenizer is None or tokenizer.end is None or len(last) == 0 or last[-1:][0] == tokenizer.end:
-        return _NOTHING
-    return np.array([tokenizer.end], np.uint32)
+def added(prompt: Numbers, content: Numbers, tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the special tokens before and behind a document.
+
+    Nothing is added to an empty document, nor where the text already has the tokens.
+    """
+    first, last = (prompt if len(prompt) else content), (content if len(content) else prompt)
+    if tokenizer is None or len(first) == 0:
+        return _NOTHING, _NOTHING
+    begin, finish = tokenizer.begin, tokenizer.finish
+    begun = tuple(first[: len(begin)].tolist()) == begin
+    ended = tuple(last[max(len(last) - len(finish), 0) :].tolist()) == finish
+    return np.array(() if begun else begin, np.uint32), np.array(() if ended else finish, np.uint32)
 
 
 def _check_ids(where: str, ids: Numbers, vocab: int) -> int:

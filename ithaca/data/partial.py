@@ -44,6 +44,8 @@ from ithaca.data.tokenfile import (
 )
 from ithaca.data.tokenizer import Numbers
 
+VERSION = 2  # 2: special tokens of the post-processor are added; 1: only the end token was
+FIRST_BAD = 3
 PIECE = 1 << 22  # tokens or documents converted at a time; a multiple of 8, so that a mask's pieces are whole bytes
 
 
@@ -52,12 +54,21 @@ class Journal:
     """How far a run has come. `identity` is a digest of its inputs and its tokenizer."""
 
     identity: str
+    version: int = 1  # of the rules by which documents become tokens; older journals do not have it
     place: Place = field(default_factory=Place)
     tokens: int = 0
     documents: int = 0
     empty: int = 0  # documents without a token, skipped
     largest: int = 0  # the largest id among ready tokens
     ignored: int = 0  # ranges of tokens that are not learned
+    bad: int = 0  # files and records that could not be read, skipped
+    first_bad: tuple[str, ...] = ()  # sentences about the first of them
+    forced: int = 0  # places where a long text was cut and its pieces did not agree
+    conversations: int = 0
+    samples: int = 0  # of conversations
+    divided: int = 0  # conversations of several samples
+    unlearned: int = 0  # conversations without a learned token
+    first_unlearned: str = ""
 
 
 def partial_files(out: Path) -> list[Path]:
@@ -69,17 +80,20 @@ def partial_files(out: Path) -> list[Path]:
 class Partial:
     """A token file that is being written. `begun`: whether it continues an earlier run; None if there was none."""
 
-    def __init__(self, out: Path, identity: str, dtype: str, seconds: float):
+    def __init__(self, out: Path, identity: str, dtype: str, seconds: float, skip_bad: bool = False):
         self._out, self._width, self._seconds = out, DTYPES[dtype], seconds
         self._tokens_at, bounds_at, ignored_at, self._journal_at, self._fresh_at, self._copy_at = partial_files(out)
         with self._writing():
             self._tokens, self._bounds, self._ignored = map(_open, (self._tokens_at, bounds_at, ignored_at))
         self._files = (self._tokens, self._bounds, self._ignored)
         earlier = self._read_journal()
-        self.begun = None if earlier is None else earlier.identity == identity and self._covers(earlier)
-        self.now = earlier if earlier and self.begun else Journal(identity)
+        known = earlier is not None and (earlier.identity, earlier.version) == (identity, VERSION)
+        known = known and (skip_bad or earlier.bad == 0)
+        self.begun = None if earlier is None else known and self._covers(earlier)
+        self.outdated = earlier is not None and earlier.version != VERSION
+        self.now = earlier if earlier and self.begun else Journal(identity, VERSION)
         self._cut()
-        self._marked = time.monotonic()
+        self._marked, self._journaled = time.monotonic(), bool(self.begun)
 
     def __enter__(self) -> "Partial":
         return self
@@ -93,26 +107,59 @@ class Partial:
 
     def add(self, parts: Sequence[Numbers], ignored: Sequence[range], largest: int) -> None:
         """Append one document. `ignored`: its tokens that are not learned, in rising ranges."""
+        length = sum(map(len, parts))
+        for part in parts:
+            self.append(part)
+        self.end_document(length, ignored, largest)
+
+    def append(self, tokens: Numbers) -> None:
+        """Append tokens of a document that `end_document` will end."""
+        with self._writing():
+            for at in range(0, len(tokens), PIECE):
+                self._tokens.write(tokens[at : at + PIECE].astype(self._width).data)
+
+    def end_document(self, length: int, ignored: Sequence[range] = (), largest: int = 0, forced: int = 0) -> None:
+        """End the document whose `length` tokens were appended."""
         start = self.now.tokens
-        end = start + sum(map(len, parts))
         ranges = [(start + tokens.start, start + tokens.stop) for tokens in ignored if tokens]
         with self._writing():
-            for part in parts:
-                for at in range(0, len(part), PIECE):
-                    self._tokens.write(part[at : at + PIECE].astype(self._width).data)
-            self._bounds.write(np.array([end], INT64).data)
+            self._bounds.write(np.array([start + length], INT64).data)
             self._ignored.write(np.array(ranges, INT64).tobytes())
         self.now = replace(
             self.now,
-            tokens=end,
+            tokens=start + length,
             documents=self.now.documents + 1,
             largest=max(self.now.largest, largest),
             ignored=self.now.ignored + len(ranges),
+            forced=self.now.forced + forced,
         )
+
+    def drop_document(self) -> None:
+        """Remove the tokens that were appended since the last document ended."""
+        with self._writing():
+            self._tokens.flush()
+        self._cut()
 
     def skip(self) -> None:
         """Count a document without tokens."""
         self.now = replace(self.now, empty=self.now.empty + 1)
+
+    def skip_bad(self, sentence: str) -> None:
+        """Count a file or record that could not be read."""
+        first = (*self.now.first_bad, sentence)[:FIRST_BAD]
+        self.now = replace(self.now, bad=self.now.bad + 1, first_bad=first)
+
+    def count(self, sample: int, where: str, learns: bool) -> None:
+        """Count a sample of the conversation `where`, its first being 1."""
+        now = self.now
+        self.now = replace(
+            now,
+            conversations=now.conversations + (sample == 1),
+            samples=now.samples + 1,
+            divided=now.divided + (sample == 2),
+            unlearned=now.unlearned + (not learns),
+            first_unlearned=now.first_unlearned or ("" if learns else where),
+        )
 
     def reach(self, place: Place, force: bool = False) -> None:
         """Note that everything before `place` was added. Write the journal if the last one is some seconds old."""
@@ -125,7 +172,7 @@ class Partial:
                     fresh.write(json.dumps(asdict(self.now)).encode())
                     _to_disk(fresh)
                 self._fresh_at.replace(self._journal_at)
-            self._marked = time.monotonic()
+            self._marked, self._journaled = time.monotonic(), True
 
     def finish(self, tokenizer: str, vocab: int) -> Header:
         """Add mask, bounds, checksums and header to the tokens, in the smallest dtype, and give the file its name."""
@@ -148,6 +195,11 @@ class Partial:
         """Delete the partial files."""
         for file in partial_files(self._out):
             file.unlink(missing_ok=True)
+
+    def discard_unless_journaled(self) -> None:
+        """Delete the partial files of a run that an error has ended at once. There is nothing to continue."""
+        if not self._journaled:
+            self.discard()
 
     def _complete(self, file: BinaryIO, header: Header) -> Header:
         """Write the other parts behind the tokens, and the header before them."""
@@ -199,11 +251,12 @@ class Partial:
     def _read_journal(self) -> Journal | None:
         try:
             content = json.loads(self._journal_at.read_bytes())
-            return Journal(place=Place(**content.pop("place")), **content)
+            first_bad = tuple(content.pop("first_bad", ()))
+            return Journal(place=Place(**content.pop("place")), first_bad=first_bad, **content)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return Journal("unreadable")
+            return Journal("unreadable", VERSION)
 
     def _covers(self, journal: Journal) -> bool:
         """Return whether the files hold as much as the journal says."""

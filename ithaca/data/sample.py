@@ -1,21 +1,24 @@
-"""Training sequences from a token file, determined by (seed, step) alone.
+"""Training sequences cut from a circle of tokens (data.packing = "cut"), determined by (seed, step) alone.
 
 Any number of ranks, and a run after a restart, draw the same sequences. The tokens of the file form a circle. Each
 epoch cuts the circle into windows of a sequence's length, from a random offset on, and visits each window once in
 random order. The order is a keyed permutation that is computed for each window, so nothing is shuffled in memory: a
 sequence costs the reading of its own tokens and bounds, whatever the size of the file. Given up: documents are not
-shuffled, so neighbours in the file stay neighbours in a window.
+shuffled, so neighbours in the file stay neighbours in a window. packing.py has the other ways.
 """
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ithaca.base.sizes import format_count
 from ithaca.data.reader import TokenFile
+from ithaca.data.shuffle import epoch_words, permuted
 from ithaca.parallel.batch import IGNORED
 
-_ROUNDS = 6
-_WORD = (1 << 64) - 1
+Fill = Callable[[int, np.ndarray, np.ndarray, np.ndarray], None]  # row number; tokens, labels, documents to fill in
 
 
 def sequences(
@@ -28,55 +31,57 @@ def sequences(
     other rows are drawn.
     """
     only = range(rows) if only is None else only
-    tokens, labels, documents = (np.empty((len(only), length), np.int64) for _ in range(3))
-    for place, row in enumerate(only):
-        start = _window_start(data.tokens, length, seed, step * rows + row)
-        _fill_row(data, start, tokens[place], labels[place], documents[place])
+    return draw(Cut(data, length, seed).fill, length, [step * rows + row for row in only])
+
+
+def draw(fill: Fill, length: int, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, labels and document ids of the rows with these numbers, int64 [rows, length]."""
+    tokens, labels, documents = (np.empty((len(numbers), length), np.int64) for _ in range(3))
+    for place, number in enumerate(numbers):
+        fill(number, tokens[place], labels[place], documents[place])
     return torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(documents)
 
 
-def rows_per_epoch(data: TokenFile, length: int) -> int:
-    """Return how many rows of `length` tokens one pass over the data has."""
-    return _windows(data.tokens, length)
+class Cut:
+    """Rows that are windows of the circle."""
+
+    left_out = 0
+
+    def __init__(self, data: TokenFile, length: int, seed: int, joined: bool = False):
+        """`joined`: each row is one document; its tokens see all before them, and positions run on."""
+        self._data, self._length, self._seed, self._joined = data, length, seed, joined
+        self.per_epoch = windows_per_epoch(data.tokens, length)
+
+    def fill(self, number: int, tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> None:
+        """Fill in the row with this number."""
+        start = _window_start(self._data.tokens, self._length, self._seed, number)
+        _fill_row(self._data, start, tokens, labels, documents)
+        if self._joined:
+            documents[:] = 0
+
+    def filled(self, rows: int) -> int:
+        """Return the tokens of the first `rows` rows, without padding."""
+        return rows * self._length
+
+    def describe(self) -> str:
+        between = "without a mask between documents" if self._joined else "cut from documents laid end to end"
+        return f"{format_count(self.per_epoch, 'sequence')} an epoch, {between}"
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
-def _windows(size: int, length: int) -> int:
-    """Return into how many windows an epoch cuts the circle; a file shorter than a window is one of them."""
+def windows_per_epoch(size: int, length: int) -> int:
+    """Return how many rows an epoch of so many tokens has."""
     return max(size // length, 1)
 
 
 def _window_start(size: int, length: int, seed: int, number: int) -> int:
     """Return where in the file the sequence with this number begins."""
-    windows = _windows(size, length)
+    windows = windows_per_epoch(size, length)
     epoch, index = divmod(number, windows)
-    # SeedSequence, unlike a Generator, gives the same numbers in every release of numpy
-    offset, key = (int(word) for word in np.random.SeedSequence((seed, epoch)).generate_state(2, np.uint64))
+    offset, key = epoch_words(seed, epoch, 2)
     return (offset + permuted(index, windows, key) * length) % size
-
-
-def permuted(index: int, size: int, key: int) -> int:
-    """Return the image of an index under a random permutation of range(size), chosen by the key.
-
-    A Feistel network permutes the numbers of 2·half bits. A result outside the range is permuted again until it is
-    inside, which keeps the map one to one. The numbers are at most four times the range: four rounds on average at
-    worst.
-    """
-    half = max((size - 1).bit_length() + 1, 2) // 2
-    while True:
-        left, right = index >> half, index & ((1 << half) - 1)
-        for number in range(_ROUNDS):
-            left, right = right, left ^ (_splitmix64((number << half | right) ^ key) >> (64 - half))
-        index = left << half | right
-        if index < size:
-            return index
-
-
-def _splitmix64(word: int) -> int:
-    """Return the word with its bits mixed: every bit of the result depends on every bit of the word."""
-    word = (word + 0x9E3779B97F4A7C15) & _WORD
-    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
-    word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
-    return word ^ word >> 31
 
 
 def _fill_row(data: TokenFile, start: int, tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> None:

@@ -1,9 +1,10 @@
 """Read documents from files, one after the other, each with the place behind it, where reading can continue.
 
-One document is in memory at a time (64 for Parquet). Ready tokens and raw bytes are read in pieces when they are
-written. To continue, a JSONL file is sought and Parquet row groups are skipped, which costs next to nothing.
+One document is in memory at a time (64 rows of a table). Long text files, ready tokens and raw bytes are read in pieces
+when they are encoded. To continue, a JSONL file is sought; packed files and JSON lists are read again up to the place.
 """
 
+import codecs
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,14 @@ import numpy as np
 
 from ithaca.base.errors import DataError, first_line
 from ithaca.data.inputs import Input, bounds_file
-from ithaca.data.records import Document, columns, document
+from ithaca.data.json_list import elements
+from ithaca.data.pieces import LongText
+from ithaca.data.records import Document, document
+from ithaca.data.streams import SKIP_HINT, BadFile, chunks, not_utf8, opened
+from ithaca.data.tables import Rows, arrow_rows, hub_rows, parquet_rows
 from ithaca.data.tokenfile import DTYPES, Part, Stored, from_file, quoted
 
-PARQUET_ROWS = 64
+LONG = 1 << 20  # bytes of a text file from which on it is read in pieces
 
 
 @dataclass(frozen=True)
@@ -35,37 +40,89 @@ class Reading:
 
     raw: bool
     bin_dtype: str | None
+    field: str | None = None  # the field of the text in records
+    skip_bad: bool = False
 
 
-Read = Callable[[Input, Place, Reading], Iterator[tuple[int, int, Document]]]  # records and bytes behind it, a document
+@dataclass(frozen=True)
+class Bad:
+    """A file or record that was skipped, and why."""
+
+    sentence: str
 
 
-def documents(files: Sequence[Input], start: Place, reading: Reading) -> Iterator[tuple[Place, Document]]:
+Found = tuple[int, int, Document | DataError]  # records and bytes behind it; a document, or what is wrong with it
+Read = Callable[[Input, Place, Reading], Iterator[Found]]
+
+
+def documents(files: Sequence[Input], start: Place, reading: Reading) -> Iterator[tuple[Place, Document | Bad]]:
     """Yield all documents behind `start`, each with the place behind it."""
     for number in range(start.file, len(files)):
         file = files[number]
         begin = start if number == start.file else Place(number)
         try:
             for record, offset, found in _READERS[file.kind](file, begin, reading):
-                yield Place(number, record, offset), found
+                yield Place(number, record, offset), _skip(found, reading) if isinstance(found, DataError) else found
+        except BadFile as problem:
+            yield Place(number + 1), _skip(problem, reading)
         except OSError as problem:
-            raise DataError(f"'{file.path}' cannot be read ({problem.strerror or first_line(problem)})") from None
+            why = DataError(f"'{file.path}' cannot be read ({problem.strerror or first_line(problem)})")
+            yield Place(number + 1), _skip(why, reading)
+
+
+def _skip(problem: DataError, reading: Reading) -> Bad:
+    if not reading.skip_bad:
+        raise DataError(f"{problem}{SKIP_HINT}") from None
+    return Bad(str(problem))
 
 
 def holds_tokens(file: Input, reading: Reading) -> bool:
     """Return whether a file's documents are ready tokens, by its kind or its first document."""
     if file.kind in ("text", "npy", "bin"):
         return file.kind != "text"
-    first = next(documents([file], Place(), reading), None)
-    return first is not None and first[1].ready
+    found = (item for _, item in documents([file], Place(), reading))
+    first = next((item for item in found if isinstance(item, Document)), None)
+    return first is not None and first.ready
 
 
-def _text(file: Input, start: Place, reading: Reading) -> Iterator[tuple[int, int, Document]]:
+def _text(file: Input, start: Place, reading: Reading) -> Iterator[Found]:
     if start.record:
         return
     where = f"'{file.path}'"
-    raw = Stored(_part(file.path, 0, np.dtype(np.uint8)), 0, file.size)
-    yield 1, file.size, Document(where, raw if reading.raw else _decoded(where, raw[:].tobytes(), 0))
+    with opened(file.path, file.packed) as stream:
+        head = stream.read(LONG + 1)
+        if reading.raw and file.packed is None:
+            mark = len(codecs.BOM_UTF8) if _marked(file.path) else 0
+            content = Stored(_part(file.path, mark, np.dtype(np.uint8)), 0, file.size - mark)
+        elif len(head) > LONG:
+            content = LongText(file.path, file.packed, file.size)
+        else:
+            head = head.removeprefix(codecs.BOM_UTF8)
+            content = np.frombuffer(head, np.uint8) if reading.raw else _decoded(where, head, 0)
+    if isinstance(content, LongText) and not reading.raw:
+        _check_utf8(file)
+    yield 1, file.size, Document(where, content)
+
+
+def _marked(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+
+
+def _check_utf8(file: Input) -> None:
+    """Raise an error if a long text is not UTF-8, before its first piece is encoded."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    done = 0
+    with opened(file.path, file.packed) as stream:
+        for chunk in chunks(stream):
+            kept = len(decoder.getstate()[0])  # bytes of a character that the last chunk has begun
+            try:
+                decoder.decode(chunk)
+            except UnicodeDecodeError as problem:
+                raise not_utf8(f"'{file.path}'", done - kept + problem.start, problem.object[problem.start]) from None
+            done += len(chunk)
+    if held := decoder.getstate()[0]:
+        raise not_utf8(f"'{file.path}'", done - len(held), held[0])
 
 
 def _part(path: Path, offset: int, dtype: np.dtype) -> Part:
@@ -76,22 +133,29 @@ def _decoded(where: str, raw: bytes, offset: int) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as problem:
-        raise DataError(
-            f"{where} is not UTF-8 at byte offset {offset + problem.start} (0x{raw[problem.start]:02x}): "
-            "convert it with `iconv -t UTF-8`"
-        ) from None
+        raise not_utf8(where, offset + problem.start, raw[problem.start]) from None
 
 
-def _jsonl(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, Document]]:
-    number, offset = start.record, start.offset
-    with file.path.open("rb") as lines:
-        lines.seek(offset)
-        for line in lines:
+def _jsonl(file: Input, start: Place, reading: Reading) -> Iterator[Found]:
+    number, offset = (start.record, start.offset) if file.packed is None else (0, 0)
+    with opened(file.path, file.packed) as lines:
+        if offset:
+            lines.seek(offset)
+        while line := lines.readline():
             number += 1
             begin, offset = offset, offset + len(line)
-            if line.strip():
+            if number > start.record and line.strip():
                 where = f"'{file.path}', line {number}"
-                yield number, offset, document(where, _object(where, _decoded(where, line, begin)))
+                found = _from_line(where, line if begin else line.removeprefix(codecs.BOM_UTF8), begin, reading)
+                del line  # it may be long, and is not needed while the document is encoded
+                yield number, offset if file.packed is None else min(offset, file.size), found
+
+
+def _from_line(where: str, line: bytes, begin: int, reading: Reading) -> Document | DataError:
+    try:
+        return document(where, _object(where, _decoded(where, line, begin)), reading.field)
+    except DataError as problem:
+        return problem
 
 
 def _object(where: str, line: str) -> dict[str, Any]:
@@ -99,46 +163,42 @@ def _object(where: str, line: str) -> dict[str, Any]:
         record = json.loads(line)
     except (ValueError, RecursionError) as problem:
         raise DataError(f"{where} is not JSON ({getattr(problem, 'msg', problem)})") from None
+    return _checked_object(where, record)
+
+
+def _checked_object(where: str, record: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(f'{where} is not an object: write {{"text": "…"}}')
     return record
 
 
-def _parquet(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, Document]]:
+def _json(file: Input, start: Place, reading: Reading) -> Iterator[Found]:
+    with opened(file.path, file.packed) as stream:
+        for number, (offset, record) in enumerate(elements(file.path, stream), 1):
+            if number > start.record:
+                where = f"'{file.path}', object {number}"
+                yield number, min(offset, file.size), _from_record(where, record, reading)
+
+
+def _from_record(where: str, record: Any, reading: Reading, table: bool = False) -> Document | DataError:
     try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise DataError(f"reading '{file.path}' needs pyarrow: pip install 'ithaca[parquet]'") from None
-    try:
-        with parquet.ParquetFile(file.path) as table:
-            total = table.metadata.num_rows
-            for row, record in _rows(table, columns(file.path, table.schema_arrow.names), start.record):
-                place = f"'{file.path}', row {row + 1}"
-                yield row + 1, file.size * (row + 1) // total, document(place, record)
-    except (pyarrow.ArrowException, ValueError) as problem:  # ValueError: text in it is not UTF-8
-        raise DataError(f"'{file.path}' is not Parquet ({first_line(problem)})") from None
+        return document(where, _checked_object(where, record), reading.field, table)
+    except DataError as problem:
+        return problem
 
 
-def _rows(table: Any, columns: list[str], skip: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows behind the first `skip` with their numbers. Row groups before them are not read."""
-    row = 0
-    for group in range(table.num_row_groups):
-        rows = table.metadata.row_group(group).num_rows
-        if row + rows <= skip:
-            row += rows
-            continue
-        for batch in table.iter_batches(PARQUET_ROWS, row_groups=[group], columns=columns):
-            for record in batch.to_pylist():
-                if row >= skip:
-                    yield row, record
-                row += 1
+def _table(rows_of: Rows) -> Read:
+    def read(file: Input, start: Place, reading: Reading) -> Iterator[Found]:
+        for row, offset, record in rows_of(file, start.record, reading.field):
+            yield row + 1, offset, _from_record(f"'{file.path}', row {row + 1}", record, reading, table=True)
+
+    return read
 
 
-def _npy(file: Input, start: Place, _: Reading) -> Iterator[tuple[int, int, Document]]:
+def _npy(file: Input, start: Place, _: Reading) -> Iterator[Found]:
     array = _load(file.path, mmap_mode="r")  # for its shape; the numbers are read below
     if array.ndim not in (1, 2):
-        raise DataError(f"'{file.path}' has the shape {list(array.shape)}: [tokens] or [documents, tokens] is needed")
+        raise BadFile(f"'{file.path}' has the shape {list(array.shape)}: [tokens] or [documents, tokens] is needed")
     count, length = (1, *array.shape) if array.ndim == 1 else array.shape
     by_columns = array.ndim == 2 and not array.flags.c_contiguous  # the rows lie scattered in the file
     rows = _load(file.path) if by_columns else None
@@ -157,13 +217,13 @@ def _load(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
     except OSError:
         raise
     except Exception as problem:  # whatever Python's own parser raises: numpy reads the header as a literal
-        raise DataError(f"'{path}' is not a plain .npy file ({first_line(problem)})") from None
+        raise BadFile(f"'{path}' is not a plain .npy file ({first_line(problem)})") from None
     if array.dtype.kind not in "iu":
-        raise DataError(f"'{path}' holds {array.dtype}: whole numbers are needed, as array.astype('uint32') gives")
+        raise BadFile(f"'{path}' holds {array.dtype}: whole numbers are needed, as array.astype('uint32') gives")
     return array
 
 
-def _bin(file: Input, start: Place, reading: Reading) -> Iterator[tuple[int, int, Document]]:
+def _bin(file: Input, start: Place, reading: Reading) -> Iterator[Found]:
     dtype = DTYPES[str(reading.bin_dtype)]
     count, rest = divmod(file.size, dtype.itemsize)
     if rest:
@@ -183,8 +243,17 @@ def _bounds(path: Path, count: int) -> np.ndarray:
         return np.array([0, count])
     bounds = _load(path)
     if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != count or (bounds[1:] < bounds[:-1]).any():
-        raise DataError(f"'{path}' is no rising list of offsets from 0 to the {count} tokens beside it")
+        raise BadFile(f"'{path}' is no rising list of offsets from 0 to the {count} tokens beside it")
     return bounds
 
 
-_READERS: dict[str, Read] = {"text": _text, "jsonl": _jsonl, "parquet": _parquet, "npy": _npy, "bin": _bin}
+_READERS: dict[str, Read] = {
+    "text": _text,
+    "jsonl": _jsonl,
+    "json": _json,
+    "parquet": _table(parquet_rows),
+    "arrow": _table(arrow_rows),
+    "hub": _table(hub_rows),
+    "npy": _npy,
+    "bin": _bin,
+}

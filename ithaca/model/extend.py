@@ -161,10 +161,10 @@ def _check(option: RopeOption, method: str, spec: Spec, tokens: int) -> None:
             f"does not fit a model that has rope type '{rope.kind}' with factor {rope.factor:g}: two scalings would be "
             f"on top of each other; model.rope={rope.kind}, or auto, raises its factor"
         )
-    if given.get("rope_theta", rope.theta) < rope.theta:
+    theta = given.get("rope_theta")
+    if theta is not None and (theta < rope.theta or (method == "theta" and theta == rope.theta)):
         raise option.refuse(
-            f"gives rope_theta as {given['rope_theta']:g}, below the model's {rope.theta:g}: a longer context needs a "
-            "larger one"
+            f"gives rope_theta as {theta:g}, and the model has {rope.theta:g}: a longer context needs a larger one"
         )
     if tokens <= length and not given.keys() & {"factor", "rope_theta"}:
         raise option.refuse(

@@ -1,8 +1,9 @@
 """The documents of a packed sequence, as `--documents` names them: 64x4K, 192K+64x1K, or a token file.
 
 A pattern is repeated until it fills a sequence, and its last document is cut. A token file is packed as in training
-(data/sample.py): its documents form a circle, and a sequence is a window of it. Of some windows, evenly spread, the one
-with the average attention stands for all. Cost: one pass over the bounds, 8 bytes a document. Tokens are not read.
+(data/packing.py): cut into windows, whole documents with padding, or joined to one document. Of some sequences, evenly
+spread over each source, the one with the average attention stands for all. Cost: one pass over the bounds, 8 bytes a
+document; of data packed whole, at most 65,536 documents are packed. Tokens are not read.
 """
 
 import os
@@ -15,9 +16,12 @@ import numpy as np
 
 from ithaca.base.errors import ConfigError, PlanError
 from ithaca.base.sizes import format_tokens, parse_tokens
+from ithaca.data.best_fit import count_rows, packing_of, pieces_of, plan_epoch, with_padding
+from ithaca.data.mixture import Data, Mixture
 from ithaca.data.reader import TokenFile, open_tokens
 
 WINDOWS = 64  # of a token file that are looked at
+SAMPLE = 2**16  # documents that are packed, of a file with more
 MOST = 2**20  # documents in a sequence
 EXAMPLE = "write 64x4K, 192K+64x1K or the name of a token file"
 
@@ -28,8 +32,11 @@ class Documents:
 
     name: str  # as the user gave it
     bounds: np.ndarray  # int64, of all documents
-    packed: bool  # of a token file: a sequence begins anywhere
-    data: TokenFile | None = None  # that token file
+    packed: bool  # of a token file, and packed as in training
+    packing: str = "cut"  # of a token file: `cut`, `whole` or `joined`
+    too_long: str = "cut"  # what becomes of a document that is longer than a sequence, under `whole`
+    mixed: tuple[tuple[float, "Documents"], ...] = ()  # the sources of a mixture, with their shares
+    data: TokenFile | None = None  # the token file
     _found: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def lengths(self, tokens: int) -> tuple[int, ...]:
@@ -39,13 +46,15 @@ class Documents:
             self._found[tokens] = tuple(window.tolist())
         return self._found[tokens]
 
+    def longest(self, tokens: int) -> int:
+        """The most tokens that a document has in sequences of so many tokens."""
+        if self.mixed:
+            return max(part.longest(tokens) for _, part in self.mixed)
+        return tokens if self.packing == "joined" else min(tokens, int(np.diff(self.bounds).max()))
+
     def attended(self, tokens: int) -> float:
         """Σ length² / tokens: the sequence length S in the FLOP count of a packed sequence."""
         return sum(length**2 for length in self.lengths(tokens)) / tokens
-
-    def longest(self, tokens: int) -> int:
-        """The most tokens of one document in a sequence of so many tokens."""
-        return min(tokens, int(np.diff(self.bounds).max()))
 
     def describe(self, tokens: int) -> str:
         """The documents of a sequence in a line."""
@@ -60,10 +69,34 @@ class Documents:
         return f"{count} in each sequence ({how}); a token sees {self.attended(tokens) / 2:,.0f} others on average"
 
     def _average(self, tokens: int) -> np.ndarray:
-        starts = [int(self.bounds[-1]) * index // WINDOWS for index in range(WINDOWS)]
-        squares = [float(np.square(self._window(start, tokens), dtype=float).sum()) for start in starts]
-        mean = sum(squares) / WINDOWS
-        return self._window(min(zip(starts, squares, strict=True), key=lambda pair: abs(pair[1] - mean))[0], tokens)
+        found = self._candidates(tokens)
+        squares = [float(np.square(lengths, dtype=float).sum()) for _, lengths in found]
+        mean = sum(weight * square for (weight, _), square in zip(found, squares, strict=True))
+        return found[min(range(len(found)), key=lambda index: abs(squares[index] - mean))][1]
+
+    def _candidates(self, tokens: int) -> list[tuple[float, np.ndarray]]:
+        """Some sequences with their weights, which add up to one."""
+        if self.mixed:
+            return [
+                (share * weight, lengths) for share, part in self.mixed for weight, lengths in part._candidates(tokens)
+            ]
+        if self.packing == "joined":
+            return [(1.0, np.array([tokens]))]
+        if self.packing == "whole":
+            return self._whole_rows(tokens)
+        starts = (int(self.bounds[-1]) * index // WINDOWS for index in range(WINDOWS))
+        return [(1 / WINDOWS, self._window(start, tokens)) for start in starts]
+
+    def _whole_rows(self, tokens: int) -> list[tuple[float, np.ndarray]]:
+        """Rows of whole documents, padding included."""
+        lengths = np.diff(self.bounds)[:: -(-(len(self.bounds) - 1) // SAMPLE)]
+        sampled = np.append(0, np.cumsum(lengths))
+        pieces = pieces_of(sampled, tokens, self.too_long, self.name)
+        rows = count_rows(pieces.lengths, tokens)
+        plan = plan_epoch(pieces.lengths, tokens, rows, 0, 0)
+        seen = range(0, rows, -(-rows // WINDOWS))
+        rows_seen = (with_padding(pieces.lengths[plan.row(row)].tolist(), tokens) for row in seen)
+        return [(1 / len(seen), np.array(lengths)) for lengths in rows_seen]
 
     def _window(self, start: int, tokens: int) -> np.ndarray:
         """The lengths between two offsets. Behind the last document the first follows."""
@@ -93,9 +126,14 @@ def read_documents(text: str) -> Documents:
     return Documents(text, np.array([0, *accumulate(parse_documents(text))]), packed=False)
 
 
-def file_documents(data: TokenFile) -> Documents:
-    """The documents of a token file."""
-    return Documents(str(data.path.name if data.path else "the data"), data.bounds(), packed=True, data=data)
+def file_documents(data: Data, packing: str = "auto", too_long: str = "truncate") -> Documents:
+    """The documents of a token file or of a mixture, packed as the options of [data] say."""
+    if isinstance(data, Mixture):
+        parts = [(source.share, file_documents(source.data, packing, too_long)) for source in data.sources]
+        return Documents("the mixture", np.zeros(1, np.int64), packed=True, mixed=tuple(parts))
+    name = str(data.path.name if data.path else "the data")
+    kept = too_long if data.header.masked else "cut"
+    return Documents(name, data.bounds(), packed=True, packing=packing_of(data, packing), too_long=kept, data=data)
 
 
 def parse_documents(text: str) -> tuple[int, ...]:

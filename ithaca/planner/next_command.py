@@ -90,7 +90,7 @@ def _line(trial: Trial) -> str:
 def _data_problem(trial: Trial) -> str | None:
     """Return why the model can learn neither the token file nor, without one, the default data; None if it can."""
     if trial.data:
-        return misfit(trial.data.header, f"'{trial.data.path}'", trial.spec.vocab, trial.folder)
+        return misfit(trial.data, f"'{trial.data.path}'", trial.spec.vocab, trial.folder)
     if trial.spec.vocab >= Bytes.vocab:
         return None
     return f"{OWN_DATA}; the default data have {Bytes.vocab} ids, and the model's vocabulary is {trial.spec.vocab}"

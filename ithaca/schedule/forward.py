@@ -28,6 +28,7 @@ from ithaca.parallel.sharding import weights_of_blocks
 from ithaca.plans.plan import Plan
 from ithaca.schedule.embedding import embed
 from ithaca.schedule.loss import head_logits, tape_loss, tiled_loss
+from ithaca.schedule.marks import LOSS, Mark, no_mark
 from ithaca.schedule.sweep.run import Rotations, SweepCall, run_sweep
 from ithaca.schedule.tapes import Pass
 from ithaca.schedule.whole.attention import Attention
@@ -47,6 +48,7 @@ class ForwardContext:
     rounds: Rounds
     tapes: Pass | None  # None: the Plan needs none
     visits: int | None = None  # visits at either end of a walk that are made; None: all
+    mark: Mark = no_mark
 
 
 def loss_sum(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
@@ -55,6 +57,7 @@ def loss_sum(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
 
     def run(w: dict[str, Tensor], state: Tensor) -> Tensor:
         weight, head = w["norm.weight"], _head(decoder, w)
+        context.mark(LOSS)
         if context.plan.sweeps:
             assert context.tapes is not None
             return tape_loss(spec, state, context.tapes, weight, head, batch.labels, tile)
@@ -90,7 +93,7 @@ def _whole(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     places, checkpoint = plan.placement(spec.layers).x, plan.checkpoint or "full"
     for layer, (block, rotates) in enumerate(zip(decoder.blocks, spec.rope_layers, strict=True)):
         rotation, tapes = rope if rotates else None, context.tapes if places[layer] != "device" else None
-        call = BlockCall(attention, layer, rotation, checkpoint, plan.tile, tapes)
+        call = BlockCall(attention, layer, rotation, checkpoint, plan.tile, tapes, context.mark)
         x = block(partial(run_block, call=call), x)
     return x
 
@@ -117,6 +120,7 @@ def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
             ring,
             split,
             weights_of,
+            context.mark,
         )
         carrier = block(partial(run_sweep, call=call), carrier)
     return carrier

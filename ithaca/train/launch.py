@@ -29,10 +29,11 @@ from ithaca.train.elastic import leave
 from ithaca.train.loop import train
 from ithaca.train.origin import Origin, check_origin, find_origin
 from ithaca.train.processes import Watch, run_ranks
-from ithaca.train.report import tell
+from ithaca.train.report import stopped_at_once, tell
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import Step, read_step
 from ithaca.train.start import load_source
+from ithaca.train.stop import show_cursor
 
 CPU_RANKS = 1024
 LOOPBACK = "127.0.0.1"
@@ -207,7 +208,12 @@ def _start(config: Config, count: int, path: Path, origin: Origin | None = None)
         folder, failures = RunFolder(path), 0  # in a row
         saved = folder.last_checkpoint()
         for attempt in itertools.count():
-            how = run_attempt(partial(train, config, path, launched=True, origin=origin), count, attempt, watch)
+            try:
+                how = run_attempt(partial(train, config, path, launched=True, origin=origin), count, attempt, watch)
+            except KeyboardInterrupt:
+                if watch.asked > 1:
+                    _tell_ending(folder)
+                raise
             if how is None:
                 return
             newest = folder.last_checkpoint()
@@ -219,6 +225,16 @@ def _start(config: Config, count: int, path: Path, origin: Origin | None = None)
                 )
             again = f"Restarting from the last checkpoint ({failures} of {RESTARTS})"
             tell(f"{how[0].upper()}{how[1:]}. {again}", sys.stderr)
+
+
+def _tell_ending(folder: RunFolder) -> None:
+    """Say what is left of a run whose ranks were killed at a second Ctrl-C."""
+    try:
+        steps = [line["step"] for line in folder.read_metrics()]
+    except OSError:
+        steps = []
+    show_cursor()
+    tell(f"\n{stopped_at_once(folder, max(steps, default=0))}", sys.stderr)
 
 
 def run_attempt(work: Callable[[], None], count: int, attempt: int, watch: Watch) -> str | None:

@@ -12,8 +12,7 @@ import torch
 
 from ithaca.assemble import Model
 from ithaca.config import TrainSection
-from ithaca.data.reader import TokenFile
-from ithaca.data.sample import sequences
+from ithaca.data.packing import Rows
 from ithaca.parallel.batch import Batch, RankBatch, batch_rows, join_batches
 from ithaca.train.stop import SIGNALS
 
@@ -21,9 +20,9 @@ from ithaca.train.stop import SIGNALS
 class Loader:
     """Draws the batches of the steps in order, one step ahead."""
 
-    def __init__(self, data: TokenFile, options: TrainSection, model: Model):
+    def __init__(self, rows: Rows, options: TrainSection, model: Model):
         """`options` must have `tokens` and `batch`."""
-        self._data, self._options, self._model = data, options, model
+        self._rows, self._options, self._model = rows, options, model
         self._thread = ThreadPoolExecutor(1, "loader", initializer=self._prepare_thread)
         self._next: tuple[int, Future[Sequence[RankBatch]]] | None = None
 
@@ -44,17 +43,17 @@ class Loader:
     def close(self) -> None:
         """Stop the thread. It finishes the rows that it is drawing."""
         self._thread.shutdown(cancel_futures=True)
+        self._rows.close()
 
     def _draw(self, step: int) -> list[RankBatch]:
         options = self._options
         assert options.batch
-        assert options.tokens
         size = options.micro_batch or options.batch
         own = batch_rows(self._model.mesh, size)
         passes = []
         for first in range(0, options.batch, size):
             rows = range(first + own.start, first + own.stop)
-            drawn = sequences(self._data, options.batch, options.tokens, options.seed, step, rows)
+            drawn = self._rows.draw(options.batch, step, rows)
             passes.append(self._model.rank_batch(*drawn, rows=size))
         return passes
 

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from ithaca.base.errors import ConfigError, IthacaError, LostRankError, RunError
 from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.config import Config
-from ithaca.data.reader import TokenFile
-from ithaca.model.presets import PRESETS
+from ithaca.data.mixture import Data
+from ithaca.data.packing import Rows
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.axes import Axes
@@ -29,16 +30,27 @@ from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
+from ithaca.schedule.marks import OPTIMIZER, make_marks
 from ithaca.train.elastic import leave
 from ithaca.train.epochs import describe_epochs
 from ithaca.train.learning_rate import describe_rate, is_settled, learning_rate
+from ithaca.train.live_line import LiveLine
 from ithaca.train.loader import Loader
 from ithaca.train.loss_watch import LossWatch
-from ithaca.train.origin import Origin, adopt, describe_origin, find_origin
+from ithaca.train.origin import Origin, adopt, describe_origin, describe_weights, find_origin
 from ithaca.train.record import check_record, list_changes, make_record
-from ithaca.train.report import Progress, Sinks, check_report, open_sinks, tell_conclusion
+from ithaca.train.report import Progress, Sinks, check_report, open_sinks, stopped_at_once, tell_conclusion
 from ithaca.train.run_folder import RunFolder, check_shared
-from ithaca.train.start import check_data, describe_rope, free_memory, open_data, open_source, settle
+from ithaca.train.start import (
+    check_data,
+    describe_rope,
+    free_memory,
+    has_random_weights,
+    open_data,
+    open_rows,
+    open_source,
+    settle,
+)
 from ithaca.train.stop import StopRequest
 from ithaca.train.unlearned import Unlearned, with_labels
 
@@ -79,8 +91,9 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
             grid = mesh(**vars(axes), device=grid.device.type)
         data = open_data(config, run, grid)
         check_data(data, grid)
+        rows = together(grid.group, lambda: open_rows(config, data))
         source = together(grid.group, lambda: open_source(config, described, resumed, data))
-        TrainingRun(config, run, apply(source, plan, grid), data, why, origin).go(launched, roll)
+        TrainingRun(config, run, apply(source, plan, grid), data, rows, why, origin).go(launched, roll)
     except IthacaError as error:
         refused = not isinstance(error, LostRankError)
         raise
@@ -97,7 +110,8 @@ class TrainingRun:
         config: Config,
         folder: RunFolder,
         model: Model,
-        data: TokenFile,
+        data: Data,
+        rows: Rows,
         why: Sequence[str] = (),
         origin: Origin | None = None,
     ):
@@ -142,9 +156,11 @@ class TrainingRun:
             self.mesh.group, lambda: folder.begin(config, model.source, model.dtype, came_from) if self.first else None
         )
         self.peak_flops = gpu_peak_flops(self.mesh.device)
-        self.loader = Loader(data, options, model)
+        self.rows, self.loader = rows, Loader(rows, options, model)
         log = folder.log if self.first else None
-        self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost))
+        every = config.run.log_every
+        self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost, every))
+        self.marks = make_marks(self.mesh.device) if self.first else None
         self.sinks = Sinks([], folder, self.progress.warn)
 
     def _pass_size(self) -> tuple[int, int]:
@@ -168,11 +184,13 @@ class TrainingRun:
     def go(self, launched: bool, roll: Roll) -> None:
         """Do all steps that are left, save, and release everything, also after an error."""
         together(self.mesh.group, lambda: self.folder.cut_metrics(self.done) if self.first else None)
-        self.loss_watch = LossWatch(self.folder.read_metrics() if self.first else ())
+        self.loss_watch = LossWatch(self.config.train, self.folder.read_metrics() if self.first else ())
         self.sinks = together(
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
         )
-        self.stop = StopRequest(self.mesh, launched)
+        self.live_line = LiveLine(self.marks, self.progress, self.mesh.device) if self.marks else None
+        seconds_left = self.live_line.seconds_left if self.live_line else lambda: None
+        self.stop = StopRequest(self.mesh, launched, seconds_left, self._stopped_at_once)
         self.timeout = self.config.run.timeout or timeout(self._step_seconds())
         set_timeout(self.mesh.groups, self.timeout)
         self._announce()
@@ -191,6 +209,8 @@ class TrainingRun:
                 self.checkpoints.abandon()
             raise
         finally:
+            if self.live_line:
+                self.live_line.close()
             self.loader.close()
             self.checkpoints.close()
             self.sinks.close()
@@ -240,21 +260,13 @@ class TrainingRun:
         """Show and write the metrics of a step. If the run folder is lost, ask all ranks to stop."""
         self.progress.step(metrics)
         if risen := self.loss_watch.add(metrics):
-            self.progress.warn(f"{risen}: {self._advice()}")
+            self.progress.warn(risen)
         if mended := self.folder.mend(self.config):
             self.progress.warn(mended)
         if self.folder.lost():
             self.stop.ask()  # the checkpoint that follows tells all ranks why (Checkpoints.save)
             return
         self.sinks.write(metrics)
-
-    def _advice(self) -> str:
-        """Return what helps against a loss that rises."""
-        options = self.config.train
-        return (
-            f"a lower train.learning_rate than {options.learning_rate:g}, or a longer train.warmup than "
-            f"{options.warmup}, may help (--fresh starts again); the run goes on"
-        )
 
     def _step(self) -> dict[str, Any]:
         options, began = self.config.train, time.perf_counter()
@@ -263,7 +275,8 @@ class TrainingRun:
         if work and self.done == self.begun:
             self.progress.say(f"In this step {describe_work(work)}")
         rate = learning_rate(options, self.done)
-        loss, norm = self._update(batches, rate) if with_labels(batches) else (None, None)
+        with self._marked(with_labels(batches)):
+            loss, norm = self._update(batches, rate) if with_labels(batches) else (None, None)
         self.done += 1
         for text in self.unlearned.add(self.done, batches):
             self.progress.warn(text)
@@ -272,12 +285,21 @@ class TrainingRun:
         self.changes = []
         return self._metrics(batches, loss, norm, rate, seconds) | {
             "ring_waiting": round(work.waiting, 4) if work else None,
+            **self.rows.metrics(self._rows_done()),
             **changed,
         }
 
+    def _marked(self, batches: list[Batch]) -> AbstractContextManager[None]:
+        """Let the live line follow a step of these passes."""
+        flops = [self.model.spec.flops_per_token(batch.attended) * batch.total_tokens for batch in batches]
+        return self.marks.step(self.done + 1, flops) if self.marks else nullcontext()
+
     def _update(self, batches: list[Batch], rate: float) -> tuple[float, float]:
         """Update the weights. Return the step's loss and the norm of its gradients."""
-        tensors = self._backward(batches), clip(self.model, self.config.train.clip, self.optimizer)
+        total = self._backward(batches)
+        if self.marks:
+            self.marks.mark(OPTIMIZER)
+        tensors = total, clip(self.model, self.config.train.clip, self.optimizer)
         loss, norm = (tensor.item() for tensor in tensors)  # the host waits for the GPU here, after clipping is queued
         if not math.isfinite(loss) or not math.isfinite(norm):
             self._fail(loss, norm)
@@ -297,7 +319,7 @@ class TrainingRun:
         valid = sum(batch.valid_tokens for batch in batches)
         losses = []
         for number, batch in enumerate(batches, start=1):
-            loss = self.model(batch, valid_tokens=valid, last=number == len(batches))
+            loss = self.model(batch, valid_tokens=valid, last=number == len(batches), marks=self.marks)
             loss.backward()
             losses.append(loss.detach())
         # Zeros in the places of the passes left out, so that the sum rounds as if they had run
@@ -332,6 +354,9 @@ class TrainingRun:
             "gpu_bytes": torch.cuda.max_memory_reserved() if gpu else None,
             "host_bytes": psutil.Process().memory_info().rss,
         }
+
+    def _rows_done(self) -> int:
+        return self.done * self.config.train.batch  # pyrefly: ignore
 
     def _save(self) -> None:
         """Begin a checkpoint of this step, unless there is one."""
@@ -370,8 +395,10 @@ class TrainingRun:
         model, options, say = self.model, self.config.train, self.progress.say
         dtype, device = str(model.dtype).removeprefix("torch."), self.mesh.device.type
         ranks = format_count(self.mesh.size, "GPU" if device == "cuda" else f"{device.upper()} rank")
+        origin = self.past.get("origin")
+        weights = describe_weights(self.config, origin)
         say(
-            f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, {self._weights()}, "
+            f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, {weights}, "
             f"in {dtype} on {ranks}; "
             f"attention kernel: {explain_kernel(model.kernel, self.mesh.device, model.dtype, model.spec.head_size)}"
         )
@@ -380,36 +407,29 @@ class TrainingRun:
             f"Each step: {format_count(options.batch, 'sequence')} of {format_tokens(options.tokens)} tokens{passes}; "  # pyrefly: ignore
             f"{format_count(self.steps, 'step')}; run folder {self.folder.path}"
         )
-        say(describe_epochs(options, self.data))
-        say(describe_rate(options, model.spec.parameters(), self._is_random()))
+        say(describe_epochs(options, self.data.tokens, self.rows.per_epoch))
+        say(describe_rate(options, model.spec.parameters(), has_random_weights(self.config, origin)))
         for line in model.describe_ranks():
             say(line)
         if self.mesh.size > 1:
             say(f"Hang timeout: {format_seconds(self.timeout)} (run.timeout)")
         if device == "cuda" and self.peak_flops is None:
             say(f"Causal MFU is not reported: the peak of {torch.cuda.get_device_name(self.mesh.device)} is not known")
-        if origin := self.past.get("origin"):
+        if origin:
             say(describe_origin(origin))
         if self.done:
             say(f"Continuing from the checkpoint of step {self.done}")
         else:
             self._say_rope()
-        for text in self.why:
+        for text in (*self.rows.describe(), *self.why):
             say(text)
         for text in self.early_warnings:
             self.progress.warn(text)
         self.announced = True
 
-    def _is_random(self) -> bool:
-        """Return whether the run began with random weights."""
-        return self.config.model.source in PRESETS and "origin" not in self.past
-
-    def _weights(self) -> str:
-        """Return whose weights the run began with."""
-        source = self.config.model.source
-        if self._is_random():
-            return f"random weights (preset {source})"
-        return f"weights of {self.past['origin']['run'] if 'origin' in self.past else source}"
+    def _stopped_at_once(self) -> str:
+        self.progress.end_live()
+        return stopped_at_once(self.folder, self.done)
 
     def _say_rope(self) -> None:
         """Say how the rope was extended, or that the context is beyond the model's. Collective."""
@@ -426,6 +446,8 @@ class TrainingRun:
         def tell_end() -> None:
             for text in self.unlearned.totals(self.done):
                 self.progress.warn(text)
+            for text in self.rows.conclude(self._rows_done()):
+                self.progress.say(text)
             tell_conclusion(self.folder, self.progress, self.done, self.saved, stopped)
 
         together(self.mesh.group, lambda: tell_end() if self.first else None)

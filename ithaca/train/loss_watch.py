@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from ithaca.config import TrainSection
+
 LABELS, STEPS, RISE = 4096, 3, 1.0
 
 
@@ -42,8 +44,9 @@ class Mean:
 class LossWatch:
     """Compares the loss of a run with its start."""
 
-    def __init__(self, metrics: Iterable[dict[str, Any]] = ()):
+    def __init__(self, options: TrainSection, metrics: Iterable[dict[str, Any]] = ()):
         """`metrics`: of the steps before this start; what they gave cause to say was said then."""
+        self._options = options
         self._start, self._now, self._told = Mean(), Mean(), False
         for line in metrics:
             self.add(line)
@@ -63,5 +66,6 @@ class LossWatch:
         self._told = True
         return (
             f"the loss has risen from {self._start.value:.2f} ({self._start.span()}) to {self._now.value:.2f} "
-            f"({self._now.span()})"
+            f"({self._now.span()}): a lower train.learning_rate than {self._options.learning_rate:g}, or a longer "
+            f"train.warmup than {self._options.warmup}, may help (--fresh starts again); the run goes on"
         )

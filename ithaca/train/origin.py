@@ -21,6 +21,7 @@ from ithaca.model.source import describe_model
 from ithaca.optimizer.host_adamw import MOMENTS
 from ithaca.train.record import check_model
 from ithaca.train.run_folder import RunFolder
+from ithaca.train.start import has_random_weights
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,20 @@ def find_origin(run: RunFolder, given: Origin | None, config: Config) -> Origin 
         if given:
             _check_same(run, given, recorded)
         return None
-    if given is None and recorded is None:
-        return None
-    origin = given or Origin(Path(recorded["run"]), recorded["optimizer"])  # pyrefly: ignore
-    check_origin(run, origin, config)
+    if given:
+        check_origin(run, given, config)
+        return given
+    return _begin_again(run, Origin(Path(recorded["run"]), recorded["optimizer"]), config) if recorded else None
+
+
+def _begin_again(run: RunFolder, origin: Origin, config: Config) -> Origin:
+    """Return the origin of a start that came to nothing, or raise an error that says why it is needed."""
+    try:
+        check_origin(run, origin, config)
+    except ConfigError as problem:
+        raise ConfigError(
+            f"'{run.path}' has no checkpoint of its own yet and needs the run it began from: {problem}"
+        ) from None
     return origin
 
 
@@ -111,8 +122,7 @@ def open_origin(path: Path) -> RunFolder:
     """Return the run folder at a path, or raise an error if there is none."""
     run = RunFolder(path)
     if not run.begun():
-        what = "it has no config.toml" if os.path.isdir(path) else "there is no such folder"
-        raise ConfigError(f"--from {path} is not a run folder: {what}")
+        raise ConfigError(f"--from {path} is not a run folder: it has no config.toml")
     return run
 
 
@@ -146,3 +156,10 @@ def describe_origin(origin: dict[str, Any]) -> str:
     """Return a line about where a run came from."""
     taken = "weights and AdamW's state" if origin["optimizer"] else "weights alone, so AdamW starts at zero"
     return f"Started from the checkpoint of step {origin['step']} of {origin['run']}: {taken}"
+
+
+def describe_weights(config: Config, origin: dict[str, Any] | None) -> str:
+    """Return whose weights a run began with."""
+    if has_random_weights(config, origin):
+        return f"random weights (preset {config.model.source})"
+    return f"weights of {origin['run'] if origin else config.model.source}"

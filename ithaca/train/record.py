@@ -13,14 +13,14 @@ import torch
 from ithaca.assemble import Model
 from ithaca.base.errors import ConfigError
 from ithaca.config import Config, parse_config
-from ithaca.data.reader import TokenFile
+from ithaca.data.mixture import Data
 from ithaca.model.spec import Spec
 from ithaca.plans.recipes import TILE
 from ithaca.train.learning_rate import RATE_OPTIONS, is_settled, learning_rate
 from ithaca.train.start import data_change
 
 
-def make_record(config: Config, data: TokenFile, model: Model) -> dict[str, Any]:
+def make_record(config: Config, data: Data, model: Model) -> dict[str, Any]:
     """Return what a checkpoint's manifest has about its run."""
     return {
         "data": data.identity(),
@@ -30,7 +30,7 @@ def make_record(config: Config, data: TokenFile, model: Model) -> dict[str, Any]
     }
 
 
-def check_record(manifest: dict[str, Any], config: Config, data: TokenFile, model: Model) -> list[str]:
+def check_record(manifest: dict[str, Any], config: Config, data: Data, model: Model) -> list[str]:
     """Raise an error unless this run continues what the checkpoint was. Return warnings about what has changed."""
     step, record, warnings = manifest["step"], parse_config(manifest["config"]), list[str]()
     if difference := data_change(manifest["data"], data):

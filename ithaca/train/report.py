@@ -1,8 +1,9 @@
 """What a run tells: lines on the terminal, log.txt, metrics.jsonl, a picture of the loss, TensorBoard or W&B.
 
-Rank 0 prints; the other ranks are silent. On a terminal one live line shows step, loss, speed, memory and time left;
-elsewhere such a line is printed now and then. If the reader of the output goes away (`| head`, a closed terminal), the
-run continues and the log gets the rest.
+Rank 0 prints; the other ranks are silent. On a terminal a live line shows step, loss, learning rate, speed, memory and
+time left, and in a long step a second line shows where it is (live_line.py). Elsewhere such lines are printed now and
+then. log.txt has the lines of some steps (`run.log_every`), metrics.jsonl the metrics of all. If the reader of the
+output goes away (`| head`, a closed terminal), the run continues and the log gets the rest.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import errno
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +25,10 @@ from rich.text import Text
 
 from ithaca.base.disk import not_a_file, reason, same_file
 from ithaca.base.errors import ConfigError, RunError
-from ithaca.base.sizes import format_bytes, format_count
+from ithaca.base.sizes import format_bytes, format_clock, format_count, format_number
 from ithaca.train.run_folder import RunFolder, partial_name, writing
+
+SILENT_SECONDS = 60.0  # after which a step is logged, and a long one says where it is
 
 
 def tell(text: str, stream: IO[str]) -> None:
@@ -79,16 +83,27 @@ def _open_file(path: Path) -> IO[str]:
 class Progress:
     """Prints the lines of a run and writes them to its log. `log` is None on ranks that print nothing."""
 
-    def __init__(self, log: Path | None, first_step: int, steps: int, lost: Callable[[], str | None] = lambda: None):
+    def __init__(
+        self,
+        log: Path | None,
+        first_step: int,
+        steps: int,
+        lost: Callable[[], str | None] = lambda: None,
+        log_every: int | None = None,
+    ):
         with writing(log or Path()):
             self._log = Appended(log, lost) if log else None
         self._log_works = True
         self._console = Console(quiet=log is None, soft_wrap=True)
         terminal = self._console.is_terminal and log is not None
         self._live = Live(console=self._console, auto_refresh=False) if terminal else None
-        self._first, self._steps = first_step, steps
-        self._every = max((steps - first_step) // 12, 1)
-        self._began = time.perf_counter()
+        self._first, self.steps = first_step, steps
+        self._log_every = log_every
+        self._began = self._logged_at = time.perf_counter()
+        self.step_seconds: float | None = None  # the mean of this start; None before the first step has ended
+        self._step_line = ""
+        self._validation: float | None = None  # the last validation loss
+        self._lock = threading.RLock()  # the live line has a thread of its own; a signal's handler may print as well
         if self._live:
             with may_be_gone(sys.stdout):
                 self._live.start()
@@ -96,7 +111,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line and log it."""
         if self._log:
-            with may_be_gone(sys.stdout):
+            with self._lock, may_be_gone(sys.stdout):
                 self._console.print(Text(text))
             self._write_log(text)
 
@@ -104,7 +119,8 @@ class Progress:
         """Log a line. A log that cannot be written does not stop the run, and is told once."""
         assert self._log
         try:
-            began = self._log.add(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+            with self._lock:
+                began = self._log.add(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
             self._log_works = True
         except OSError as problem:
             if self._log_works:
@@ -117,46 +133,79 @@ class Progress:
 
     def live(self, text: str) -> None:
         """Show a line that the next one replaces. Without a terminal, show nothing."""
-        if self._live:
-            with may_be_gone(sys.stdout):
-                self._live.update(Text(text), refresh=True)
+        with self._lock:
+            if self._live:
+                with may_be_gone(sys.stdout):
+                    self._live.update(Text(text), refresh=True)
 
     def warn(self, text: str) -> None:
         """Print a warning and log it."""
         self.say(f"warning: {text}")
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Show the metrics of a step: always on a terminal, elsewhere now and then."""
-        done = metrics["step"]
+        """Show the metrics of a step: always on a terminal, elsewhere if it is logged."""
+        done, now = metrics["step"], time.perf_counter()
         if not self._log:
             return
-        if self._live:
-            self.live(self._line(metrics))
-        elif (done - self._first) % self._every == 0 or done in (self._first + 1, self._steps):
-            tell(self._line(metrics), sys.stdout)
+        self.step_seconds = (now - self._began) / (done - self._first)
+        if metrics.get("validation_loss") is not None:
+            self._validation = metrics["validation_loss"]
+        self._step_line = self._line(metrics)
+        self.live(self._step_line)
+        if self._is_logged(done, now):
+            self._logged_at = now
+            self._log_line(self._step_line)
+
+    def _is_logged(self, done: int, now: float) -> bool:
+        """Return whether a step gets a line in the log: the first and the last, and every so many."""
+        if done in (self._first + 1, self.steps):
+            return True
+        if self._log_every:
+            return done % self._log_every == 0
+        twelfth = max((self.steps - self._first) // 12, 1)
+        return (done - self._first) % twelfth == 0 or now - self._logged_at >= SILENT_SECONDS
+
+    def _log_line(self, text: str) -> None:
+        """Log a line; print it too where no live line shows it."""
+        self._write_log(text)
+        if not self._live:
+            tell(text, sys.stdout)
+
+    def place(self, text: str) -> None:
+        """Show where a long step is, below the line of the last step; without a terminal and in the log, sparsely."""
+        self.live(f"{self._step_line}\n{text}".lstrip())
+        if (now := time.perf_counter()) - self._logged_at >= SILENT_SECONDS:
+            self._logged_at = now
+            self._log_line(text)
 
     def _line(self, metrics: dict[str, Any]) -> str:
         done = metrics["step"]
         parts = [
-            f"Step {done}/{self._steps}",
+            f"Step {done}/{self.steps}",
             "no labels" if metrics["loss"] is None else f"loss {metrics['loss']:.3f}",
-            f"{metrics['tokens_per_second_per_rank']:.0f} tokens/s/rank",
         ]
+        if self._validation is not None:
+            parts.append(f"validation {self._validation:.3f}")
+        if metrics["gradient_norm"] is not None:
+            parts.append(f"grad norm {format_number(metrics['gradient_norm'])}")
+        parts.append(f"lr {metrics['learning_rate']:.3g}")
+        parts.append(f"{metrics['tokens_per_second_per_rank']:.0f} tokens/s/rank")
         if metrics["mfu_causal"] is not None:
             parts.append(f"{100 * metrics['mfu_causal']:.1f} % causal MFU")
         if metrics["gpu_bytes"] is not None:
             parts.append(f"GPU {format_bytes(metrics['gpu_bytes'])}")
         parts.append(f"host {format_bytes(metrics['host_bytes'])}")
-        left = (time.perf_counter() - self._began) / (done - self._first) * (self._steps - done)
-        parts.append(f"{left // 60:.0f}:{left % 60:02.0f} left")
+        assert self.step_seconds is not None
+        parts.append(f"{format_clock(self.step_seconds * (self.steps - done))} left")
         return "  ".join(parts)
 
     def end_live(self) -> None:
         """Leave the live line in place; later lines come below it."""
-        if self._live:
-            with may_be_gone(sys.stdout):
-                self._live.stop()
-            self._live = None
+        with self._lock:
+            if self._live:
+                with may_be_gone(sys.stdout):
+                    self._live.stop()
+                self._live = None
 
     def close(self) -> None:
         self.end_live()
@@ -304,6 +353,18 @@ def tell_conclusion(folder: RunFolder, progress: Progress, done: int, saved: int
         problem = problem or f"the log '{folder.log}' could not be written (it is {kind})"
     if problem:
         raise RunError(f"{problem}, but {complete}")
+
+
+def stopped_at_once(folder: RunFolder, done: int) -> str:
+    """Return what a second Ctrl-C did and what is left of the run after `done` steps."""
+    finished = f"Step {done} was the last to finish" if done else "The first step was not finished"
+    if saved := folder.last_checkpoint():
+        kept = f"the checkpoint of step {saved} is kept: ithaca train --run {folder.path} continues from there"
+    elif folder.begun():
+        kept = f"there is no checkpoint yet: ithaca train --run {folder.path} starts again from the beginning"
+    else:
+        kept = "nothing was saved"
+    return f"Stopped at once. {finished}; {kept}."
 
 
 def _summary(folder: RunFolder, metrics: list[dict[str, Any]], done: int) -> Iterator[str]:

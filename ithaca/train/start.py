@@ -12,10 +12,12 @@ import torch
 
 from ithaca.base.errors import DataError, PlanError
 from ithaca.base.sizes import format_tokens
-from ithaca.config import Config, MeshSection, TrainSection
+from ithaca.config import AUTO, Config, DataSection, MeshSection, TrainSection
 from ithaca.data.inputs import standard_library
 from ithaca.data.misfit import misfit
-from ithaca.data.reader import TokenFile, open_tokens
+from ithaca.data.mixture import LIBRARY, Data, Mixture, mix, sources_of
+from ithaca.data.packing import Rows, rows_per_epoch
+from ithaca.data.reader import open_tokens
 from ithaca.model.extend import beyond_context
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, describe_model, extend_model, load_model
@@ -35,6 +37,7 @@ from ithaca.train.run_folder import RunFolder
 
 CPU_TOKENS, GPU_TOKENS = 8 * 2**10, 64 * 2**10  # default context lengths
 ENDS = 65536  # tokens at each end of the data that old checkpoints have a checksum of
+LONG = 32 * 2**10  # tokens of a long document, unless data.long is set
 UNKNOWN = "A100-80GB"  # the planner uses the rates of this GPU for one that no table describes
 
 Chosen = tuple[Plan, MeshSection, list[str]]  # and the planner's lines about it
@@ -71,6 +74,8 @@ def settle(
     """
     record = run.record() or config
     saved = record.train
+    if config.data.packing == AUTO:
+        config = replace(config, data=replace(config.data, packing=record.data.packing))
     if record.model.source != config.model.source:
         saved = replace(saved, learning_rate=None)  # it suited the model of a start that came to nothing
     default = GPU_TOKENS if grid.device.type == "cuda" else CPU_TOKENS
@@ -82,7 +87,7 @@ def settle(
     sharing = chosen[1].ring * chosen[1].ulysses
     batch = batch or (config.train.micro_batch or 1) * (grid.size // sharing)
     config = replace(config, train=replace(config.train, batch=batch))
-    steps = count_steps(config.train, _read_data(config, run)) if config.train.epochs else None
+    steps = count_steps(config.train, _epoch_rows(config, run)) if config.train.epochs else None
     rate = default_rate(spec.parameters(), has_random_weights(config, described))
     config = replace(config, train=_settle_rate(config.train, saved, steps, rate))
     run.check(config)
@@ -105,9 +110,9 @@ def _settle_rate(options: TrainSection, saved: TrainSection, steps: int | None, 
     )
 
 
-def has_random_weights(config: Config, described: Path | None) -> bool:
-    """Return whether a run begins with random weights: those of a preset, unless a checkpoint has others."""
-    return described is None and config.model.source in PRESETS
+def has_random_weights(config: Config, checkpoint: object) -> bool:
+    """Return whether a run begins with random weights: those of a preset, unless it has those of a `checkpoint`."""
+    return not checkpoint and config.model.source in PRESETS
 
 
 def load_source(config: Config, described: Path | None = None, resumed: bool = False) -> ModelSource:
@@ -131,19 +136,21 @@ def describe_rope(config: Config, source: ModelSource, run: RunFolder) -> tuple[
         return [source.rope_line], []
     tokens = config.train.tokens
     if beyond_context(source.spec, tokens):
-        tokens = min(tokens, int(np.diff(_documents(config, run).bounds).max()))
+        tokens = _documents(config, run).longest(tokens)
     warning = beyond_context(source.spec, tokens)
     return [], [warning] if warning else []
 
 
-def _read_data(config: Config, run: RunFolder) -> TokenFile:
-    source = config.data.source
-    return open_tokens(Path(source), run.path) if source else standard_library()
+def _epoch_rows(config: Config, run: RunFolder) -> int:
+    assert config.train.tokens
+    return rows_per_epoch(
+        read_data(config.data, run.path), config.train.tokens, config.data.packing, config.data.too_long
+    )
 
 
 def _documents(config: Config, run: RunFolder) -> Documents:
     """Return the documents of the data, for the planner."""
-    return file_documents(_read_data(config, run))
+    return file_documents(read_data(config.data, run.path), config.data.packing, config.data.too_long)
 
 
 def choose_plan(
@@ -212,23 +219,36 @@ def _cluster(grid: Mesh, copies: int, memory: FreeMemory) -> Cluster:
     return Cluster(count, gpu, memory.host * gpus / node, node_gpus=gpus, copies=copies)
 
 
-def open_data(config: Config, run: RunFolder, grid: Mesh) -> TokenFile:
-    """Open the configured token file; without one, the source code of Python's standard library. Collective."""
-    path = Path(config.data.source)
-    if not config.data.source:
-        return together(grid.group, standard_library)
+def open_data(config: Config, run: RunFolder, grid: Mesh) -> Data:
+    """Open the configured token files; without any, the source code of Python's standard library. Collective."""
+    if not config.data.source and not config.data.mix:
+        return together(grid.group, lambda: read_data(config.data, run.path))
     # The first rank of a node computes the checksums of an old file; the others find them
-    first = together(grid.group, lambda: open_tokens(path, run.path) if grid.first_on_node else None)
-    return together(grid.group, lambda: first or open_tokens(path, run.path))
+    first = together(grid.group, lambda: read_data(config.data, run.path) if grid.first_on_node else None)
+    return together(grid.group, lambda: first or read_data(config.data, run.path))
 
 
-def check_data(data: TokenFile, grid: Mesh) -> None:
+def read_data(options: DataSection, indexes: Path) -> Data:
+    """Return the data that the options name. `indexes`: a folder for the checksums of old token files."""
+    named = options.mix or ({options.source: 1.0} if options.source else {})
+    files = {name: (weight, open_tokens(Path(name), indexes)) for name, weight in named.items()}
+    return mix(files or {LIBRARY: (1.0, standard_library())}, options.long or LONG, options.long_share)
+
+
+def open_rows(config: Config, data: Data) -> Rows:
+    """Return the sequences that a run draws from its data."""
+    assert config.train.tokens
+    return Rows(data, config.train.tokens, config.train.seed, config.data.packing, config.data.too_long)
+
+
+def check_data(data: Data, grid: Mesh) -> None:
     """Raise an error on all ranks if the data cannot be learned, or differ between ranks. Collective.
 
     Each rank reads its own rows only, so nothing would notice later that a node has another file. The identity is a
     digest of every block's checksum, and each block is compared with its checksum when it is read.
     """
-    name = f"'{data.path}'" if data.path else "Python's standard library"
+    sources = sources_of(data)
+    name = "data.mix" if len(sources) > 1 else sources[0].title
     _, found = together_with(grid.group, data.identity, lambda mine: mine)
     for rank, theirs in enumerate(found):
         if theirs != found[0]:
@@ -236,34 +256,39 @@ def check_data(data: TokenFile, grid: Mesh) -> None:
                 f"rank {rank} reads other data than rank 0 from {name} ({describe_data(theirs)}, "
                 f"rank 0 {describe_data(found[0])}): data.source must be the same file on all nodes"
             )
-    if data.header.labels == 0:
-        raise DataError(
-            f"{name} has 0 labels in its {data.tokens} tokens: none is learned and has a token of its document "
-            "before it; prepare documents of 2 tokens or more, with completions"
-        )
+    for source in sources:
+        if source.data.header.labels == 0:
+            raise DataError(
+                f"{source.title} has 0 labels in its {source.data.tokens} tokens: none is learned and has a token of "
+                "its document before it; prepare documents of 2 tokens or more, with completions"
+            )
 
 
 def describe_data(identity: dict[str, Any]) -> str:
     """Return the data's identity in a few words."""
+    if sources := identity.get("mix"):
+        return " + ".join(f"{source['share']:.1%} of {describe_data(source)}" for source in sources)
     digest = str(identity["sha256"])[:12]
     return f"{identity['tokens']} tokens in {identity['documents']} documents, sha256 {digest}"
 
 
-def data_change(seen: Any, data: TokenFile) -> str | None:
+def data_change(seen: Any, data: Data) -> str | None:
     """Return how the data differ from those that a checkpoint records; None if they are the same."""
-    if isinstance(seen, list):  # an old checkpoint: counts, tokenizer, and a checksum of both ends
+    if isinstance(seen, list) and not isinstance(data, Mixture):
+        # An old checkpoint: counts, tokenizer, and a checksum of both ends
         ends = [data.read(0, min(ENDS, data.tokens)), data.read(max(data.tokens - ENDS, 0), data.tokens)]
         crc32 = zlib.crc32(np.concatenate([window.tokens for window in ends]).data)
         now = [data.tokens, data.documents, data.tokenizer, crc32]
         return None if seen == now else f"it saw {seen}, now there are {now}"
     if seen == data.identity():
         return None
-    return f"it saw {describe_data(seen)}, now there are {describe_data(data.identity())}"
+    before = seen if isinstance(seen, list) else describe_data(seen)
+    return f"it saw {before}, now there are {describe_data(data.identity())}"
 
 
-def open_source(config: Config, described: Path | None, resumed: bool, data: TokenFile) -> ModelSource:
+def open_source(config: Config, described: Path | None, resumed: bool, data: Data) -> ModelSource:
     """Return the model that a run trains (`load_source`), if the data's tokens are its own."""
     source = load_source(config, described, resumed)
-    if problem := misfit(data.header, f"'{data.path}'", source.spec.vocab, source.folder):
+    if problem := misfit(data, f"'{data.path}'", source.spec.vocab, source.folder):
         raise DataError(problem)
     return source

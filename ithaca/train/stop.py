@@ -9,13 +9,15 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
+from ithaca.base.sizes import format_clock
 from ithaca.parallel.mesh import Mesh
-from ithaca.train.report import tell
+from ithaca.train.report import may_be_gone, tell
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SECONDS = 0.5  # a terminal signals every process and torchrun forwards its own signal: together one request
@@ -43,14 +45,29 @@ class Requests:
         return True
 
 
+def show_cursor() -> None:
+    """Show the terminal's cursor again, which the live line hides."""
+    if sys.stdout and sys.stdout.isatty():
+        with may_be_gone(sys.stdout):
+            print("\x1b[?25h", end="", flush=True)
+
+
 class StopRequest:
     """Whether a user has asked the run to stop. Installs signal handlers in the main thread of a rank.
 
-    A rank that our launcher started ignores the second request: the launcher kills its ranks then.
+    A rank that our launcher started ignores the second request: the launcher kills its ranks then. `seconds_left` are
+    those of the step, if they are known; `ending` says what a second request did and what is left of the run.
     """
 
-    def __init__(self, mesh: Mesh, launched: bool):
+    def __init__(
+        self,
+        mesh: Mesh,
+        launched: bool,
+        seconds_left: Callable[[], float | None] = lambda: None,
+        ending: Callable[[], str] = lambda: "Stopped at once.",
+    ):
         self._mesh, self._launched, self._requests = mesh, launched, Requests()
+        self._seconds_left, self._ending = seconds_left, ending
         self._before = {number: signal.signal(number, self._handle) for number in heeded()}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until a rank has its handlers
 
@@ -59,10 +76,14 @@ class StopRequest:
             return
         if self._requests.count == 1:
             if self._mesh.first_on_node:
-                tell("\nFinishing this step, then saving. Ctrl-C again stops at once.", sys.stderr)
+                left = self._seconds_left()
+                when = "" if left is None else f" (about {format_clock(left)} left)"
+                tell(f"\nFinishing this step{when}, then saving. Ctrl-C again stops at once.", sys.stderr)
         elif not self._launched:
-            if sys.stdout and sys.stdout.isatty():
-                print("\x1b[?25h", end="", flush=True)  # show the cursor, which the live line hides
+            ending = self._ending()
+            show_cursor()
+            if self._mesh.first_on_node:
+                tell(f"\n{ending}", sys.stderr)
             os._exit(130)
 
     def ask(self) -> None:

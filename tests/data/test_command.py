@@ -31,7 +31,7 @@ def test_prepare_then_stats(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.splitlines() == [
         f"{out}: 7 tokens, 1 document, 4.04 KiB",
         "Each byte is a token; --tokenizer uses a model's tokenizer instead",
-        "Skipped: 1 binary file",
+        "Skipped: 1 file of other kinds (c.png)",
         "Skipped: 1 empty document",
         f"Next: ithaca data '{out}' --stats",
         f"      ithaca train --set model.source=tiny --set 'data.source={out}' --set train.tokens=7",

@@ -22,9 +22,9 @@ from rich.console import Console
 
 from ithaca.base.errors import DataError, RunError
 from ithaca.data import partial
-from ithaca.data.encode import encode
 from ithaca.data.prepare import prepare
 from ithaca.data.reader import open_tokens
+from ithaca.data.sources import Place
 from ithaca.data.tokenizer import load_tokenizer
 
 
@@ -114,16 +114,17 @@ def test_stopped_between_journals(
     groups: int,
 ) -> None:
     left = groups
+    reach = partial.Partial.reach
 
-    def some(*arguments):
+    def some(self: partial.Partial, place: Place, force: bool = False) -> None:
         nonlocal left
-        yield from encode(*arguments)
-        left -= 1  # the group has been added and not yet journaled
+        left -= 1
         if left < 0:
-            raise _Stop
+            raise _Stop  # the group has been added and not yet journaled
+        reach(self, place, force)
 
     with monkeypatch.context() as patch:
-        patch.setattr("ithaca.data.prepare.encode", some)
+        patch.setattr(partial.Partial, "reach", some)
         with pytest.raises(_Stop):
             prepare(
                 [inputs], tmp_path / "out", load_tokenizer(bpe), journal_seconds=journal_seconds, group_bytes=20 * 1024
@@ -280,7 +281,7 @@ def test_a_bar_on_a_terminal_and_nothing_short_elsewhere(inputs: Path, tmp_path:
 
 
 def test_lines_now_and_then_elsewhere(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ithaca.data.prepare._EVERY", 0.0)
+    monkeypatch.setattr("ithaca.data.meter._EVERY", 0.0)
     said = io.StringIO()
     made = prepare([inputs], tmp_path / "out", console=Console(file=said), group_bytes=50 * 1024)
     lines = said.getvalue().splitlines()

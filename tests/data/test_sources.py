@@ -91,7 +91,7 @@ def test_folder(tmp_path: Path) -> None:
     _write(top / "model.bin", b"\1\2")  # raw tokens only where --bin-dtype says so
     made = prepare([top], tmp_path / "out")
     assert _texts(open_tokens(tmp_path / "out")) == [b"z", b"b", b"c"]
-    assert (made.binary, made.empty) == (2, 1)
+    assert (len(made.others), made.empty) == (2, 1)
 
 
 def test_files_and_folders_in_the_order_given(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ REFUSED = {
     "binary": ("a.exe", b"MZ\0", r"a.exe' is binary, with a zero byte at offset 2: name text"),
     "bad line": ("a.jsonl", '{"text": "a"}\n\n{"text": }', r"a.jsonl', line 3 is not JSON \(Expecting value\)"),
     "no object": ("a.jsonl", "[1]", r"a.jsonl', line 1 is not an object"),
-    "no field": ("a.jsonl", '{"txt": "a"}', "line 1 has the fields 'txt': 'text', 'prompt' and 'completion', or"),
+    "no field": ("a.jsonl", '{"txt": "a"}', "line 1 has the fields 'txt': 'text', 'prompt' and 'completion', 'tokens'"),
     "no completion": ("a.jsonl", '{"prompt": "a"}', "line 1 has the fields 'prompt'"),
     "number": ("a.jsonl", '{"text": 5}', "line 1 has a 'text' of type int: text is needed"),
     "surrogate": ("a.jsonl", r'{"text": "a\ud800"}', "line 1 has half a surrogate pair at character 1 of 'text'"),
@@ -332,7 +332,7 @@ def test_empty_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="f' holds no text and no tokens: name a folder"):
         prepare([tmp_path / "f"], tmp_path / "out")
     _write(tmp_path / "f" / "g" / "a.png", b"\0")
-    with pytest.raises(DataError, match="f' holds no text and no tokens, only 1 binary files: name"):
+    with pytest.raises(DataError, match="f' holds no text and no tokens, only 1 file of other kinds: name"):
         prepare([tmp_path / "f"], tmp_path / "out")
 
 

@@ -41,6 +41,8 @@ def train_run_folders(chance: random.Random) -> list[Input]:
     paths = ["/dev/null", "/dev/null/run", "/proc/run", "model/config.json", "good.tokens/run", "a" * 300, "x/" * 3000]
     found = [Input(f"--run {shown(path)}", train(run=path), SOUND, "error") for path in paths]
     found += [Input(f"--run {shown(path)}", train(run=path), SOUND) for path in ("", ".", "..", "\udcff", "a/b/c", "🜚")]
+    for path in (*paths, "", ".", "\udcff", "model", "missing", "run"):
+        found.append(Input(f"--from {shown(path)}", train("--from", path), SOUND, "error"))
     for name, build in {
         "a file": writes("run", b"x"),
         "a link to /proc": _read_only,

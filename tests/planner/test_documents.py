@@ -12,6 +12,8 @@ import torch
 from bench.block import read_documents as bench_documents
 from ithaca.attention.documents import document_bounds
 from ithaca.base.errors import DataError, PlanError
+from ithaca.data.mixture import Data, mix
+from ithaca.data.packing import Rows
 from ithaca.data.reader import in_memory
 from ithaca.data.sample import sequences
 from ithaca.model.config_json import find_config
@@ -113,6 +115,46 @@ def test_an_average_window_stands_for_a_file() -> None:
     assert abs(seen - wanted) <= 1.2 * min(abs(each - wanted) for each in everything)
     assert sum(found.lengths(640)) == 640
     assert "an average sequence of the data" in found.describe(640)
+
+
+def rows_of(data: Data, packing: str, tokens: int, count: int) -> list[tuple[int, ...]]:
+    """The documents of rows that training draws."""
+    rows = Rows(data, tokens, 0, packing)
+    bounds = (torch.tensor(document_bounds(rows.draw(1, number)[2])) for number in range(count))
+    return [tuple(each.diff().tolist()) for each in bounds]
+
+
+def test_whole_documents_are_those_of_training() -> None:
+    """Padding included; conversations that are too long lose their ends."""
+    lengths = np.random.default_rng(0).integers(1, 900, 300)
+    bounds = np.array([0, *accumulate(lengths.tolist())])
+    data = in_memory(np.arange(bounds[-1]) % 7, bounds, np.arange(bounds[-1]) % 2 == 0)
+    found = file_documents(data)  # auto, and there is a mask
+    epoch = rows_of(data, "whole", 700, Rows(data, 700, 0, "whole").per_epoch)
+    seen = set(epoch)
+    assert {tuple(lengths.tolist()) for _, lengths in found._candidates(700)} <= seen
+    assert found.lengths(700) in seen
+    mean = np.mean([sum(n * n for n in lengths) for lengths in epoch])
+    assert found.attended(700) * 700 == pytest.approx(mean, rel=0.1)
+
+
+def test_joined_documents_are_one() -> None:
+    data = in_memory(np.arange(40) % 7, np.arange(0, 41, 4))
+    assert file_documents(data, "joined").lengths(16) == (16,)
+    assert [file_documents(data, packing).longest(16) for packing in ("cut", "whole", "joined")] == [4, 4, 16]
+
+
+def test_a_mixture_has_the_attention_of_its_shares() -> None:
+    """Three quarters of the rows are one document, the others many."""
+    long, short = in_memory(np.arange(6400) % 7, np.array([0, 6400])), in_memory(np.arange(640), np.arange(0, 641, 8))
+    found = file_documents(mix({"a": (3, long), "b": (1, short)}, 1, None))
+    weights = [weight for weight, _ in found._candidates(64)]
+    assert sum(weights) == pytest.approx(1)
+    mean = sum(weight * sum(n * n for n in lengths) for weight, lengths in found._candidates(64))
+    assert mean == pytest.approx(0.75 * 64 * 64 + 0.25 * 8 * 64, rel=0.05)
+    assert found.lengths(64) in {tuple(lengths.tolist()) for _, lengths in found._candidates(64)}
+    assert "an average sequence of the mixture" in found.describe(64)
+    assert (found.longest(64), found.longest(10**6)) == (64, 6400)
 
 
 # What they change

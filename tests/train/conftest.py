@@ -25,3 +25,9 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def small_config(small_model: Path) -> Config:
     return read_config(None, [*SMALL, f"model.source={small_model}", "model.dtype=float32"])
+
+
+@pytest.fixture(scope="session")
+def three_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with three layers."""
+    return save(make_model("qwen3", vocab_size=256), tmp_path_factory.mktemp("model") / "in")

@@ -23,6 +23,7 @@ def die_in(run: TrainingRun, when: str) -> None:
             if number == "ERROR":
                 raise RuntimeError("planted")
             if number == "HANG":
+                print("Hanging", flush=True)
                 threading.Event().wait()
             os.kill(os.getpid(), signal.Signals[number])
 

@@ -48,6 +48,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+IDENTITY = {"tokens": 5, "documents": 1, "sha256": ""}
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "a bit": lambda f: flip(f / "__1_0.distcp"),
     "the end": lambda f: (f / "__0_0.distcp").write_bytes((f / "__0_0.distcp").read_bytes()[:-1]),
@@ -66,6 +67,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a random state": lambda f: edit_manifest(f, random=[["zz"], ["zz"]]),
     "its configuration": lambda f: edit_manifest(f, config=5),
     "its data": lambda f: edit_manifest(f, data={"tokens": 5}),
+    "a share of its data": lambda f: edit_manifest(f, data={"mix": [{**IDENTITY, "share": "half"}]}),
+    "a source of its data": lambda f: edit_manifest(f, data={"mix": [{"share": 0.5}]}),
     "its updates": lambda f: edit_manifest(f, updates="all"),
     "more updates than steps": lambda f: edit_manifest(f, updates=10**30),
     "its passes": lambda f: edit_manifest(f, passes_without_labels=[]),

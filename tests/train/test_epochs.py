@@ -7,8 +7,8 @@ import pytest
 
 from ithaca.base.errors import ConfigError
 from ithaca.config import TrainSection, read_config
+from ithaca.data.packing import Rows, rows_per_epoch
 from ithaca.data.reader import TokenFile, in_memory
-from ithaca.data.sample import rows_per_epoch, sequences
 from ithaca.train.epochs import count_steps, describe_epochs
 from ithaca.train.run_folder import RunFolder
 from tests.nursery import Nursery
@@ -33,27 +33,29 @@ def tokens(count: int) -> TokenFile:
     ],
 )
 def test_steps(size: int, epochs: float, batch: int, steps: int) -> None:
-    assert count_steps(TrainSection(tokens=64, batch=batch, epochs=epochs), tokens(size)) == steps
+    rows = rows_per_epoch(tokens(size), 64, "cut", "truncate")
+    assert count_steps(TrainSection(tokens=64, batch=batch, epochs=epochs), rows) == steps
 
 
-def test_an_epoch_is_what_the_rows_are_drawn_from() -> None:
-    """So many rows hold every window once; the next one begins to repeat them."""
-    data, length = in_memory(np.arange(1000), np.array([0, 1000])), 64
-    rows = rows_per_epoch(data, length)
-    seen = [sequences(data, 1, length, 0, row)[0].flatten().tolist() for row in range(rows + 1)]
+@pytest.mark.parametrize(("packing", "count", "tokens"), [("cut", 15, 960), ("joined", 15, 960), ("whole", 20, 1000)])
+def test_an_epoch_is_what_the_rows_are_drawn_from(packing: str, count: int, tokens: int) -> None:
+    """So many rows hold every window or document once; the next one begins to repeat them."""
+    data, length = in_memory(np.arange(1000), np.arange(0, 1001, 50)), 64
+    rows = rows_per_epoch(data, length, packing, "truncate")
+    assert rows == count
+    drawn = Rows(data, length, 0, packing)
+    seen = [drawn.draw(1, row)[0].flatten().tolist() for row in range(rows + 1)]
     once = {token for row in seen[:-1] for token in row}
-    assert len(once) == rows * length
+    assert len(once) == tokens
     assert once & set(seen[-1])
 
 
 def test_the_line() -> None:
     options = TrainSection(tokens=64, batch=4, steps=3)
-    assert describe_epochs(options, tokens(1000)) == (
+    assert describe_epochs(options, 1000, 15) == (
         "Each epoch: 1,000 tokens, 15 sequences, 3.75 steps; the run is 0.8 epochs"
     )
-    assert describe_epochs(TrainSection(tokens=64, batch=1, steps=1), tokens(100)).endswith(
-        "1 step; the run is 1 epoch"
-    )
+    assert describe_epochs(TrainSection(tokens=64, batch=1, steps=1), 100, 1).endswith("1 step; the run is 1 epoch")
 
 
 def test_both_are_refused_and_the_command_line_wins(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -71,6 +73,9 @@ def test_both_are_refused_and_the_command_line_wins(tmp_path: Path, capsys: pyte
     file.write_text("[train]\nepochs = 3\n")
     options = read_config(file, ["train.steps=2"]).train
     assert (options.steps, options.epochs) == (2, None)
+    file.write_text("[train]\nepochs = nan\n")
+    with pytest.raises(ConfigError, match="epochs is nan: a number above 0"):
+        read_config(file, ["train.steps=2"])
 
 
 def test_a_run_of_some_epochs_and_more_of_them(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from ithaca.base.errors import DataError
 from ithaca.config import Config, TrainSection
 from ithaca.data import sample
 from ithaca.data.inputs import standard_library
+from ithaca.data.packing import Rows
 from ithaca.data.prepare import prepare
-from ithaca.data.reader import in_memory, open_tokens
+from ithaca.data.reader import TokenFile, in_memory, open_tokens
 from ithaca.data.sample import sequences
 from ithaca.parallel.batch import IGNORED
-from ithaca.train import loader, loop
+from ithaca.train import loop
 from ithaca.train.loader import Loader
 from ithaca.train.loop import TrainingRun, train
 from tests.nursery import Nursery
@@ -31,10 +32,14 @@ def tiny(**sizes: int) -> ithaca.Model:
     return ithaca.apply(ithaca.load_model("tiny", "float32"), plan, ithaca.mesh(**sizes, device="cpu"))
 
 
+def cut(data: TokenFile) -> Rows:
+    return Rows(data, OPTIONS.tokens, OPTIONS.seed, "cut")  # pyrefly: ignore
+
+
 def same_as_the_whole_step(**sizes: int) -> bool:
     """Whether the loader's batches are, field by field, those of `model.shard` on the whole step."""
     model, data = tiny(**sizes), standard_library()
-    mine = Loader(data, OPTIONS, model)
+    mine = Loader(cut(data), OPTIONS, model)
     for step in range(OPTIONS.steps):
         whole = sequences(data, OPTIONS.batch, OPTIONS.tokens, OPTIONS.seed, step)
         parts = zip(*(tensor.split(OPTIONS.micro_batch) for tensor in whole), strict=True)
@@ -90,13 +95,15 @@ def test_a_rank_draws_its_own_rows_ahead_of_the_step(nursery: Nursery, small_con
 
 
 def test_an_error_is_raised_in_the_step_that_needs_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> object:
-        if args[4] == 1:
-            raise DataError("the disk is gone")
-        return sequences(*args)  # pyrefly: ignore
+    drawn = Rows.draw
 
-    monkeypatch.setattr(loader, "sequences", fail)
-    mine = Loader(standard_library(), OPTIONS, ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan()))
+    def fail(rows: Rows, batch: int, step: int, only: range) -> object:
+        if step == 1:
+            raise DataError("the disk is gone")
+        return drawn(rows, batch, step, only)
+
+    monkeypatch.setattr(Rows, "draw", fail)
+    mine = Loader(cut(standard_library()), OPTIONS, ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan()))
     assert len(mine.batches(0)) == 2
     with pytest.raises(DataError, match="the disk is gone"):
         mine.batches(1)
@@ -124,7 +131,7 @@ def test_ranks_with_other_data_are_refused(nursery: Nursery, small_config: Confi
 def labels_of_each_pass(path: Path) -> tuple[list[int], list[int]]:
     """The labels that count in each pass, by the loader and in the rows themselves."""
     model, data = tiny(), open_tokens(path)
-    mine = Loader(data, OPTIONS, model)
+    mine = Loader(cut(data), OPTIONS, model)
     found = [batch.valid_tokens for step in range(OPTIONS.steps) for batch in mine.batches(step)]
     mine.close()
     wanted = []

@@ -5,16 +5,24 @@ from pathlib import Path
 
 import pytest
 
+from ithaca.config import TrainSection
 from ithaca.train.loss_watch import LABELS, LossWatch
 from tests.nursery import Nursery
 from tests.train.conftest import SMALL
+
+ADVICE = (
+    "a lower train.learning_rate than 0.003, or a longer train.warmup than 4, may help (--fresh starts again); "
+    "the run goes on"
+)
 
 
 def said(losses: list[float | None], labels: int = 8192, before: int = 0) -> list[tuple[int, str]]:
     """The steps with a sentence, and the sentences; the first `before` steps are of an earlier start."""
     lines = [{"step": step, "loss": loss, "labels": labels} for step, loss in enumerate(losses, start=1)]
-    watch = LossWatch(lines[:before])
-    return [(line["step"], text) for line in lines[before:] if (text := watch.add(line))]
+    watch = LossWatch(TrainSection(learning_rate=0.003, warmup=4), lines[:before])
+    found = [(line["step"], text) for line in lines[before:] if (text := watch.add(line))]
+    assert all(text.endswith(f": {ADVICE}") for _, text in found)
+    return [(step, text.removesuffix(f": {ADVICE}")) for step, text in found]
 
 
 def test_a_model_that_is_spoiled() -> None:

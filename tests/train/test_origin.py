@@ -144,6 +144,11 @@ def test_a_start_that_was_killed_before_its_first_checkpoint(
     fine(nursery.job(show_state, four(config), new, Origin(half, optimizer=True)))
     assert RunFolder(new).begun()
     assert not RunFolder(new).has_checkpoints()
+    half.rename(tmp_path / "gone")
+    end = nursery.command("train", "--run", "new", "--ranks", "1", folder=tmp_path)
+    assert (end.code, len(end.err.splitlines())) == (2, 1)
+    assert "'new' has no checkpoint of its own yet and needs the run it began from: --from " in end.err
+    (tmp_path / "gone").rename(half)
     said = fine(nursery.job(shifted, four(config), new, None))
     assert "weights and AdamW's state\n" in said
     assert losses(new) == losses(whole)[4:]

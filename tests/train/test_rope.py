@@ -194,6 +194,36 @@ def without_rope(text: str) -> str:
     return text.replace('rope = ""\n', "")
 
 
+def test_from_another_run(folder: Folder) -> None:
+    """A new run takes the other's model as it is by then; model.rope, if it is given, extends that."""
+    folder.model("qwen3")
+    folder.data(20_000)
+    assert folder.train("model.rope=yarn", "train.tokens=64").code == 0
+
+    def start(run: str, *sets: str) -> Ended:
+        words = [word for item in (*SMALL, "data.source=d.tokens", "train.steps=1", *sets) for word in ("--set", item)]
+        return folder("train", "--from", "run", "--run", run, "--ranks", "1", *words)
+
+    end = start("far", f"train.tokens={NEW}", "model.rope=auto")
+    assert end.code == 0, end.err
+    assert "factor 5 = 160 / 32 tokens, attention factor 1.16094; max_position_embeddings 64 -> 160\n" in end.out
+    assert folder("export", "far", "out").code == 0
+    tokens = torch.randint(0, 256, (1, NEW))
+    ours = ithaca.apply(ithaca.load_model(folder.path / "out", "float32"), ithaca.Plan())
+    assert (ours.logits(tokens) - theirs(folder.path / "out")(tokens).logits).abs().max() <= 2e-5
+    assert theirs(folder.path / "out").config.rope_parameters["factor"] == 5
+
+    end = start("same", f"train.tokens={NEW}")
+    assert end.code == 0, end.err
+    assert "Rope:" not in end.out
+    assert "has 160 tokens, but the model's rope is made for 64 " in end.out
+    before, after = (json.loads((folder.path / name / "model/config.json").read_text()) for name in ("run", "same"))
+    assert before == after
+    refused(start("other", f"train.tokens={NEW}", "model.rope=theta"), "has rope type 'yarn' with factor 2")
+    refused(start("other", "train.tokens=64", "model.rope=yarn"), "nothing to extend: 64 tokens are within the 64")
+    assert not (folder.path / "other").exists()
+
+
 # Mistakes
 MISTAKES = {
     "model.rope=yarm": "did you mean 'yarn'",
@@ -207,7 +237,7 @@ MISTAKES = {
     "model.rope=auto, factor=8": "'auto' has no parameters",
     "model.rope=linear, factor=2": r"reaches 64 tokens \(32 × 2\), but the context has 160: factor=5 works",
     "model.rope=yarn, factor=1e300": "at most 2147483647 are possible: factor=5 works",
-    "model.rope=theta, rope_theta=1": "below the model's 100000",
+    "model.rope=theta, rope_theta=1": "rope_theta as 1, and the model has 100000",
     "model.rope=theta, rope_theta=1e99": "it gives rope_theta as 1e\\+99",
     "model.rope=llama3, low_freq_factor=9": "the second must be larger",
     "model.rope=yarn, attention_factor=-1": "it gives attention_factor as -1.0",

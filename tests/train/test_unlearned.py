@@ -15,8 +15,8 @@ from torch import Tensor
 import ithaca
 from ithaca.checkpoint.files import CheckpointFolder, text_sha256
 from ithaca.config import Config
+from ithaca.data.packing import Rows
 from ithaca.parallel.batch import IGNORED
-from ithaca.train import loader
 from ithaca.train.loop import TrainingRun, train
 from ithaca.train.report import WeightsAndBiases, draw_loss
 from ithaca.train.run_folder import RunFolder
@@ -33,16 +33,16 @@ NO_LABELS = {1, 4, 5, 8}  # steps, from 1 on
 
 def masked(config: Config, path: Path, rows: dict[int, tuple[int, ...]], stop_after: int = 0) -> None:
     """Train on data in which some rows have no label. Stop after some steps as Ctrl-C does."""
-    whole = loader.sequences
+    whole = Rows.draw
 
-    def draw(data, count, length, seed, step, only):
-        drawn = whole(data, count, length, seed, step, only)
+    def draw(self, count, step, only):
+        drawn = whole(self, count, step, only)
         for place, row in enumerate(only):
             if row in rows.get(step, ()):
                 drawn[1][place] = IGNORED
         return drawn
 
-    loader.sequences = draw
+    Rows.draw = draw
     if stop_after:
         asked = iter(range(1, STEPS + 1))
         StopRequest.agreed = lambda _: next(asked) == stop_after

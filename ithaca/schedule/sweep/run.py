@@ -45,6 +45,7 @@ from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.exchange import Exchange, Exchanged
 from ithaca.parallel.head_split import HeadSplit
 from ithaca.parallel.ring import Ring
+from ithaca.schedule.marks import BACKWARD, FORWARD, REBUILD, Mark, no_mark
 from ithaca.schedule.pre_post_attention import Projection, post_attention, post_attention_backward, summed
 from ithaca.schedule.sweep.cost import hops
 from ithaca.schedule.sweep.kv_tapes import KVGradients, KVTiles, KVWithGradients
@@ -84,6 +85,7 @@ class SweepCall:
     ring: Ring
     split: HeadSplit
     weights_of: Callable[[int], AbstractContextManager[Weights]]  # gathers the weights of another layer, to be read
+    mark: Mark = no_mark
 
     @contextmanager
     def advance_from(self, layer: int) -> Iterator[Advance]:
@@ -156,6 +158,7 @@ def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> Ch
     yield from _let_others_run(call.ring)
     keys.put(chunk, *kv)
     (queries,) = gathering.wait()
+    call.mark(FORWARD, call.layer, chunk)  # here, not above: chunks that overlap attend one after the other
     merging = call.ring.merge(*call.walk.forward(chunk, queries, keys))
     del kv, queries, gathering
     yield from _let_others_run(call.ring)
@@ -176,6 +179,8 @@ def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> Ch
 
 def _backward(call: SweepCall, w: Summed) -> None:
     tapes, layer, count = call.tapes, call.layer, call.walk.tiles.count
+    if tapes.rebuild(layer):
+        call.mark(REBUILD, layer)
     with open_xs(tapes, layer, call.advance_from) as xs:
         sums = KVGradients(tapes.kv_gradients)
         keys = _RebuiltKV(call, w, xs)
@@ -218,6 +223,7 @@ def _chunk_backward(
     del arrived, coming
     yield from _let_others_run(call.ring)
     (q, o, do), (lse,) = gathering.wait(), gathering_lse.wait()
+    call.mark(BACKWARD, call.layer, chunk)
     dq = call.walk.backward(chunk, do, q, o, lse[..., 0].T, KVWithGradients(keys, sums), sums.add)
     reducing = call.ring.reduce(dq)
     del q, o, do, dq, lse, gathering, gathering_lse

@@ -9,6 +9,7 @@ after attention, and the projections before it (which `full` needs first, to hav
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ithaca.base.owners import BLOCKS, owned_by
 from ithaca.model.block import Weights, mlp, output_projection
 from ithaca.model.rotary import Rotation
 from ithaca.model.spec import Heads
+from ithaca.schedule.marks import BACKWARD, FORWARD, Mark, no_mark
 from ithaca.schedule.pre_post_attention import post_attention, post_attention_backward, summed
 from ithaca.schedule.tapes import Pass
 from ithaca.schedule.whole.attention import Attention, BackwardAttention
@@ -35,16 +37,32 @@ class BlockCall:
     checkpoint: str
     tile: int | None
     tapes: Pass | None  # with this layer's x, if that is not saved on the device
+    mark: Mark = no_mark
 
 
 @owned_by(BLOCKS)
 def run_block(w: dict[str, Tensor], x_TE: Tensor, call: BlockCall) -> Tensor:
     """The block's output; differentiable in x and the weights."""
-    if call.checkpoint == "none":
-        spec = call.attention.spec
-        x, o = call.attention.differentiable(w, x_TE, call.rotation)
-        return mlp(spec, w, output_projection(spec, w, x, o, Heads.all(spec)))
-    return _Checkpointed.apply(x_TE, call, tuple(w), *w.values())
+    call.mark(FORWARD, call.layer)
+    y = (
+        _keeping_all(w, x_TE, call)
+        if call.checkpoint == "none"
+        else _Checkpointed.apply(x_TE, call, tuple(w), *w.values())
+    )
+    if y.requires_grad and call.mark is not no_mark:
+        y.register_hook(partial(_mark_backward, call.mark, call.layer))
+    return y
+
+
+def _keeping_all(w: dict[str, Tensor], x_TE: Tensor, call: BlockCall) -> Tensor:
+    spec = call.attention.spec
+    x, o = call.attention.differentiable(w, x_TE, call.rotation)
+    return mlp(spec, w, output_projection(spec, w, x, o, Heads.all(spec)))
+
+
+def _mark_backward(mark: Mark, layer: int, gradient: Tensor) -> None:  # noqa: ARG001
+    """Mark the backward pass of a block when the gradient of its output is there. The gradient stays as it is."""
+    mark(BACKWARD, layer)
 
 
 class _Checkpointed(torch.autograd.Function):
