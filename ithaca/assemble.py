@@ -4,6 +4,7 @@
 is applied here and nowhere else.
 """
 
+import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterator
@@ -102,7 +103,7 @@ class Model(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of a Batch (`forward`). Calls as those of other libraries are errors."""
         batch = args[0] if args else kwargs.get("batch")
-        unknown = [name for name in kwargs if name not in ("batch", "valid_tokens", "last")]
+        unknown = [name for name in kwargs if name not in FORWARD]
         if unknown or not isinstance(batch, Batch):
             raise InputError(f"{f'{unknown[0]}=' if unknown else describe(batch)} was given, but {CALL}")
         return super().__call__(*args, **kwargs)
@@ -306,6 +307,9 @@ class Model(nn.Module):
         """Drop all gradients, also those that ZeRO-1 has not reduced yet."""
         super().zero_grad(set_to_none)
         discard_unreduced(self.decoder)
+
+
+FORWARD = inspect.signature(Model.forward).parameters
 
 
 def _count(valid: object) -> int:

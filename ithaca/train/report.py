@@ -100,6 +100,7 @@ class Progress:
         self._first, self.steps = first_step, steps
         self._log_every = log_every
         self._began = self._logged_at = time.perf_counter()
+        self._placed_at = self._began  # when a step ended or the log was told where one is
         self.step_seconds: float | None = None  # the mean of this start; None before the first step has ended
         self._step_line = ""
         self._validation: float | None = None  # the last validation loss
@@ -145,6 +146,7 @@ class Progress:
     def step(self, metrics: dict[str, Any]) -> None:
         """Show the metrics of a step: always on a terminal, elsewhere if it is logged."""
         done, now = metrics["step"], time.perf_counter()
+        self._placed_at = now
         if not self._log:
             return
         self.step_seconds = (now - self._began) / (done - self._first)
@@ -174,8 +176,8 @@ class Progress:
     def place(self, text: str) -> None:
         """Show where a long step is, below the line of the last step; without a terminal and in the log, sparsely."""
         self.live(f"{self._step_line}\n{text}".lstrip())
-        if (now := time.perf_counter()) - self._logged_at >= SILENT_SECONDS:
-            self._logged_at = now
+        if (now := time.perf_counter()) - self._placed_at >= SILENT_SECONDS:
+            self._placed_at = now
             self._log_line(text)
 
     def _line(self, metrics: dict[str, Any]) -> str:
