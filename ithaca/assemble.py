@@ -39,7 +39,7 @@ from ithaca.parallel.mesh import Mesh, alone, describe_crossing
 from ithaca.parallel.ring import Ring
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
 from ithaca.plans.plan import Plan
-from ithaca.schedule.forward import ForwardContext, logits, loss_sum
+from ithaca.schedule.forward import ForwardContext, logits, loss_sum, losses
 from ithaca.schedule.job import Job
 from ithaca.schedule.marks import PassWork, StepMarks, no_mark, pass_work
 from ithaca.schedule.reservation import BUSY, Reservation
@@ -238,6 +238,19 @@ class Model(nn.Module):
             if not torch.is_grad_enabled():
                 free_gathered(self.decoder)
         return loss / valid
+
+    @torch.no_grad()
+    def token_losses(self, batch: Batch) -> Tensor:
+        """[n], the cross-entropy of each of this rank's tokens in at least fp32; 0 where the token has no label.
+
+        No gradients, and nothing is saved for them. The tapes of training passes of the same size are used, if free.
+        """
+        context = self._begin(batch, False, valid=1)
+        free_gathered(self.decoder)  # an optimizer step may have made gathered copies stale
+        with _outside_inference_mode():
+            found = self.decoder(partial(losses, batch=batch, context=context))
+            free_gathered(self.decoder)
+        return found
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:

@@ -145,12 +145,58 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float32 or float64. Default: the dtype that each weight came in.")
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Take the checkpoint with the lowest validation loss, not the last one.")
+    ] = False,
 ) -> None:
     """Write the model of a run's last checkpoint as a Hugging Face folder."""
     from ithaca.train.export import export as write
 
-    step = write(run, folder, dtype)
+    step = write(run, folder, dtype, best)
     print(f"Wrote the model after step {step}: transformers.AutoModelForCausalLM.from_pretrained('{folder}')")
+
+
+@app.command()
+def evaluate(
+    model: Annotated[Path, typer.Argument(metavar="RUN|FOLDER", help="A run folder, or a Hugging Face folder.")],
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="A token file made by ithaca data.")],
+    tokens: Annotated[
+        str | None, typer.Option(help="The context length, as 64K. Default: the run's; 8K on a CPU, 64K on GPUs.")
+    ] = None,
+    limit: Annotated[
+        str | None, typer.Option(help="Tokens of DATA that count, from the first on. Default: all.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Take the checkpoint with the lowest validation loss, not the last one.")
+    ] = False,
+    sample: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PROMPT", help="Also show how the model continues this text, by transformers."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes on this machine. Default: one per GPU, or 2 on a CPU.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set an option of plan or mesh, as plan.recipe=sweep."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure the loss of a model on a token file, in all and by position in the document."""
+    from ithaca.base.sizes import parse_tokens
+    from ithaca.evaluate.command import Options, start
+
+    options = Options(
+        model=model,
+        data=data,
+        tokens=parse_tokens(tokens) if tokens else None,
+        limit=parse_tokens(limit) if limit else None,
+        best=best,
+        overrides=tuple(set_ or ()),
+        samples=tuple(sample or ()),
+        as_json=json,
+    )
+    start(options, ranks)
 
 
 @app.command()

@@ -90,6 +90,11 @@ ALIASES = _table(
     ),
     ("save_total_limit keep_last max_to_keep keep_checkpoints", Alias(("run.keep={}",), "2")),
     ("log_interval logging_steps log_freq log_every_n_steps log_steps", Alias(("run.log_every={}",), "10")),
+    (
+        "eval_steps eval_interval eval_every eval_freq eval_strategy evaluation_strategy val_interval "
+        "val_check_interval validation_interval validate_interval",
+        Alias(("run.validate_every={}",), "100"),
+    ),
     ("patience ddp_timeout", Alias(("run.timeout={}",), "1200")),
     ("report_to logger loggers tensorboard use_tensorboard", Alias(("run.report=tensorboard",))),
     ("wandb use_wandb wandb_project", Alias(("run.report=wandb",))),
@@ -115,6 +120,11 @@ ALIASES = _table(
         "data dataset datasets dataset_name dataset_path data_path data_dir train_file train_files train_data "
         "train_dataset data_files corpus",
         Alias(("data.source={}",), "books.tokens", "a token file that `ithaca data` makes"),
+    ),
+    ("val_set_size validation_split test_size eval_size", Alias(("data.validation={}",), "0.05")),
+    (
+        "val_data val_dataset val_file eval_data eval_dataset eval_file validation_file validation_data",
+        Alias(("data.validation={}",), "held-out.tokens", "a token file, or a share of the documents, as 0.05"),
     ),
     ("pack sample_packing pack_sequences", Alias(("data.packing=auto",))),
     (

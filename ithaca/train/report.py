@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +26,7 @@ from rich.text import Text
 from ithaca.base.disk import not_a_file, reason, same_file
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.sizes import format_bytes, format_clock, format_count, format_number
-from ithaca.train.run_folder import RunFolder, partial_name, writing
+from ithaca.train.run_folder import VALIDATION, RunFolder, partial_name, writing
 
 SILENT_SECONDS = 60.0  # after which a step is logged, and a long one says where it is
 
@@ -344,7 +344,7 @@ def tell_conclusion(folder: RunFolder, progress: Progress, done: int, saved: int
             progress.warn(f"'{folder.metrics}' has the metrics of {len(metrics)} of {format_count(done, 'step')}")
     try:
         if metrics:
-            draw_loss(metrics, folder.picture)
+            draw_loss(metrics, folder.picture, folder.read_validations())
     except OSError as error:
         problem = f"'{folder.picture}' could not be written ({reason(error, folder.path)})"
     if stopped:
@@ -384,10 +384,10 @@ def _losses(metrics: list[dict[str, Any]]) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in metrics if isinstance(line.get("loss"), int | float)]
 
 
-def draw_loss(metrics: list[dict[str, Any]], file: Path) -> None:
+def draw_loss(metrics: list[dict[str, Any]], file: Path, validations: Sequence[dict[str, Any]] = ()) -> None:
     """Draw the loss of each step as a thin line and a running mean over a twentieth of the steps as a thick one.
 
-    Steps without a label have no loss and are left out.
+    Steps without a label have no loss and are left out. Validation losses are points.
     """
     import matplotlib
 
@@ -400,6 +400,10 @@ def draw_loss(metrics: list[dict[str, Any]], file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
     axes.plot(steps, losses, color="#9db8d2", linewidth=1)
     axes.plot(steps, means, color="#1f4e79", linewidth=2)
+    if validations:
+        points = [(line["step"], line[VALIDATION]) for line in validations]
+        axes.plot(*zip(*points, strict=True), color="#c0504d", marker="o", markersize=4, label="validation")
+        axes.legend(frameon=False)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
