@@ -7,17 +7,19 @@
 """
 
 import dataclasses
+import difflib
 import json
 import shlex
 import sys
 import tomllib
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ithaca.base.aliases import ALIASES, suggest_option
 from ithaca.base.errors import ConfigError, IthacaError, suggestion
 from ithaca.base.files import read_small
 from ithaca.base.sizes import MOST_SECONDS, parse_tokens
@@ -426,11 +428,31 @@ def build(section: type[Section], content: dict[str, Any], where: str) -> Sectio
     values = {}
     for key, value in content.items():
         if key not in fields:
-            raise ConfigError(f"'{where}{key}' is not an option: {suggestion(key, fields)}")
+            raise ConfigError(f"'{where}{key}' is not an option: {_suggest(key, value, fields)}")
         read = fields[key].metadata.get("read")
         name = f"{where}{key}"
         values[key] = _read(read, value, name) if read else _typed(kinds[key], value, name)
     return section(**values)
+
+
+def option_defaults() -> dict[str, Any]:
+    """Return the default of every option, by names as 'train.steps'."""
+    return {
+        f"{section.name}.{name}": value
+        for section in dataclasses.fields(Config)
+        for name, value in _options(getattr(Config(), section.name)).items()
+    }
+
+
+def _suggest(key: str, value: Any, here: Iterable[str]) -> str:
+    """Return what to write instead of an unknown option or table; `here`: the names that its table has."""
+    options = option_defaults()
+    for name, item in value.items() if isinstance(value, dict) else ():
+        if name in ALIASES:
+            return suggest_option(name, item, options) or ""
+    near = difflib.get_close_matches(key, list(here), n=1)
+    elsewhere = suggest_option(key, value, options, mistyped=not near)
+    return elsewhere or suggestion(key, here)
 
 
 def _read_validation(value: Any) -> str:
@@ -499,7 +521,8 @@ def _read(read: Callable[[Any], Any], value: Any, name: str) -> Any:
 def _typed(kind: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
-            raise ConfigError(f"'{name}' is a table of options, not {value!r}: write {name}.option=value")
+            example = suggest_option(name, value, {}) if name in ("model", "data") else f"write {name}.option=value"
+            raise ConfigError(f"'{name}' is a table of options, not {value!r}: {example}")
         return build(kind, value, f"{name}.")  # pyrefly: ignore
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if float in kinds and type(value) is int:

@@ -14,7 +14,8 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -93,19 +94,30 @@ def _refuse_nodes(nodes: int | None, meeting_place: str | None) -> NoReturn:
 def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: bool, origin: Origin | None) -> None:
     count = count_ranks(config, ranks)
     folder = RunFolder(path or _new_folder(config))
-    if fresh:
-        if origin:
-            check_origin(folder, origin, config)  # before the old run is moved
-        if aside := folder.set_aside():
-            print(f"Moved the old run to {aside}")
-    # Report mistakes before processes start
-    found = find_origin(folder, origin, config)
-    if found or not folder.has_checkpoints():
-        load_source(config, found.model if found else None)
-    if count == 1:
-        train(config, folder.path, origin=origin)
-    else:
-        _start(config, count, folder.path, origin)
+    if fresh and origin:
+        check_origin(folder, origin, config)  # before the old run is moved
+    with _set_aside(folder) if fresh else nullcontext():
+        # Report mistakes before processes start
+        found = find_origin(folder, origin, config)
+        if found or not folder.has_checkpoints():
+            load_source(config, found.model if found else None)
+        if count == 1:
+            train(config, folder.path, origin=origin)
+        else:
+            _start(config, count, folder.path, origin)
+
+
+@contextmanager
+def _set_aside(folder: RunFolder) -> Iterator[None]:
+    """Rename an old run while the body starts a fresh one in its place. If that does not begin, rename it back."""
+    if aside := folder.set_aside():
+        tell(f"Moved the old run to {aside}", sys.stdout)
+    try:
+        yield
+    finally:
+        if aside and not os.path.lexists(folder.path):
+            aside.rename(folder.path)
+            tell(f"Moved it back to {folder.path}: nothing was started", sys.stdout)
 
 
 def _join(

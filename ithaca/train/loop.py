@@ -13,7 +13,7 @@ import torch
 from ithaca.assemble import Model, apply
 from ithaca.attention.kernels.choose import explain_kernel
 from ithaca.base.allocator import use_expandable_segments
-from ithaca.base.errors import ConfigError, LostRankError, RunError
+from ithaca.base.errors import ConfigError, IthacaError, LostRankError, RunError
 from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.files import own_validation
@@ -41,7 +41,7 @@ from ithaca.train.loader import Loader
 from ithaca.train.loss_watch import LossWatch
 from ithaca.train.origin import Origin, adopt, describe_origin, describe_weights, find_origin
 from ithaca.train.record import check_record, list_changes, make_record
-from ithaca.train.report import Progress, Sinks, open_sinks, stopped_at_once, tell_conclusion
+from ithaca.train.report import Progress, Sinks, check_report, open_sinks, stopped_at_once, tell_conclusion
 from ithaca.train.run_folder import VALIDATION, RunFolder, check_shared
 from ithaca.train.start import (
     check_data,
@@ -80,7 +80,9 @@ def train(config: Config, path: Path, launched: bool = False, origin: Origin | N
 
 def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Roll, given_origin: Origin | None) -> None:
     lock = together(grid.group, lambda: run.hold() if grid.rank == 0 else None)
+    refused = False
     try:
+        together(grid.group, lambda: check_report(config.run.report) if grid.rank == 0 else None)
         check_shared(run, lock, grid)
         memory = free_memory(grid)
         origin = from_first(grid.group, lambda: find_origin(run, given_origin, config))
@@ -99,9 +101,12 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
         if held_out:
             together(grid.group, lambda: check_vocabulary(source, held_out.data))
         TrainingRun(config, run, apply(source, plan, grid), data, rows, why, origin, held_out).go(launched, roll)
+    except IthacaError as error:
+        refused = not isinstance(error, LostRankError)
+        raise
     finally:
         if lock:
-            run.release()
+            run.release(refused)
 
 
 class TrainingRun:
@@ -268,6 +273,7 @@ class TrainingRun:
     def _steps(self, roll: Roll) -> bool:
         """Train until the last step (return False) or until a user asks to stop (return True)."""
         every = self.config.run.checkpoint_every
+        self.folder.begin_steps()
         while self.done < self.steps:
             with roll.limit(self.timeout):
                 metrics = self._step()

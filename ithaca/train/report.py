@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -255,10 +256,8 @@ class TensorBoard:
     """TensorBoard's event files in the run folder."""
 
     def __init__(self, folder: RunFolder):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError("run.report=tensorboard needs a package: pip install 'ithaca[tensorboard]'") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         place = folder.path / "tensorboard"
         with writing(place):
             self._writer = SummaryWriter(str(place))
@@ -276,10 +275,8 @@ class WeightsAndBiases:
     """A run of Weights & Biases, named after the run folder."""
 
     def __init__(self, folder: RunFolder):
-        try:
-            import wandb  # pyrefly: ignore
-        except ImportError:
-            raise ConfigError("run.report=wandb needs a package: pip install 'ithaca[wandb]'") from None
+        import wandb  # pyrefly: ignore
+
         self._run = wandb.init(
             project="ithaca", name=folder.path.name, id=folder.path.name, resume="allow", dir=str(folder.path)
         )
@@ -292,6 +289,16 @@ class WeightsAndBiases:
 
 
 REPORTS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # what each imports
+
+
+def check_report(report: str) -> None:
+    """Raise an error if a place that metrics go to needs a package that is missing."""
+    try:
+        if report:
+            import_module(PACKAGES[report])
+    except ImportError:
+        raise ConfigError(f"run.report={report} needs a package: pip install 'ithaca[{report}]'") from None
 
 
 class Sinks:

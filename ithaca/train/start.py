@@ -1,6 +1,5 @@
 """What a run decides before its first step: the options left open, the Plan, the mesh, the data and the model."""
 
-import hashlib
 import math
 import zlib
 from collections.abc import Callable
@@ -16,12 +15,12 @@ from ithaca.base.sizes import format_tokens
 from ithaca.config import AUTO, Config, DataSection, MeshSection, TrainSection
 from ithaca.data.holdout import hold_out
 from ithaca.data.inputs import standard_library
+from ithaca.data.misfit import misfit
 from ithaca.data.mixture import LIBRARY, Data, Mixture, mix, sources_of
 from ithaca.data.packing import Rows, rows_per_epoch
 from ithaca.data.reader import TokenFile, open_tokens
 from ithaca.data.subset import concatenated
 from ithaca.model.extend import beyond_context
-from ithaca.model.folder import model_file
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, describe_model, extend_model, load_model
 from ithaca.model.spec import Spec
@@ -317,17 +316,5 @@ def open_source(config: Config, described: Path | None, resumed: bool, data: Dat
 
 def check_vocabulary(source: ModelSource, data: Data) -> None:
     """Raise an error if the data have tokens that the model does not know, or are of another tokenizer."""
-    if data.vocab > source.spec.vocab:
-        raise DataError(
-            f"the data have token ids below {data.vocab}, but the model's vocabulary is {source.spec.vocab}: "
-            "prepare them with the model's tokenizer (ithaca data --tokenizer)"
-        )
-    file = model_file(source.folder, "tokenizer.json") if source.folder else None
-    if file is None or data.tokenizer in ("bytes", "unknown"):
-        return
-    wanted = "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest()
-    if data.tokenizer != wanted:
-        raise DataError(
-            f"'{data.path}' was made with another tokenizer ({data.tokenizer[:15]}…) than the model's "
-            f"({wanted[:15]}…): prepare it with --tokenizer {source.folder}"
-        )
+    if problem := misfit(data, f"'{data.path}'", source.spec.vocab, source.folder):
+        raise DataError(problem)
