@@ -54,7 +54,7 @@ from ithaca.train.start import (
     open_source,
     settle,
 )
-from ithaca.train.stop import StopRequest
+from ithaca.train.stop import StopRequest, write_error
 from ithaca.train.unlearned import Unlearned, with_labels
 from ithaca.train.validation import Validation, measure, metrics_of, open_validation
 
@@ -217,8 +217,10 @@ class TrainingRun:
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
         )
         self.live_line = LiveLine(self.marks, self.progress, self.mesh.device) if self.marks else None
-        shown = {"seconds_left": self.live_line.seconds_left, "say": self.live_line.announce} if self.live_line else {}
-        self.stop = StopRequest(self.mesh, launched, ending=self._stopped_at_once, **shown)
+        seconds_left, say = (lambda: None), write_error
+        if self.live_line:
+            seconds_left, say = self.live_line.seconds_left, self.live_line.announce
+        self.stop = StopRequest(self.mesh, launched, seconds_left, self._stopped_at_once, say)
         self.timeout = self.config.run.timeout or timeout(self._step_seconds())
         set_timeout(self.mesh.groups, self.timeout)
         self._announce()
