@@ -32,7 +32,7 @@ from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
-from ithaca.schedule.marks import OPTIMIZER, make_marks
+from ithaca.schedule.marks import OPTIMIZER, StepMarks, make_marks
 from ithaca.train.elastic import leave
 from ithaca.train.epochs import describe_epochs
 from ithaca.train.learning_rate import describe_rate, is_settled, learning_rate
@@ -107,6 +107,8 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
 class TrainingRun:
     """One run on one rank: the state that its steps share."""
 
+    marks: StepMarks | None = None  # of the steps of rank 0, which shows where they are
+
     def __init__(
         self,
         config: Config,
@@ -168,7 +170,8 @@ class TrainingRun:
         log = folder.log if self.first else None
         every = config.run.log_every
         self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost, every))
-        self.marks = make_marks(self.mesh.device) if self.first else None
+        if self.first:
+            self.marks = make_marks(self.mesh.device)
         self.sinks = Sinks([], folder, self.progress.warn)
 
     def _pass_size(self) -> tuple[int, int]:
@@ -209,8 +212,8 @@ class TrainingRun:
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
         )
         self.live_line = LiveLine(self.marks, self.progress, self.mesh.device) if self.marks else None
-        seconds_left = self.live_line.seconds_left if self.live_line else lambda: None
-        self.stop = StopRequest(self.mesh, launched, seconds_left, self._stopped_at_once)
+        shown = {"seconds_left": self.live_line.seconds_left, "say": self.live_line.announce} if self.live_line else {}
+        self.stop = StopRequest(self.mesh, launched, ending=self._stopped_at_once, **shown)
         self.timeout = self.config.run.timeout or timeout(self._step_seconds())
         set_timeout(self.mesh.groups, self.timeout)
         self._announce()
@@ -470,7 +473,7 @@ class TrainingRun:
         self.announced = True
 
     def _stopped_at_once(self) -> str:
-        self.progress.end_live()
+        self.progress.silence()
         return stopped_at_once(self.folder, self.done)
 
     def _say_rope(self) -> None:
