@@ -26,11 +26,12 @@ import torch.distributed as dist
 
 from ithaca.base.errors import ConfigError, LostRankError, RunError, first_line, shown
 from ithaca.config import Config
+from ithaca.train.conclusion import stopped_at_once
 from ithaca.train.elastic import leave
 from ithaca.train.loop import train
 from ithaca.train.origin import Origin, check_origin, find_origin
 from ithaca.train.processes import Watch, run_ranks
-from ithaca.train.report import stopped_at_once, tell
+from ithaca.train.report import tell
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import Step, read_step
 from ithaca.train.start import load_source

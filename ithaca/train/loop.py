@@ -7,14 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from ithaca.assemble import Model, apply
-from ithaca.attention.kernels.choose import explain_kernel
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, IthacaError, LostRankError, RunError
-from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.files import own_validation
 from ithaca.config import Config
@@ -23,32 +20,30 @@ from ithaca.data.packing import Rows
 from ithaca.data.windows import Windows
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
-from ithaca.parallel.axes import Axes
-from ithaca.parallel.balance import RingWork, describe_work, ring_work
+from ithaca.parallel.balance import describe_work
 from ithaca.parallel.batch import Batch, check_rows
 from ithaca.parallel.hangs import Roll, answering, lost_touch, set_timeout, step_seconds, timeout
 from ithaca.parallel.joining import JOIN_SECONDS
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.planner.advice import out_of_memory
-from ithaca.planner.hardware import peak_flops
-from ithaca.schedule.job import Job
 from ithaca.schedule.marks import OPTIMIZER, StepMarks, make_marks
+from ithaca.train.announce import describe_run
+from ithaca.train.conclusion import stopped_at_once, tell_conclusion
 from ithaca.train.elastic import leave
-from ithaca.train.epochs import describe_epochs
-from ithaca.train.learning_rate import describe_rate, is_settled, learning_rate
+from ithaca.train.learning_rate import is_settled, learning_rate
 from ithaca.train.live_line import LiveLine
 from ithaca.train.loader import Loader
 from ithaca.train.loss_watch import LossWatch
-from ithaca.train.origin import Origin, adopt, describe_origin, describe_weights, find_origin
+from ithaca.train.metrics import explain_out_of_memory, gpu_peak_flops, step_metrics, step_ring_work
+from ithaca.train.origin import Origin, adopt, find_origin
 from ithaca.train.record import check_record, list_changes, make_record
-from ithaca.train.report import Progress, Sinks, check_report, open_sinks, stopped_at_once, tell_conclusion
+from ithaca.train.report import Progress
 from ithaca.train.run_folder import VALIDATION, RunFolder, check_shared
+from ithaca.train.sinks import Sinks, check_report, open_sinks
 from ithaca.train.start import (
     check_data,
     check_vocabulary,
     describe_rope,
     free_memory,
-    has_random_weights,
     open_data,
     open_rows,
     open_source,
@@ -233,7 +228,7 @@ class TrainingRun:
             self._report_problem(final=True)
             self._conclude(stopped)
         except torch.OutOfMemoryError as error:
-            raise RunError(self._out_of_memory(error)) from None
+            raise RunError(explain_out_of_memory(self.model, *self._pass_size(), error)) from None
         except RuntimeError as error:
             if lost_touch(error):
                 self.stop.ignore()
@@ -247,16 +242,6 @@ class TrainingRun:
             self.sinks.close()
             self.progress.close()
             self.stop.close()
-
-    def _out_of_memory(self, error: Exception) -> str:
-        grid, (rows, tokens) = self.mesh, self._pass_size()
-        sequences = math.ceil(rows / grid.data_ranks)
-        spec, plan = self.model.spec, self.model.plan
-        axes = Axes(shard=grid.shard, ring=grid.ring, ulysses=grid.ulysses)
-        job = Job(spec=spec, plan=plan, tokens=sequences * tokens, axes=axes)
-        first = next((words for words in str(error).split(". ") if "Tried" in words), str(error).split(". ")[0])
-        total = torch.cuda.mem_get_info(grid.device)[1]
-        return out_of_memory(job, first, torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total)
 
     def _step_seconds(self) -> float:
         """Return an upper bound for the seconds of a step on the rank with the most sequences."""
@@ -322,7 +307,7 @@ class TrainingRun:
     def _step(self) -> dict[str, Any]:
         options, began = self.config.train, time.perf_counter()
         batches = self.loader.batches(self.done)
-        work = self._ring_work(batches)
+        work = step_ring_work(self.model, batches)
         if work and self.done == self.begun:
             self.progress.say(f"In this step {describe_work(work)}")
         rate = learning_rate(options, self.done)
@@ -334,7 +319,12 @@ class TrainingRun:
         seconds = time.perf_counter() - began
         changed = {"changed": {name: [old, new] for _, name, old, new in self.changes}} if self.changes else {}
         self.changes = []
-        return self._metrics(batches, loss, norm, rate, seconds) | {
+        return {
+            "step": self.done,
+            "loss": loss,  # None, as the norm, if the step had no label
+            "gradient_norm": norm,
+            "learning_rate": rate,
+            **step_metrics(self.model, self.done, batches, seconds, self.peak_flops),
             "ring_waiting": round(work.waiting, 4) if work else None,
             **self.rows.metrics(self._rows_done()),
             **changed,
@@ -377,35 +367,6 @@ class TrainingRun:
         zero, found = torch.zeros_like(losses[0]), iter(losses)
         return torch.stack([next(found) if batch.valid_tokens else zero for batch in passes]).sum()
 
-    def _ring_work(self, batches: list[Batch]) -> RingWork | None:
-        """Return how the attention work of this rank's sequences spreads over its ring; None without a ring or work."""
-        batches = with_labels(batches)
-        if self.mesh.ring == 1 or not batches:
-            return None
-        return sum((ring_work(batch.layout, batch.bounds, self.model.plan.sweeps) for batch in batches), RingWork([]))
-
-    def _metrics(
-        self, batches: list[Batch], loss: float | None, norm: float | None, rate: float, seconds: float
-    ) -> dict[str, Any]:
-        """Return the metrics of a step; `loss` and `norm` are None if it had no label."""
-        ranks, tokens = self.mesh.size, sum(batch.total_tokens for batch in batches)
-        learned = with_labels(batches)
-        flops = sum(self.model.spec.flops_per_token(batch.attended) * batch.total_tokens for batch in learned)
-        gpu = self.mesh.device.type == "cuda"
-        return {
-            "step": self.done,
-            "loss": loss,
-            "gradient_norm": norm,
-            "learning_rate": rate,
-            "tokens": self.done * tokens,
-            "labels": sum(batch.valid_tokens for batch in batches),
-            "seconds": round(seconds, 4),
-            "tokens_per_second_per_rank": round(sum(batch.total_tokens for batch in learned) / seconds / ranks, 1),
-            "mfu_causal": round(flops / seconds / ranks / self.peak_flops, 4) if self.peak_flops else None,
-            "gpu_bytes": torch.cuda.max_memory_reserved() if gpu else None,
-            "host_bytes": psutil.Process().memory_info().rss,
-        }
-
     def _rows_done(self) -> int:
         return self.done * self.config.train.batch  # pyrefly: ignore
 
@@ -443,55 +404,20 @@ class TrainingRun:
         self.progress.warn(text) if self.announced else self.early_warnings.append(text)
 
     def _announce(self) -> None:
-        model, options, say = self.model, self.config.train, self.progress.say
-        dtype, device = str(model.dtype).removeprefix("torch."), self.mesh.device.type
-        ranks = format_count(self.mesh.size, "GPU" if device == "cuda" else f"{device.upper()} rank")
-        origin = self.past.get("origin")
-        weights = describe_weights(self.config, origin)
-        say(
-            f"Model: {model.spec.family}, {model.spec.parameters() / 1e6:.1f}M parameters, {weights}, "
-            f"in {dtype} on {ranks}; "
-            f"attention kernel: {explain_kernel(model.kernel, self.mesh.device, model.dtype, model.spec.head_size)}"
-        )
-        passes = f" in {format_count(options.batch // options.micro_batch, 'pass')}" if options.micro_batch else ""  # pyrefly: ignore
-        say(
-            f"Each step: {format_count(options.batch, 'sequence')} of {format_tokens(options.tokens)} tokens{passes}; "  # pyrefly: ignore
-            f"{format_count(self.steps, 'step')}; run folder {self.folder.path}"
-        )
-        say(describe_epochs(options, self.data.tokens, self.rows.per_epoch))
-        say(describe_rate(options, model.spec.parameters(), has_random_weights(self.config, origin)))
-        for line in model.describe_ranks():
-            say(line)
-        if self.mesh.size > 1:
-            say(f"Hang timeout: {format_seconds(self.timeout)} (run.timeout)")
-        if device == "cuda" and self.peak_flops is None:
-            say(f"Causal MFU is not reported: the peak of {torch.cuda.get_device_name(self.mesh.device)} is not known")
-        if origin:
-            say(describe_origin(origin))
-        if self.done:
-            say(f"Continuing from the checkpoint of step {self.done}")
-        else:
-            self._say_rope()
-        if self.validation:
-            say(self.validation.describe())
-        for text in (*self.rows.describe(), *self.why):
-            say(text)
-        for text in self.early_warnings:
+        """Say what the run does, and the warnings that waited for a log. Collective."""
+        lines, warnings = list[str](), list[str]()
+        if not self.done:
+            source = self.model.source
+            lines, warnings = from_first(self.mesh.group, lambda: describe_rope(self.config, source, self.folder))
+        for text in (*describe_run(self), *lines, *self.rows.describe(), *self.why):
+            self.progress.say(text)
+        for text in (*warnings, *self.early_warnings):
             self.progress.warn(text)
         self.announced = True
 
     def _stopped_at_once(self) -> str:
         self.progress.silence()
         return stopped_at_once(self.folder, self.done)
-
-    def _say_rope(self) -> None:
-        """Say how the rope was extended, or that the context is beyond the model's. Collective."""
-        source = self.model.source
-        lines, warnings = from_first(self.mesh.group, lambda: describe_rope(self.config, source, self.folder))
-        for text in lines:
-            self.progress.say(text)
-        for text in warnings:
-            self._warn(text)
 
     def _conclude(self, stopped: bool) -> None:
         """Say how the run ended. Raise an error on all ranks if the files of the run cannot be used."""
@@ -505,11 +431,3 @@ class TrainingRun:
             tell_conclusion(self.folder, self.progress, self.done, self.saved, stopped)
 
         together(self.mesh.group, lambda: tell_end() if self.first else None)
-
-
-def gpu_peak_flops(device: torch.device) -> float | None:
-    """Return the peak FLOP/s that MFU divides by; None on a CPU and for a GPU that no table describes."""
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    return peak_flops(properties.name, properties.total_memory)

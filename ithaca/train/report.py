@@ -1,4 +1,4 @@
-"""What a run tells: lines on the terminal, log.txt, metrics.jsonl, a picture of the loss, TensorBoard or W&B.
+"""What a run tells while it trains: lines on the terminal and in log.txt.
 
 Rank 0 prints; the other ranks are silent. On a terminal a live line shows step, loss, learning rate, speed, memory and
 time left, and in a long step a second line shows where it is (live_line.py). Elsewhere such lines are printed now and
@@ -8,25 +8,22 @@ output goes away (`| head`, a closed terminal), the run continues and the log ge
 
 import contextlib
 import errno
-import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from ithaca.base.disk import not_a_file, reason, same_file
-from ithaca.base.errors import ConfigError, RunError
-from ithaca.base.sizes import format_bytes, format_clock, format_count, format_number
-from ithaca.train.run_folder import VALIDATION, RunFolder, partial_name, writing
+from ithaca.base.sizes import format_bytes, format_clock, format_number
+from ithaca.train.run_folder import writing
 
 SILENT_SECONDS = 60.0  # after which a step is logged, and a long one says where it is
 
@@ -226,204 +223,3 @@ class Progress:
         if self._log:
             with contextlib.suppress(OSError):
                 self._log.close()
-
-
-class Sink(Protocol):
-    """A place that the metrics of each step go to. `write` may raise OSError, or return a warning."""
-
-    def write(self, metrics: dict[str, Any]) -> str | None: ...
-
-    def close(self) -> None: ...
-
-
-class JsonLines:
-    """metrics.jsonl, flushed after every step."""
-
-    def __init__(self, folder: RunFolder):
-        with writing(folder.metrics):
-            self._file = Appended(folder.metrics, folder.lost)
-
-    def write(self, metrics: dict[str, Any]) -> str | None:
-        if self._file.add(json.dumps(metrics)):
-            return f"'{self._file.path}' was deleted or replaced: a new one begins with step {metrics['step']}"
-        return None
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class TensorBoard:
-    """TensorBoard's event files in the run folder."""
-
-    def __init__(self, folder: RunFolder):
-        from torch.utils.tensorboard import SummaryWriter
-
-        place = folder.path / "tensorboard"
-        with writing(place):
-            self._writer = SummaryWriter(str(place))
-
-    def write(self, metrics: dict[str, Any]) -> None:
-        for name, value in metrics.items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, metrics["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    """A run of Weights & Biases, named after the run folder."""
-
-    def __init__(self, folder: RunFolder):
-        import wandb  # pyrefly: ignore
-
-        self._run = wandb.init(
-            project="ithaca", name=folder.path.name, id=folder.path.name, resume="allow", dir=str(folder.path)
-        )
-
-    def write(self, metrics: dict[str, Any]) -> None:
-        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=metrics["step"])
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-REPORTS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # what each imports
-
-
-def check_report(report: str) -> None:
-    """Raise an error if a place that metrics go to needs a package that is missing."""
-    try:
-        if report:
-            import_module(PACKAGES[report])
-    except ImportError:
-        raise ConfigError(f"run.report={report} needs a package: pip install 'ithaca[{report}]'") from None
-
-
-class Sinks:
-    """All places that metrics go to. One that fails is told once, and once more when it works again."""
-
-    def __init__(self, sinks: list[Sink], folder: RunFolder, warn: Callable[[str], None]):
-        self._sinks, self._failing, self._folder, self._warn = sinks, list[Sink](), folder, warn
-
-    def write(self, metrics: dict[str, Any]) -> None:
-        """Write the metrics of a step. A place that fails does not stop the run."""
-        for sink in self._sinks:
-            try:
-                warning = sink.write(metrics)
-            except OSError as problem:
-                self._fails(sink, metrics["step"], problem)
-                continue
-            if sink in self._failing:
-                self._failing.remove(sink)
-                self._warn(f"metrics are written again from step {metrics['step']} on")
-            if warning:
-                self._warn(warning)
-
-    def _fails(self, sink: Sink, step: int, problem: OSError) -> None:
-        if sink not in self._failing:
-            self._failing.append(sink)
-            why = reason(problem, self._folder.path)
-            self._warn(f"the metrics of step {step} could not be written ({why}); training continues")
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            with contextlib.suppress(OSError):
-                sink.close()
-
-
-def open_sinks(folder: RunFolder, report: str, first: bool, warn: Callable[[str], None]) -> Sinks:
-    """Open the places that metrics go to; none on ranks other than the first."""
-    if not first:
-        return Sinks([], folder, warn)
-    return Sinks([JsonLines(folder), *([REPORTS[report](folder)] if report else [])], folder, warn)
-
-
-def tell_conclusion(folder: RunFolder, progress: Progress, done: int, saved: int, stopped: bool) -> None:
-    """Draw the loss and say how the run ended. Raise an error if its files were taken away or cannot be written."""
-    progress.end_live()
-    complete = f"the checkpoint of step {saved} is complete"
-    if lost := folder.lost():
-        raise RunError(f"{lost}, but {complete}")
-    metrics, problem = list[dict[str, Any]](), None
-    try:
-        metrics = folder.read_metrics()
-    except OSError as error:
-        problem = f"'{folder.metrics}' cannot be read ({error.strerror})"
-    else:
-        if len(metrics) < done:
-            progress.warn(f"'{folder.metrics}' has the metrics of {len(metrics)} of {format_count(done, 'step')}")
-    try:
-        if metrics:
-            draw_loss(metrics, folder.picture, folder.read_validations())
-    except OSError as error:
-        problem = f"'{folder.picture}' could not be written ({reason(error, folder.path)})"
-    if stopped:
-        progress.say(f"Stopped after step {done}. Continue with: ithaca train --run {folder.path}")
-    else:
-        progress.say("\n".join(_summary(folder, metrics, done)))
-    if kind := not_a_file(folder.log):
-        problem = problem or f"the log '{folder.log}' could not be written (it is {kind})"
-    if problem:
-        raise RunError(f"{problem}, but {complete}")
-
-
-def stopped_at_once(folder: RunFolder, done: int) -> str:
-    """Return what a second Ctrl-C did and what is left of the run after `done` steps."""
-    finished = f"Step {done} was the last to finish" if done else "The first step was not finished"
-    if saved := folder.last_checkpoint():
-        kept = f"the checkpoint of step {saved} is kept: ithaca train --run {folder.path} continues from there"
-    elif folder.begun():
-        kept = f"there is no checkpoint yet: ithaca train --run {folder.path} starts again from the beginning"
-    else:
-        kept = "nothing was saved"
-    return f"Stopped at once. {finished}; {kept}."
-
-
-def _summary(folder: RunFolder, metrics: list[dict[str, Any]], done: int) -> Iterator[str]:
-    losses = [loss for _, loss in _losses(metrics)]
-    learned = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no loss"
-    yield f"Done: {learned} over {format_count(done, 'step')}"
-    yield f"  run folder   {folder.path}"
-    if os.path.isfile(folder.picture):
-        yield f"  loss curve   {folder.picture}"
-    yield f"  next         ithaca export {folder.path} {folder.path}-model"
-
-
-def _losses(metrics: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return the steps that have a loss, and their losses."""
-    return [(line["step"], line["loss"]) for line in metrics if isinstance(line.get("loss"), int | float)]
-
-
-def draw_loss(metrics: list[dict[str, Any]], file: Path, validations: Sequence[dict[str, Any]] = ()) -> None:
-    """Draw the loss of each step as a thin line and a running mean over a twentieth of the steps as a thick one.
-
-    Steps without a label have no loss and are left out. Validation losses are points.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    steps, losses = [step for step, _ in _losses(metrics)], [loss for _, loss in _losses(metrics)]
-    width = max(len(losses) // 20, 1)
-    means = [sum(losses[max(i - width + 1, 0) : i + 1]) / min(i + 1, width) for i in range(len(losses))]
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
-    axes.plot(steps, losses, color="#9db8d2", linewidth=1)
-    axes.plot(steps, means, color="#1f4e79", linewidth=2)
-    if validations:
-        points = [(line["step"], line[VALIDATION]) for line in validations]
-        axes.plot(*zip(*points, strict=True), color="#c0504d", marker="o", markersize=4, label="validation")
-        axes.legend(frameon=False)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    partial = partial_name(file)
-    try:
-        figure.savefig(partial, format="png")
-        partial.rename(file)
-    finally:
-        pyplot.close(figure)
-        partial.unlink(missing_ok=True)

@@ -302,7 +302,7 @@ def test_export_keeps_each_dtype(nursery, small_config, tmp_path: Path) -> None:
 
 def losing_metrics(config: Config, path: Path) -> None:
     """The disk of the metrics is full from the third step on."""
-    from ithaca.train.report import JsonLines
+    from ithaca.train.sinks import JsonLines
 
     write = JsonLines.write
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ithaca.train.loop import TrainingRun, gpu_peak_flops
+from ithaca.train.metrics import gpu_peak_flops, step_metrics
 
 
 def mfu(monkeypatch: pytest.MonkeyPatch, gpu: str) -> float | None:
@@ -14,13 +14,12 @@ def mfu(monkeypatch: pytest.MonkeyPatch, gpu: str) -> float | None:
     properties = SimpleNamespace(name=gpu, total_memory=80 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 0)
-    run: Any = TrainingRun.__new__(TrainingRun)
-    run.mesh, run.done = SimpleNamespace(size=2, device=torch.device("cuda")), 1
-    run.model = SimpleNamespace(spec=SimpleNamespace(flops_per_token=lambda _: 2e9))
-    run.peak_flops = gpu_peak_flops(run.mesh.device)
+    grid = SimpleNamespace(size=2, gpu=True)
+    model: Any = SimpleNamespace(mesh=grid, spec=SimpleNamespace(flops_per_token=lambda _: 2e9))
+    peak = gpu_peak_flops(torch.device("cuda"))
     # A pass without labels is left out, so its tokens are no work
     batches: Any = [SimpleNamespace(total_tokens=1000, attended=1.0, valid_tokens=valid) for valid in (7, 0)]
-    found = run._metrics(batches, 1.0, 1.0, 1.0, 0.1)
+    found = step_metrics(model, 1, batches, 0.1, peak)
     assert (found["tokens"], found["labels"], found["tokens_per_second_per_rank"]) == (2000, 7, 5000)
     return found["mfu_causal"]
 

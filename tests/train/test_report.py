@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ithaca.train.report import Progress, TensorBoard, stopped_at_once
+from ithaca.train.conclusion import stopped_at_once
+from ithaca.train.report import Progress
 from ithaca.train.run_folder import RunFolder
+from ithaca.train.sinks import TensorBoard
 from tests.nursery import Nursery
 
 METRICS = {

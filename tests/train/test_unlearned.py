@@ -17,9 +17,10 @@ from ithaca.checkpoint.files import CheckpointFolder, text_sha256
 from ithaca.config import Config
 from ithaca.data.packing import Rows
 from ithaca.parallel.batch import IGNORED
+from ithaca.train.conclusion import draw_loss
 from ithaca.train.loop import TrainingRun, train
-from ithaca.train.report import WeightsAndBiases, draw_loss
 from ithaca.train.run_folder import RunFolder
+from ithaca.train.sinks import WeightsAndBiases
 from ithaca.train.stop import StopRequest
 from ithaca.train.unlearned import Unlearned
 from tests.nursery import Nursery

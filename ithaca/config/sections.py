@@ -1,52 +1,23 @@
-"""The configuration of a run: TOML read into frozen dataclasses. An unknown option is an error.
-
-    [train]
-    tokens = "8K"
-
-`--set train.tokens=8K` on the command line does the same and wins over the file.
-"""
+"""The options of a run, section by section: frozen dataclasses that check their values, and how two runs differ."""
 
 import dataclasses
-import difflib
 import json
 import shlex
-import sys
-import tomllib
-import types
-import typing
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ithaca.base.aliases import ALIASES, suggest_option
-from ithaca.base.errors import ConfigError, IthacaError, suggestion
-from ithaca.base.files import read_small
+from ithaca.base.errors import ConfigError, suggestion
 from ithaca.base.sizes import MOST_SECONDS, parse_tokens
 from ithaca.model.extend import parse_rope
-from ithaca.plans.places import REBUILD
-from ithaca.plans.plan import RECIPE_OPTIONS, Plan
-from ithaca.plans.recipes import RECIPES
-
-Section = TypeVar("Section")
+from ithaca.plans.plan import Plan
 
 AUTO = "auto"  # plan.recipe="auto": the planner chooses
-RENAMED = {  # old option -> new option; the old one still works
-    "train.micro": "train.micro_batch",
-    "run.patience": "run.timeout",
-    "plan.gradient": "plan.residual",
-}
 PACKINGS = ("auto", "cut", "whole", "joined")
 MOST_WEIGHT = 1e9  # of a source in data.mix
 MIX_EXAMPLE = "write --set data.mix.books.tokens=0.7"
 MOST_TOKENS = 2**32  # in a step
-MOST_BYTES = 2**20  # in a configuration file
 # Options of [train] that may change when a run continues. Others would make it another run
 CHANGEABLE = {"steps", "epochs", "learning_rate", "schedule", "warmup", "decay", "final_rate", "micro_batch", "device"}
-
-
-def _tell(notice: str) -> None:
-    print(notice, file=sys.stderr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +52,7 @@ class MeshSection:
 class DataSection:
     source: str = ""
     """A token file made by `ithaca data`. Default: the source code of Python's standard library, one token a byte."""
-    mix: dict[str, float] | None = field(default=None, metadata={"read": lambda table: _read_mix(table)})
+    mix: dict[str, float] | None = field(default=None, metadata={"read": lambda table: read_mix(table)})
     """Token files with weights, instead of `source`: `"books.tokens" = 0.7`. Weights are shares of the tokens."""
     long_share: float | None = None
     """The share of tokens that come from long documents. Default: as it is in the data."""
@@ -232,7 +203,7 @@ class RunSection:
 @dataclass(frozen=True, kw_only=True)
 class Config:
     model: ModelSection = field(default_factory=ModelSection)
-    plan: Plan | None = field(default=None, metadata={"read": lambda table: _read_plan(table)})
+    plan: Plan | None = None
     """None, or `recipe = "auto"`: the planner chooses when the run starts, for the ranks and memory it finds."""
     mesh: MeshSection = field(default_factory=MeshSection)
     data: DataSection = field(default_factory=DataSection)
@@ -263,7 +234,7 @@ class Config:
         """Return all options whose values differ, by name: this one's value and the other's."""
         found = {}
         for section in dataclasses.fields(self):
-            mine, theirs = (_options(getattr(config, section.name)) for config in (self, other))
+            mine, theirs = (options_of(getattr(config, section.name)) for config in (self, other))
             for name, value in mine.items():
                 if value != theirs[name]:
                     found[f"{section.name}.{name}"] = value, theirs[name]
@@ -295,164 +266,9 @@ def _shown(value: Any) -> str:
     return "unset" if value is None or value == "" else str(value)
 
 
-def _options(section: Any) -> dict[str, Any]:
+def options_of(section: Any) -> dict[str, Any]:
     """Return a section's options by name; those of a Plan that the planner will choose if it is None."""
     return vars(section) if section is not None else vars(Plan()) | {"recipe": AUTO}
-
-
-def read_config(
-    file: Path | None,
-    overrides: list[str],
-    tell: Callable[[str], None] = _tell,
-    saved: bool = False,
-    model: ModelSection | None = None,
-) -> Config:
-    """Return the configuration of a TOML file (None: the defaults) with `key=value` overrides.
-
-    `tell` gets one line for each thing the user should know: old option names, an option that is ignored. Old names in
-    a file that a run has `saved` are read without notice: no user wrote them. Options of [model] that neither sets are
-    those of `model`.
-    """
-    content = _read_toml(file) if file else {}
-    if saved:
-        _keep_cutting(content)
-    given: dict[str, Any] = {}
-    for override in overrides:
-        _set(given, override)
-    in_file, in_overrides = _rename_options(content), _rename_options(given)
-    if renamed := dict.fromkeys(in_overrides if saved else in_file + in_overrides):
-        tell(f"Renamed: {', '.join(f'{old} is now {RENAMED[old]}' for old in renamed)}. The old names still work.")
-    _change_recipe(content, _recipe(given), tell)
-    _change_length(content, given, None if saved else tell)
-    if saved:
-        _forget_rate(content, given)
-    for override in overrides:
-        path, equals, value = override.partition("=")
-        _set(content, f"{RENAMED.get(path.strip(), path)}{equals}{value}")
-    _rename_options(content)  # in tables that an override gave whole
-    if model and isinstance(found := content.get("model", {}), dict):
-        content["model"] = vars(model) | found
-    config = build(Config, content, "")
-    if config.plan is not None and _recipe(content) is None:
-        tell(f"plan.recipe is not set: using '{config.plan.recipe}' with the plan options that are")
-    return config
-
-
-def parse_config(text: str) -> Config:
-    """Return the configuration that a checkpoint records. Old names are read without notice."""
-    try:
-        content = tomllib.loads(text)
-        _rename_options(content)
-        _keep_cutting(content)
-        return build(Config, content, "")
-    except (ValueError, RecursionError, IthacaError) as problem:
-        raise ConfigError(f"the checkpoint records a configuration that cannot be read ({problem})") from None
-
-
-def _keep_cutting(content: dict[str, Any]) -> None:
-    """Set the packing of a run that began before there was one to choose."""
-    data = content.setdefault("data", {})
-    if isinstance(data, dict):
-        data.setdefault("packing", "cut")
-
-
-def _rename_options(content: dict[str, Any]) -> list[str]:
-    """Give old options their new names; return the old names found. An option given under both is an error."""
-    found = []
-    for old, new in RENAMED.items():
-        section, _, old_name = old.partition(".")
-        new_name = new.partition(".")[2]
-        table = content.get(section)
-        if not isinstance(table, dict) or old_name not in table:
-            continue
-        if new_name in table:
-            raise ConfigError(
-                f"{old}={table[old_name]} and {new}={table[new_name]} are one option, which was renamed: keep {new}"
-            )
-        table[new_name] = table.pop(old_name)
-        found.append(old)
-    return found
-
-
-def _change_recipe(content: dict[str, Any], recipe: Any, tell: Callable[[str], None]) -> None:
-    """Drop the file's plan options that another recipe, from `--set`, does not have."""
-    plan = content.get("plan")
-    if recipe not in (*RECIPES, AUTO) or recipe == _recipe(content) or not isinstance(plan, dict):
-        return
-    build(Config, content, "")  # a mistake in the file is an error even if its option is dropped
-    if recipe == AUTO:
-        for name in [name for name in plan if name != "recipe"]:
-            tell(f"Ignoring plan.{name}={plan.pop(name)}: the planner chooses the Plan")
-        return
-    for name in [name for name in RECIPE_OPTIONS if plan.get(name) is not None]:
-        if name not in RECIPES[recipe].options:
-            tell(f"Ignoring plan.{name}={plan.pop(name)}: recipe '{recipe}' has no such option")
-        elif name == "x" and REBUILD in str(plan[name]) and RECIPES[recipe].schedule != "sweep":
-            tell(f"Ignoring plan.x={plan.pop(name)}: recipe '{recipe}' cannot rebuild x")
-    if "disk" in plan and not any("disk" in str(plan.get(name)) for name in ("x", "o")):
-        tell(f"Ignoring plan.disk={plan.pop('disk')}: recipe '{recipe}' writes nothing to disk")
-
-
-def _change_length(content: dict[str, Any], given: dict[str, Any], tell: Callable[[str], None] | None) -> None:
-    """Drop the file's train.steps if `--set` has train.epochs, and the other way round."""
-    train, wanted = _table(content, "train"), _table(given, "train")
-    for name, other in (("steps", "epochs"), ("epochs", "steps")):
-        if other in wanted and name not in wanted and name in train:
-            build(Config, content, "")  # a mistake in the file is an error even if its option is dropped
-            dropped = train.pop(name)
-            if tell:
-                tell(f"Ignoring train.{name}={dropped}: train.{other}={wanted[other]} is set")
-
-
-def _forget_rate(content: dict[str, Any], given: dict[str, Any]) -> None:
-    """Drop the learning rate that a run has saved if `--set` names another model, which has a default of its own."""
-    source = _table(given, "model").get("source")
-    if source is not None and source != _table(content, "model").get("source"):
-        _table(content, "train").pop("learning_rate", None)
-
-
-def _recipe(content: dict[str, Any]) -> Any:
-    return _table(content, "plan").get("recipe")
-
-
-def _table(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a table of options; an empty one if there is none, or something else."""
-    found = content.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def build(section: type[Section], content: dict[str, Any], where: str) -> Section:
-    """Return a dataclass made of a table's content; `where` is the table's path with a dot at the end."""
-    fields = {item.name: item for item in dataclasses.fields(section)}  # pyrefly: ignore
-    kinds = typing.get_type_hints(section)
-    values = {}
-    for key, value in content.items():
-        if key not in fields:
-            raise ConfigError(f"'{where}{key}' is not an option: {_suggest(key, value, fields)}")
-        read = fields[key].metadata.get("read")
-        name = f"{where}{key}"
-        values[key] = _read(read, value, name) if read else _typed(kinds[key], value, name)
-    return section(**values)
-
-
-def option_defaults() -> dict[str, Any]:
-    """Return the default of every option, by names as 'train.steps'."""
-    return {
-        f"{section.name}.{name}": value
-        for section in dataclasses.fields(Config)
-        for name, value in _options(getattr(Config(), section.name)).items()
-    }
-
-
-def _suggest(key: str, value: Any, here: Iterable[str]) -> str:
-    """Return what to write instead of an unknown option or table; `here`: the names that its table has."""
-    options = option_defaults()
-    for name, item in value.items() if isinstance(value, dict) else ():
-        if name in ALIASES:
-            return suggest_option(name, item, options) or ""
-    near = difflib.get_close_matches(key, list(here), n=1)
-    elsewhere = suggest_option(key, value, options, mistyped=not near)
-    return elsewhere or suggestion(key, here)
 
 
 def _read_validation(value: Any) -> str:
@@ -479,19 +295,7 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _read_plan(table: Any) -> Plan | None:
-    if not isinstance(table, dict) or table.get("recipe") != AUTO:
-        return _typed(Plan, table, "plan")
-    others = [name for name in table if name != "recipe"]
-    if others:
-        raise ConfigError(
-            f"plan.{others[0]}={table[others[0]]} needs a recipe, but plan.recipe='{AUTO}' lets the planner choose: "
-            "leave the option out, or name a recipe, as plan.recipe=sweep"
-        )
-    return None
-
-
-def _read_mix(table: Any, prefix: str = "") -> dict[str, float]:
+def read_mix(table: Any, prefix: str = "") -> dict[str, float]:
     """Return weights by file name. A name that TOML takes apart at its dots is put together again."""
     if not isinstance(table, dict) or not table:
         raise ConfigError(f"data.mix is {table!r}, no table of token files and weights: {MIX_EXAMPLE}")
@@ -499,7 +303,7 @@ def _read_mix(table: Any, prefix: str = "") -> dict[str, float]:
     for key, weight in table.items():
         name = f"{prefix}{key}"
         if isinstance(weight, dict):
-            found |= _read_mix(weight, f"{name}.")
+            found |= read_mix(weight, f"{name}.")
         elif type(weight) not in (int, float) or not 0 < weight <= MOST_WEIGHT:
             raise ConfigError(
                 f"the weight of '{name}' is {weight!r}: a number above 0 and up to {MOST_WEIGHT:.0e} is needed, as 0.7"
@@ -507,60 +311,3 @@ def _read_mix(table: Any, prefix: str = "") -> dict[str, float]:
         else:
             found[name] = float(weight)
     return found
-
-
-def _read(read: Callable[[Any], Any], value: Any, name: str) -> Any:
-    try:
-        return read(value)
-    except ConfigError as problem:
-        if f"{name}." in str(problem):
-            raise  # the message names the option already
-        raise ConfigError(f"{name}: {problem}") from None
-
-
-def _typed(kind: Any, value: Any, name: str) -> Any:
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            example = suggest_option(name, value, {}) if name in ("model", "data") else f"write {name}.option=value"
-            raise ConfigError(f"'{name}' is a table of options, not {value!r}: {example}")
-        return build(kind, value, f"{name}.")  # pyrefly: ignore
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if float in kinds and type(value) is int:
-        return float(value)
-    if type(value) not in kinds:
-        wanted = " or ".join(option.__name__ for option in kinds if option is not types.NoneType)
-        raise ConfigError(f"'{name}' is {value!r}, of type {type(value).__name__}: {wanted} is needed")
-    return value
-
-
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(read_small(file, MOST_BYTES).decode())
-    except OSError as problem:
-        raise ConfigError(f"'{file}' cannot be read ({problem.strerror})") from None
-    except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"'{file}' is not TOML ({problem})") from None
-
-
-def _set(content: dict[str, Any], override: str) -> None:
-    path, found, text = override.partition("=")
-    *tables, key = path.strip().split(".")
-    if tables[:2] == ["data", "mix"]:  # the rest is the name of a file, with dots and perhaps quotes
-        path, found, text = override.rpartition("=")
-        tables, key = ["data", "mix"], path.strip().removeprefix("data.mix.").strip("\"'")
-    if not found or not all((*tables, key)):
-        raise ConfigError(f"--set {override} is not of the form key=value: write --set train.steps=100")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        value = text.strip()  # a bare word is a string: no quotes are needed on a command line
-    if value == {}:
-        raise ConfigError(f"--set {override} is a table without options: write --set train.steps=100")
-    for table in tables:
-        content = content.setdefault(table, {})
-        if not isinstance(content, dict):
-            raise ConfigError(f"--set {override} goes through '{table}', which is not a table")
-    if isinstance(value, dict) and isinstance(content.get(key), dict):
-        content[key].update(value)  # the table's other options stay
-    else:
-        content[key] = value

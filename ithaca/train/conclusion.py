@@ -1,0 +1,101 @@
+"""How a run ended: its last lines, the picture of its loss, and what is left after a second Ctrl-C."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ithaca.base.disk import not_a_file, reason
+from ithaca.base.errors import RunError
+from ithaca.base.sizes import format_count
+from ithaca.train.report import Progress
+from ithaca.train.run_folder import VALIDATION, RunFolder, partial_name
+
+
+def tell_conclusion(folder: RunFolder, progress: Progress, done: int, saved: int, stopped: bool) -> None:
+    """Draw the loss and say how the run ended. Raise an error if its files were taken away or cannot be written."""
+    progress.end_live()
+    complete = f"the checkpoint of step {saved} is complete"
+    if lost := folder.lost():
+        raise RunError(f"{lost}, but {complete}")
+    metrics, problem = list[dict[str, Any]](), None
+    try:
+        metrics = folder.read_metrics()
+    except OSError as error:
+        problem = f"'{folder.metrics}' cannot be read ({error.strerror})"
+    else:
+        if len(metrics) < done:
+            progress.warn(f"'{folder.metrics}' has the metrics of {len(metrics)} of {format_count(done, 'step')}")
+    try:
+        if metrics:
+            draw_loss(metrics, folder.picture, folder.read_validations())
+    except OSError as error:
+        problem = f"'{folder.picture}' could not be written ({reason(error, folder.path)})"
+    if stopped:
+        progress.say(f"Stopped after step {done}. Continue with: ithaca train --run {folder.path}")
+    else:
+        progress.say("\n".join(_summary(folder, metrics, done)))
+    if kind := not_a_file(folder.log):
+        problem = problem or f"the log '{folder.log}' could not be written (it is {kind})"
+    if problem:
+        raise RunError(f"{problem}, but {complete}")
+
+
+def stopped_at_once(folder: RunFolder, done: int) -> str:
+    """Return what a second Ctrl-C did and what is left of the run after `done` steps."""
+    finished = f"Step {done} was the last to finish" if done else "The first step was not finished"
+    if saved := folder.last_checkpoint():
+        kept = f"the checkpoint of step {saved} is kept: ithaca train --run {folder.path} continues from there"
+    elif folder.begun():
+        kept = f"there is no checkpoint yet: ithaca train --run {folder.path} starts again from the beginning"
+    else:
+        kept = "nothing was saved"
+    return f"Stopped at once. {finished}; {kept}."
+
+
+def _summary(folder: RunFolder, metrics: list[dict[str, Any]], done: int) -> Iterator[str]:
+    losses = [loss for _, loss in _losses(metrics)]
+    learned = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no loss"
+    yield f"Done: {learned} over {format_count(done, 'step')}"
+    yield f"  run folder   {folder.path}"
+    if os.path.isfile(folder.picture):
+        yield f"  loss curve   {folder.picture}"
+    yield f"  next         ithaca export {folder.path} {folder.path}-model"
+
+
+def _losses(metrics: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Return the steps that have a loss, and their losses."""
+    return [(line["step"], line["loss"]) for line in metrics if isinstance(line.get("loss"), int | float)]
+
+
+def draw_loss(metrics: list[dict[str, Any]], file: Path, validations: Sequence[dict[str, Any]] = ()) -> None:
+    """Draw the loss of each step as a thin line and a running mean over a twentieth of the steps as a thick one.
+
+    Steps without a label have no loss and are left out. Validation losses are points.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps, losses = [step for step, _ in _losses(metrics)], [loss for _, loss in _losses(metrics)]
+    width = max(len(losses) // 20, 1)
+    means = [sum(losses[max(i - width + 1, 0) : i + 1]) / min(i + 1, width) for i in range(len(losses))]
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
+    axes.plot(steps, losses, color="#9db8d2", linewidth=1)
+    axes.plot(steps, means, color="#1f4e79", linewidth=2)
+    if validations:
+        points = [(line["step"], line[VALIDATION]) for line in validations]
+        axes.plot(*zip(*points, strict=True), color="#c0504d", marker="o", markersize=4, label="validation")
+        axes.legend(frameon=False)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    partial = partial_name(file)
+    try:
+        figure.savefig(partial, format="png")
+        partial.rename(file)
+    finally:
+        pyplot.close(figure)
+        partial.unlink(missing_ok=True)
