@@ -4,6 +4,7 @@
 is applied here and nowhere else.
 """
 
+import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from ithaca.attention.kernels.choose import choose_kernel
 from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.kernels.seam import Kernel
-from ithaca.base.errors import InputError, ModelError, PlanError
+from ithaca.base.errors import InputError, ModelError, PlanError, shown
+from ithaca.base.misuse import check_type, describe, missing_attribute, refuse_keywords
 from ithaca.base.precision import at_least_fp32
 from ithaca.model.decoder import Decoder
 from ithaca.model.save import check_vacant, write_folder
@@ -37,11 +39,21 @@ from ithaca.parallel.mesh import Mesh, alone, describe_crossing
 from ithaca.parallel.ring import Ring
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
 from ithaca.plans.plan import Plan
-from ithaca.schedule.forward import ForwardContext, logits, loss_sum
+from ithaca.schedule.forward import ForwardContext, logits, loss_sum, losses
 from ithaca.schedule.job import Job
 from ithaca.schedule.marks import PassWork, StepMarks, no_mark, pass_work
 from ithaca.schedule.reservation import BUSY, Reservation
 from ithaca.tape.engine import make_engine
+
+# What models of `transformers` have, and where it is here
+ELSEWHERE = {
+    "config": "model.spec has the sizes, model.source.config the config.json",
+    "device": "model.mesh.device is its device",
+    "generate": "save it with ithaca.save_model(model, folder) and generate with transformers",
+    "save_pretrained": "ithaca.save_model(model, folder) writes the Hugging Face folder",
+    "gradient_checkpointing_enable": "the Plan says what is saved, as ithaca.Plan(checkpoint='full')",
+}
+CALL = "the model takes a Batch: batch = model.shard(tokens, labels=tokens), then loss = model(batch)"
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,39 @@ class Model(nn.Module):
     def spec(self) -> Spec:
         return self.source.spec
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of a Batch (`forward`). Calls as those of other libraries are errors."""
+        batch = args[0] if args else kwargs.get("batch")
+        unknown = [name for name in kwargs if name not in FORWARD]
+        if unknown or not isinstance(batch, Batch):
+            raise InputError(f"{f'{unknown[0]}=' if unknown else describe(batch)} was given, but {CALL}")
+        return super().__call__(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if error := missing_attribute("a model of ithaca.apply", name, ELSEWHERE):
+            raise error
+        return super().__getattr__(name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Model":  # noqa: ARG002
+        """Refuse `.to`, `.half()` and the like: shards would change under FSDP2 and the optimizer, without a word."""
+        own = torch.empty(0, dtype=at_least_fp32(self.dtype), device=self.mesh.device)
+        try:
+            changed = fn(own)
+        except (RuntimeError, AssertionError):  # a device that is not there
+            changed = None
+        if changed is None or (changed.dtype, changed.device) != (own.dtype, own.device):
+            raise InputError(
+                f"this model stays on {own.device} with shards in {str(own.dtype).removeprefix('torch.')}: choose them "
+                "before, as ithaca.mesh(device='cuda') and ithaca.load_model(folder, dtype='bfloat16')"
+            )
+        return self
+
+    @refuse_keywords(
+        InputError,
+        input_ids="tokens is its name here",
+        attention_mask="padding at the end needs no mask, only labels of -100; documents separates documents",
+        position_ids="documents separates documents, and positions follow from them",
+    )
     def shard(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> Batch:
         """This rank's part of a batch that every rank holds whole.
 
@@ -195,6 +240,19 @@ class Model(nn.Module):
         return loss / valid
 
     @torch.no_grad()
+    def token_losses(self, batch: Batch) -> Tensor:
+        """[n], the cross-entropy of each of this rank's tokens in at least fp32; 0 where the token has no label.
+
+        No gradients, and nothing is saved for them. The tapes of training passes of the same size are used, if free.
+        """
+        context = self._begin(batch, False, valid=1)
+        free_gathered(self.decoder)  # an optimizer step may have made gathered copies stale
+        with _outside_inference_mode():
+            found = self.decoder(partial(losses, batch=batch, context=context))
+            free_gathered(self.decoder)
+        return found
+
+    @torch.no_grad()
     def logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """[S, vocabulary] or [B, S, vocabulary], the same on every rank. For small inputs: all logits exist at once."""
         batch = whole_batch(tokens, documents, self.mesh, self.spec.vocab, self.reservation.layout)
@@ -264,6 +322,9 @@ class Model(nn.Module):
         discard_unreduced(self.decoder)
 
 
+FORWARD = inspect.signature(Model.forward).parameters
+
+
 def _count(valid: object) -> int:
     """A number of valid tokens; 0 for what is none."""
     try:
@@ -274,12 +335,13 @@ def _count(valid: object) -> int:
 
 
 def _no_mean(batch: Batch, valid: object) -> str:
-    if valid == batch.valid_tokens == 0:
+    if isinstance(valid, int) and valid == batch.valid_tokens == 0:
         return (
             f"0 of the {batch.total_tokens} tokens of the batch have a label that counts, so it has no mean loss: "
             "leave it out, or give valid_tokens, the number in all micro-batches of the step"
         )
-    return f"valid_tokens is {valid}: the number of valid tokens in all micro-batches of the step is needed, 1 or more"
+    needed = "the number of valid tokens in all micro-batches of the step is needed, 1 or more"
+    return f"valid_tokens is {shown(valid)}: {needed}"
 
 
 @contextmanager
@@ -297,7 +359,11 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None, substitutes
 
     `substitutes` are for rehearsals alone.
     """
-    mesh = mesh or alone()
+    mesh = alone() if mesh is None else mesh
+    check_type(
+        mesh, Mesh, PlanError, "apply takes a mesh third: ithaca.mesh(ulysses=8), or none for this process alone"
+    )
+    together(mesh.group, lambda: _check_arguments(source, plan))
     same_everywhere(mesh.group, "model or Plan", (source.spec, source.dtype, source.weights.identity(), plan))
     if mesh.context_ranks > 1 and not plan.shares:
         raise PlanError(
@@ -330,11 +396,22 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None, substitutes
     return model
 
 
+def _check_arguments(source: object, plan: object) -> None:
+    loaded = "apply takes a loaded model first: ithaca.load_model(folder)"
+    check_type(source, ModelSource, ModelError, f"{loaded} of a Hugging Face folder or a preset")
+    check_type(plan, Plan, PlanError, "apply takes a Plan second: ithaca.Plan(recipe='sweep')")
+
+
 def save_model(model: Model, folder: str | Path, dtype: str | None = None) -> None:
     """Write a Hugging Face folder that `transformers` loads. Collective; rank 0 writes.
 
     Each weight leaves in the dtype it came in (`dtype` names another); a preset's in the dtype of the computation.
     """
+    check_type(
+        model, Model, ModelError, "save_model takes the model of ithaca.apply first: save_model(model, 'folder')"
+    )
+    needed = "save_model takes the name of a new folder second: save_model(model, 'folder')"
+    together(model.mesh.group, lambda: check_type(folder, str | Path, ModelError, needed))  # pyrefly: ignore
     # A link or '.' is written where it leads
     folder, writes = Path(folder).resolve(), model.mesh.rank == 0
     together(model.mesh.group, lambda: _check_target(folder, dtype, writes))

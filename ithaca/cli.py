@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,9 @@ app = typer.Typer(
 USAGE_ERROR = typer.BadParameter.__mro__[1]
 # What the system says of a path that a user has named
 REFUSALS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
+
+# What an option of a run is in other commands: (command, option) -> words
+OTHER_FLAGS = {("plan", "--ranks"): "--gpus {}xH100-80GB", ("data", "--run"): "--out {}"}
 
 
 def _tell_once(notice: str) -> None:
@@ -104,6 +108,8 @@ def _read_config(file: Path | None, overrides: list[str], run: Path | None, orig
     """
     from ithaca.config import read_config
 
+    if file:
+        _check_config(file)
     # os.path.exists: without an error for a folder that may not be read
     own, theirs = (folder / "config.toml" if folder else None for folder in (run, origin))
     saved = next((file for file in (own, theirs) if file and os.path.exists(file)), None)
@@ -117,6 +123,21 @@ def _read_config(file: Path | None, overrides: list[str], run: Path | None, orig
     return read_config(file, overrides, _tell_once, model=replace(model, rope="") if model else None)
 
 
+def _check_config(path: Path) -> None:
+    """Raise an error if something else was given where the configuration file stands."""
+    from ithaca.model.presets import PRESETS
+
+    word, kind = shlex.quote(str(path)), "is no configuration file"
+    if os.path.isfile(path):
+        return
+    if "=" in path.name:
+        raise ConfigError(f"'{path}' {kind}: an option is given as --set {word}")
+    if str(path) in PRESETS or os.path.isfile(path / "config.json"):
+        raise ConfigError(f"'{path}' {kind}: a model is given as --set model.source={word}")
+    if os.path.isfile(path / "config.toml"):
+        raise ConfigError(f"'{path}' {kind}: a run continues with --run {word}")
+
+
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
@@ -124,12 +145,58 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float32 or float64. Default: the dtype that each weight came in.")
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Take the checkpoint with the lowest validation loss, not the last one.")
+    ] = False,
 ) -> None:
     """Write the model of a run's last checkpoint as a Hugging Face folder."""
     from ithaca.train.export import export as write
 
-    step = write(run, folder, dtype)
+    step = write(run, folder, dtype, best)
     print(f"Wrote the model after step {step}: transformers.AutoModelForCausalLM.from_pretrained('{folder}')")
+
+
+@app.command()
+def evaluate(
+    model: Annotated[Path, typer.Argument(metavar="RUN|FOLDER", help="A run folder, or a Hugging Face folder.")],
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="A token file made by ithaca data.")],
+    tokens: Annotated[
+        str | None, typer.Option(help="The context length, as 64K. Default: the run's; 8K on a CPU, 64K on GPUs.")
+    ] = None,
+    limit: Annotated[
+        str | None, typer.Option(help="Tokens of DATA that count, from the first on. Default: all.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Take the checkpoint with the lowest validation loss, not the last one.")
+    ] = False,
+    sample: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PROMPT", help="Also show how the model continues this text, by transformers."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes on this machine. Default: one per GPU, or 2 on a CPU.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set an option of plan or mesh, as plan.recipe=sweep."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure the loss of a model on a token file, in all and by position in the document."""
+    from ithaca.base.sizes import parse_tokens
+    from ithaca.evaluate.command import Options, start
+
+    options = Options(
+        model=model,
+        data=data,
+        tokens=parse_tokens(tokens) if tokens else None,
+        limit=parse_tokens(limit) if limit else None,
+        best=best,
+        overrides=tuple(set_ or ()),
+        samples=tuple(sample or ()),
+        as_json=json,
+    )
+    start(options, ranks)
 
 
 @app.command()
@@ -338,4 +405,38 @@ def _fail_usage(error: Any) -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     command = error.ctx.command_path if error.ctx else "ithaca"
+    if error.ctx and hasattr(error, "possibilities") and (hint := _suggest_flag(error.ctx.command, error.option_name)):
+        _fail(f"{error.option_name} is not an option of {command}: {hint}", error.exit_code)
     _fail(f"{error.format_message().rstrip('.')}: see {command} --help", error.exit_code)
+
+
+def _suggest_flag(command: Any, name: str) -> str | None:
+    """Return what to write instead of an unknown flag, with its value; None if nothing is like it."""
+    from ithaca.base.aliases import suggest_option
+    from ithaca.config import option_defaults
+
+    flags = {flag for item in command.params for flag in item.opts}
+    tables = {"train": ("",), "rehearse": ("plan.", "mesh.")}.get(command.name, ())  # what its --set takes
+    shown = []
+
+    def show(setting: str) -> str:
+        """The command's own flag if it has one for that, else its --set."""
+        option, _, value = setting.partition(" " if setting.startswith("--") else "=")
+        own = OTHER_FLAGS.get((command.name, option), f"--{option.removeprefix('--').rpartition('.')[2]} {{}}")
+        if own.split()[0] in flags:
+            return own.format(shlex.quote(value)) if value else own.split()[0]
+        shown.append(not setting.startswith("--") and option.startswith(tables))
+        return f"--set {shlex.quote(setting)}"
+
+    hint = suggest_option(name, _value_after(name), option_defaults(), show, mistyped=command.name == "train")
+    return hint if all(shown) else None
+
+
+def _value_after(name: str) -> str | None:
+    """Return the word that was given as a flag's value: `--lr 1e-5` or `--lr=1e-5`."""
+    for word, following in zip(sys.argv, [*sys.argv[1:], "-"], strict=True):
+        if word == name:
+            return None if following.startswith("-") else following
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None

@@ -7,17 +7,19 @@
 """
 
 import dataclasses
+import difflib
 import json
 import shlex
 import sys
 import tomllib
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ithaca.base.aliases import ALIASES, suggest_option
 from ithaca.base.errors import ConfigError, IthacaError, suggestion
 from ithaca.base.files import read_small
 from ithaca.base.sizes import MOST_SECONDS, parse_tokens
@@ -90,6 +92,8 @@ class DataSection:
     the end. `joined`: as `cut`, without a mask between documents. `auto`: `whole` if the data have a loss mask."""
     too_long: str = "truncate"
     """A conversation longer than a sequence, under `whole`: `truncate` keeps its beginning, `drop` leaves it out."""
+    validation: str = field(default="", metadata={"read": lambda value: _read_validation(value)})
+    """A token file to measure the loss on, or a share of the documents to hold out for that, as 0.02 or 2%."""
 
     def __post_init__(self) -> None:
         for name, known in (("packing", PACKINGS), ("too_long", ("truncate", "drop"))):
@@ -104,6 +108,11 @@ class DataSection:
             raise ConfigError(f"data.long_share is {self.long_share:g}: a number above 0 and below 1 is needed, as 0.5")
         if self.long is not None and self.long_share is None:
             raise ConfigError(f"data.long is {self.long}, but data.long_share is not set: data.long_share=0.5 uses it")
+
+    @property
+    def share(self) -> float | None:
+        """The share of the documents that `validation` holds out; None if it names a file or nothing."""
+        return _number(self.validation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +193,11 @@ class RunSection:
     checkpoint_every: int = 50
     """Steps between checkpoints. The end of a run always writes one. 0: only the end does."""
     keep: int = 2
-    """Checkpoints to keep."""
+    """Checkpoints to keep. With validation, the one with the lowest loss is kept as well."""
+    validate_every: int | None = None
+    """Steps between validations. The start and the end of a run always validate. Default: run.checkpoint_every."""
+    validation_tokens: int | None = field(default=None, metadata={"read": parse_tokens})
+    """Tokens of the validation data that count, from the first on, as 64K or 5M. Default: all."""
     log_every: int | None = None
     """Steps between lines in log.txt and, without a terminal, in the output. Default: twelve a run, or one a minute."""
     report: str = ""
@@ -197,6 +210,12 @@ class RunSection:
     def __post_init__(self) -> None:
         if self.checkpoint_every < 0:
             raise ConfigError(f"run.checkpoint_every is {self.checkpoint_every}: 0 or more is needed")
+        if self.validate_every is not None and self.validate_every < 0:
+            raise ConfigError(
+                f"run.validate_every is {self.validate_every}: 0 or more is needed, 0 for the start and the end alone"
+            )
+        if self.validation_tokens is not None and self.validation_tokens < 2:
+            raise ConfigError(f"run.validation_tokens is {self.validation_tokens}: 2 or more are needed, as 64K")
         if self.keep < 1:
             raise ConfigError(f"run.keep is {self.keep}: 1 or more is needed")
         if self.log_every is not None and self.log_every < 1:
@@ -223,12 +242,14 @@ class Config:
     def conflict(self, record: "Config") -> str | None:
         """Return the first option that a run must not change, with what sets it back; None if there is none.
 
-        `record` is the configuration of its checkpoint. The data are compared by content, not by the file's name.
+        `record` is the configuration of its checkpoint. The data are compared by content, not by the file's name; a
+        share that is held out decides what is trained on.
         """
         for name, (mine, theirs) in self.differences(record).items():
             section, _, option = name.partition(".")
             order = name in ("data.packing", "data.too_long")
-            if order or (section in ("model", "train") and option not in CHANGEABLE):
+            held_out = name == "data.validation" and (self.data.share or record.data.share)
+            if order or held_out or (section in ("model", "train") and option not in CHANGEABLE):
                 back = shlex.quote(f"{name}={theirs}")
                 return f"{name} is {mine!r}, and its checkpoints have {theirs!r}: --set {back} continues it"
         return None
@@ -407,11 +428,55 @@ def build(section: type[Section], content: dict[str, Any], where: str) -> Sectio
     values = {}
     for key, value in content.items():
         if key not in fields:
-            raise ConfigError(f"'{where}{key}' is not an option: {suggestion(key, fields)}")
+            raise ConfigError(f"'{where}{key}' is not an option: {_suggest(key, value, fields)}")
         read = fields[key].metadata.get("read")
         name = f"{where}{key}"
         values[key] = _read(read, value, name) if read else _typed(kinds[key], value, name)
     return section(**values)
+
+
+def option_defaults() -> dict[str, Any]:
+    """Return the default of every option, by names as 'train.steps'."""
+    return {
+        f"{section.name}.{name}": value
+        for section in dataclasses.fields(Config)
+        for name, value in _options(getattr(Config(), section.name)).items()
+    }
+
+
+def _suggest(key: str, value: Any, here: Iterable[str]) -> str:
+    """Return what to write instead of an unknown option or table; `here`: the names that its table has."""
+    options = option_defaults()
+    for name, item in value.items() if isinstance(value, dict) else ():
+        if name in ALIASES:
+            return suggest_option(name, item, options) or ""
+    near = difflib.get_close_matches(key, list(here), n=1)
+    elsewhere = suggest_option(key, value, options, mistyped=not near)
+    return elsewhere or suggestion(key, here)
+
+
+def _read_validation(value: Any) -> str:
+    """Return a share as the text of a number, and anything else, the path of a token file, as it is."""
+    text = str(value).strip() if type(value) in (str, int, float) else ""
+    if isinstance(value, str) and not text:
+        return ""
+    percent = _number(text.removesuffix("%")) if text.endswith("%") else None
+    share = _number(text) if percent is None else percent / 100
+    if share is None and text:
+        return text
+    if share is None or not 0 < share < 1:
+        raise ConfigError(
+            f"'{value}' is no share of the documents: write a number above 0 and below 1, as 0.02, or a percentage, "
+            "as 2%, or name a token file"
+        )
+    return repr(share)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _read_plan(table: Any) -> Plan | None:
@@ -456,7 +521,8 @@ def _read(read: Callable[[Any], Any], value: Any, name: str) -> Any:
 def _typed(kind: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
-            raise ConfigError(f"'{name}' is a table of options, not {value!r}: write {name}.option=value")
+            example = suggest_option(name, value, {}) if name in ("model", "data") else f"write {name}.option=value"
+            raise ConfigError(f"'{name}' is a table of options, not {value!r}: {example}")
         return build(kind, value, f"{name}.")  # pyrefly: ignore
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if float in kinds and type(value) is int:

@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
+from tokenizers import models, pre_tokenizers
 
 SIZES = {
     "vocab_size": 97,
@@ -66,6 +68,15 @@ def make_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
 
 def save(model: Any, folder: Path, **more: Any) -> Path:
     model.save_pretrained(folder, safe_serialization=True, **more)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """Put a tokenizer.json with 256 ids into the folder: one token a byte, numbered by their characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({byte: number for number, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 

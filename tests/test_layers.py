@@ -27,6 +27,7 @@ ROOMS = (
     "planner",
     "rehearsal",
     "train",
+    "evaluate",
     "doctor",
     "cli",
 )
@@ -36,7 +37,8 @@ TOP = ("__init__", "__main__")  # the public names and `python -m ithaca`: they 
 KNOWN: set[tuple[str, str]] = set()
 
 TORCH_FREE = ("plans", "config", "planner")
-WITH_TORCH = ("ithaca.data.sample", "ithaca.data.packing")  # the modules of `data` that load torch
+# The modules of `data` that load torch
+WITH_TORCH = ("ithaca.data.sample", "ithaca.data.packing", "ithaca.data.windows")
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:

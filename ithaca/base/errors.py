@@ -61,7 +61,7 @@ def shown(value: object, most: int = 80) -> str:
     """A value from a file as a message shows it: one line, no control characters, at most `most` characters."""
     found = reprlib.Repr()
     found.maxstring = found.maxother = found.maxlong = most
-    return found.repr(value)[: 2 * most]
+    return re.sub(r"\s*\n\s*", " ", found.repr(value))[: 2 * most]
 
 
 def first_line(problem: BaseException, most: int = 300) -> str:

@@ -166,6 +166,10 @@ class Checkpoints:
             return str(problem)
         return f"the last good checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
 
+    def best(self, data: dict[str, Any]) -> tuple[int, float] | None:
+        """Return the step and the loss of the checkpoint on disk with the lowest loss on these validation data."""
+        return from_first(self._group, lambda: self._files.best(data))
+
     def load(self) -> dict[str, Any] | None:
         """Read the newest sound checkpoint into model and optimizer. Return its manifest; None without checkpoints.
 

@@ -147,11 +147,27 @@ class CheckpointFolder:
         _sync_folder(self.folder)
         return warning
 
+    def best(self, data: dict[str, Any] | None = None) -> tuple[int, float] | None:
+        """Return the step and the loss of the checkpoint with the lowest validation loss; None if none was validated.
+
+        Each manifest says what its own weights reach, so nothing else must survive a kill. Only losses on `data` are
+        compared; None: on those of the newest checkpoint that was validated.
+        """
+        found = [(step, noted) for step in self.steps() if (noted := own_validation(self.manifest(step)))]
+        data = found[-1][1]["data"] if found and data is None else data
+        losses = {step: noted["last"][1] for step, noted in found if noted["data"] == data}
+        return min(losses.items(), key=lambda item: item[1]) if losses else None
+
     def prune(self, keep: int) -> list[str]:
-        """Delete all but the newest `keep` checkpoints and those that someone reads. Return what went wrong."""
+        """Delete old checkpoints. Return what went wrong.
+
+        The newest `keep` stay, the one with the lowest validation loss, and those that someone reads.
+        """
         problems = []
         try:
             steps = self.steps()[:-keep]
+            best = self.best() if steps else None
+            steps = [step for step in steps if not best or step != best[0]]
         except RunError as problem:
             return [f"old checkpoints could not be deleted: {problem}"]
         for old in steps:
@@ -169,6 +185,12 @@ class CheckpointFolder:
             fill({name: tensor}, reader)
             yield name, tensor
             del tensor  # the caller's is the only one now
+
+
+def own_validation(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return what a manifest has of the validation of its own step; None if that step was not validated."""
+    noted = (manifest or {}).get("validation")
+    return noted if manifest and noted and noted["last"][0] == manifest["step"] else None
 
 
 def none_is_sound(folder: Path, damaged: dict[int, str]) -> RunError:
@@ -264,6 +286,7 @@ def _is_manifest(found: dict[str, Any]) -> bool:
                 and all(isinstance(states, list) and all(map(_is_hex, states)) for states in random)
                 and _is_data(found.get("data"))
                 and all(isinstance(found.get(name, {}), dict) for name in ("model", "computed"))
+                and _is_validation(found.get("validation"))
                 and _is_count(found.get("updates", 0), step)
                 and _is_count(found.get("passes_without_labels", 0), 2**63)
                 and ("origin" not in found or is_origin(found["origin"]))
@@ -278,6 +301,14 @@ def _is_data(found: Any) -> bool:
         case {"mix": [_, *_] as sources}:
             return all(_is_data(source) and isinstance(source.get("share"), float) for source in sources)
         case {"tokens": int(), "documents": int(), "sha256": str()} | [int(), int(), str(), int()]:
+            return True
+    return False
+
+
+def _is_validation(found: Any) -> bool:
+    """Return whether this is what a run notes of its validation, or nothing."""
+    match found:
+        case None | {"data": dict(), "start": [int(), float()], "last": [int(), float()]}:
             return True
     return False
 

@@ -8,6 +8,7 @@ from ithaca.base.errors import DataError
 from ithaca.base.sizes import format_bytes, format_count, parse_tokens
 from ithaca.data.chat_template import load_format
 from ithaca.data.meter import say
+from ithaca.data.next_command import next_lines
 from ithaca.data.prepare import Prepared, prepare
 from ithaca.data.reader import open_tokens
 from ithaca.data.stats import CONTEXTS, context_table, draw, table
@@ -57,7 +58,7 @@ def run(
     made_by = load_tokenizer(tokenizer) if tokenizer else None
     chats = load_format(tokenizer, chat_template, chat) if tokenizer else None
     options = {"field": field, "skip_bad": skip_bad, "workers": workers, "chats": chats}
-    _report(console, prepare(paths, out, made_by, bin_dtype, console, **options))
+    _report(console, prepare(paths, out, made_by, bin_dtype, console, **options), tokenizer)
 
 
 def _show(console: Console, paths: list[Path], picture: Path | None, tokens: int | None) -> None:
@@ -76,7 +77,7 @@ def _first(paths: tuple[Path, ...], most: int = 3) -> str:
     return ", ".join([*(path.name for path in paths[:most]), *(["…"] if len(paths) > most else [])])
 
 
-def _report(console: Console, made: Prepared) -> None:
+def _report(console: Console, made: Prepared, tokenizer: Path | None) -> None:
     head = made.header
     counts = f"{format_count(head.tokens, 'token')}, {format_count(head.documents, 'document')}"
     lines = [*made.notes, f"{made.path}: {counts}, {format_bytes(head.file_bytes)}"]
@@ -93,9 +94,7 @@ def _report(console: Console, made: Prepared) -> None:
         cuts = format_count(made.forced, "cut")
         lines.append(f"{cuts} of long texts changed tokens: no word ended within 2,048 characters")
     lines += _about_chats(made)
-    lines.append(f"Next: ithaca data {made.path} --stats")
-    lines.append(f"      ithaca train --set data.source={made.path}")
-    say(console, "\n".join(lines))
+    say(console, "\n".join([*lines, *next_lines(made.path, head, tokenizer)]))
 
 
 def _about_chats(made: Prepared) -> list[str]:

@@ -1,10 +1,11 @@
-"""Some documents of a token file as data of their own, with the file's interface.
+"""Views with the interface of a token file: some of its documents, or the documents of several files.
 
-A view keeps 40 bytes for each run of neighbouring documents that it has. Every block that it reads is compared with its
-checksum, as in the file. Opening reads all document bounds once, and the mask if labels have to be counted.
+A subset keeps 40 bytes for each run of neighbouring documents that it has. Every block that it reads is compared with
+its checksum, as in the file. Opening reads all document bounds once, and the mask if labels have to be counted.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -65,6 +66,58 @@ class Subset(TokenFile):
         counts = np.diff(self._run_documents)
         numbers = np.arange(self.documents) + np.repeat(self._first - self._run_documents[:-1], counts)
         return np.append(0, np.cumsum(np.diff(self._data.bounds())[numbers]))
+
+
+class Concatenation(TokenFile):
+    """The documents of several token files of one tokenizer, file after file."""
+
+    def __init__(self, files: Sequence[TokenFile]):
+        self._files, heads = files, [data.header for data in files]
+        self._file_tokens = np.append(0, np.cumsum([head.tokens for head in heads]))  # that come before each file
+        self._file_documents = np.append(0, np.cumsum([head.documents for head in heads]))
+        self.path, self.header = (
+            files[0].path,
+            replace(
+                max(heads, key=lambda head: head.vocab),
+                tokens=int(self._file_tokens[-1]),
+                documents=int(self._file_documents[-1]),
+                masked=any(head.masked for head in heads),
+                labels=sum(head.labels for head in heads),
+            ),
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """Return what tells these documents from any other; the digest is of those of the files."""
+        digests = "".join(data.identity()["sha256"] for data in self._files)
+        return {**super().identity(), "sha256": hashlib.sha256(digests.encode()).hexdigest()}
+
+    def read(self, start: int, stop: int) -> Window:
+        """Return the tokens from `start` to before `stop`, after their blocks have been checked."""
+        first, last = np.searchsorted(self._file_tokens, (start, stop - 1), side="right") - 1
+        parts = [self._read_file(number, start, stop) for number in range(first, last + 1)]
+        learned = [np.ones(len(part.tokens), bool) if part.learned is None else part.learned for part in parts]
+        return Window(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate(learned) if self.header.masked else None,
+            np.concatenate([part.documents for part in parts]),
+        )
+
+    def _read_file(self, number: int, start: int, stop: int) -> Window:
+        """Return those of the tokens that lie in one file."""
+        before = int(self._file_tokens[number])
+        low, high = max(start, before), min(stop, int(self._file_tokens[number + 1]))
+        window = self._files[number].read(low - before, high - before)
+        return replace(window, documents=window.documents + self._file_documents[number])
+
+    def bounds(self) -> np.ndarray:
+        """Return the offsets of all documents, int64 [documents + 1]."""
+        inner = [data.bounds()[1:] + before for data, before in zip(self._files, self._file_tokens, strict=False)]
+        return np.concatenate([[0], *inner])
+
+
+def concatenated(files: Sequence[TokenFile]) -> TokenFile:
+    """Return files as one; a single one as it is."""
+    return files[0] if len(files) == 1 else Concatenation(files)
 
 
 def count_labels(data: TokenFile, tokens: int) -> int:

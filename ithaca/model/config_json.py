@@ -1,11 +1,13 @@
 """Typed reads from a `config.json`, which anyone may have edited: a value of another type is a ModelError."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ithaca.base.errors import ModelError, shown, suggestion
+from ithaca.base.misuse import check_type
 from ithaca.model.folder import read_json
 from ithaca.model.presets import PRESETS
 
@@ -62,11 +64,18 @@ def entries(config: Mapping[str, Any], name: str) -> list[Any] | None:
 
 def find_config(model: str | Path) -> tuple[Mapping[str, Any], Path | None]:
     """The config.json of a model, and its folder (None for a preset)."""
+    needed = "the name of a preset or of a Hugging Face folder is needed, as save_pretrained writes it"
+    check_type(model, str | os.PathLike, ModelError, needed)
     if str(model) in PRESETS:
         return PRESETS[str(model)], None
     folder = Path(model)
     if not os.path.isdir(folder):  # Path.is_dir raises an error for a name that the system refuses
-        raise ModelError(
-            f"{shown(str(model))} is neither a folder nor a preset: {suggestion(str(model)[:80], PRESETS)}"
-        )
+        raise ModelError(f"{shown(str(model))} is neither a folder nor a preset: {_suggest_model(str(model)[:80])}")
     return read_json(folder, "config.json"), folder
+
+
+def _suggest_model(name: str) -> str:
+    """Return what to do about a model that is not here; a name as of a hub must be downloaded first."""
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not os.path.isdir(name.partition("/")[0]):
+        return f"fetch a model of the hub with hf download {name} --local-dir {name.rpartition('/')[2]}"
+    return suggestion(name, PRESETS)

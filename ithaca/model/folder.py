@@ -43,6 +43,11 @@ def model_file(folder: Path, name: str) -> Path | None:
     return folder / name
 
 
+def has_weights(folder: Path) -> bool:
+    """Return whether the folder holds safetensors weights. They are not looked into."""
+    return any(model_file(folder, name) for name in ("model.safetensors", "model.safetensors.index.json"))
+
+
 def companions(folder: Path) -> list[str]:
     """The names of the files that are saved with the weights: the tokenizer's, chat templates."""
     names: list[str] = []

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from ithaca.base.errors import InputError, PlanError
+from ithaca.base.errors import InputError, PlanError, shown
+from ithaca.base.misuse import describe, refuse_keywords
 from ithaca.base.owners import STATES, owned_by
 from ithaca.base.sizes import format_bytes
 from ithaca.base.torch_private import local_tensor, step_without_hooks
@@ -35,6 +36,7 @@ class Sharded(Protocol):
     def parameters(self) -> Iterable[Any]: ...
 
 
+@refuse_keywords(InputError, lr="learning_rate is its name here", params="the model itself is given, first")
 @owned_by(STATES)
 def make_optimizer(
     model: Sharded,
@@ -54,14 +56,16 @@ def make_optimizer(
     else will take later, such as tapes that are not allocated yet (`model.host_bytes`). `spoken_for` is its old name.
     """
     if spoken_for is not None:
-        # One more than usual: `owned_by` is the caller
-        warnings.warn("make_optimizer(spoken_for=…) is now reserved_bytes=…: the old name still works", stacklevel=3)
+        # Two more than usual: `owned_by` and `refuse_keywords` are the callers
+        warnings.warn("make_optimizer(spoken_for=…) is now reserved_bytes=…: the old name still works", stacklevel=4)
         if reserved_bytes:
             raise InputError(
                 f"reserved_bytes={reserved_bytes} and spoken_for={spoken_for} are one option, which was renamed: keep "
                 "reserved_bytes"
             )
         reserved_bytes = spoken_for
+    if not all(hasattr(model, name) for name in ("plan", "mesh", "engine")):
+        raise InputError(f"{describe(model)} was given, but make_optimizer takes the model that ithaca.apply returns")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     together(model.mesh.group, lambda: _check_options(trained, learning_rate, betas, weight_decay))
     both: list[dict[str, Any]] = [
@@ -91,9 +95,9 @@ def _check_options(trained: list[Any], rate: float, betas: tuple[float, float], 
     if not trained:
         raise InputError("every parameter of the model is frozen: an optimizer needs one with requires_grad")
     for name, value in (("learning_rate", rate), ("weight_decay", decay)):
-        if not 0 <= value < math.inf:
-            raise InputError(f"{name} is {value}: a number of 0 or more is needed")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise InputError(f"{name} is {shown(value)}: a number of 0 or more is needed")
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise InputError(f"betas are {betas}: two numbers from 0 to below 1 are needed")
 
 

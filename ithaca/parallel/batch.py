@@ -113,6 +113,7 @@ def split_batch(tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: 
     """This rank's part of a batch that every rank holds whole."""
     tokens, labels, documents = _checked(tokens, labels, documents, vocab)
     check_rows(len(tokens), mesh)
+    _check_unshifted(tokens, labels)
     own, shifted = batch_rows(mesh, len(tokens)), _shift(labels, documents)
     part = slice(own.start, own.stop)
     mine = _part(tokens[part], shifted[part], documents[part], own.start, len(tokens), mesh, lay)
@@ -254,6 +255,17 @@ def _check_documents(documents: Tensor | None, tokens: Tensor) -> Tensor:
     return documents
 
 
+def _check_unshifted(tokens: Tensor, labels: Tensor) -> None:
+    """Raise an error for labels that a caller has shifted: they would be shifted twice, and learn the token after next.
+
+    Labels as in Hugging Face are their tokens or -100, so none of these is refused.
+    """
+    if tokens.shape[1] > 1 and torch.equal(labels[:, :-1], tokens[:, 1:]) and not torch.equal(labels, tokens):
+        raise InputError(
+            "labels are shifted by one already (each is the next token), and `shard` shifts them: give labels=tokens"
+        )
+
+
 def _shift(labels: Tensor, documents: Tensor) -> Tensor:
     shifted = torch.full_like(labels, IGNORED)
     inside = documents[:, 1:] == documents[:, :-1]
@@ -272,12 +284,22 @@ def _check_ids(what: str, ids: Tensor, vocab: int) -> None:
 
 def _whole_numbers(what: str, numbers: Tensor) -> Tensor:
     """int64 [B, S] of a tensor, array or list of any whole numbers, [S] being one row."""
+    if numbers is None:
+        raise InputError(
+            f"{what} are missing: labels=tokens learns every token, and -100 marks one that is not learned"
+        )
     try:
         given = torch.as_tensor(numbers)
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"{what} are {type(numbers).__name__}: a tensor, array or list of ids is needed") from None
+        rows = " with rows of one length" if isinstance(numbers, list | tuple) else ""
+        raise InputError(
+            f"{what} are {type(numbers).__name__}: a tensor, array or list of ids is needed{rows}"
+        ) from None
     if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
         raise InputError(f"{what} are {str(given.dtype).removeprefix('torch.')}: whole numbers are needed")
+    if given.is_meta or given.layout != torch.strided:
+        kind = "on the meta device" if given.is_meta else f"of layout {str(given.layout).removeprefix('torch.')}"
+        raise InputError(f"{what} are {kind}: a dense tensor with values is needed")
     # Before anything is compared or filled in: -100 does not fit the small unsigned types
     given = given.to(torch.int64)
     return given[None] if given.dim() == 1 else given

@@ -6,7 +6,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ithaca.base.errors import PlanError
+from ithaca.base.errors import ModelError, PlanError
+from ithaca.base.misuse import check_type
 from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
 from ithaca.model.config_json import find_config
 from ithaca.model.extend import beyond_context
@@ -78,8 +79,7 @@ def run(
 
 def _warn_beyond(question: Question, tokens: int) -> None:
     """Warn if a folder's model is not made for documents of so many tokens. A preset has no trained weights."""
-    documents = question.documents
-    reached = documents.longest(tokens) if documents else tokens
+    reached = question.documents.longest(tokens) if question.documents else tokens
     warning = beyond_context(question.spec, reached)
     if warning and question.model not in PRESETS:
         print(f"Warning: {warning}", file=sys.stderr)
@@ -144,6 +144,10 @@ def plan(
     Raises PlanError if nothing fits. `host` and `disk` are the memory and disk of each node, as 1.9TB; by default the
     usual memory of such a node, and no disk. `ithaca plan` also shows the mesh.
     """
+    check_type(spec, Spec, ModelError, "plan takes a model's Spec first: ithaca.load_model(folder).spec")
+    check_type(gpus, str, PlanError, "plan takes the GPUs second, as text: '8xH100-80GB'")
+    if recipe is not None:
+        Plan(recipe=recipe)
     cluster, length = read_cluster(gpus, None, host, disk), parse_tokens(tokens)
     answer = search(spec, cluster, length, recipe)
     if answer is None:

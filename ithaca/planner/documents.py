@@ -18,7 +18,7 @@ from ithaca.base.errors import ConfigError, PlanError
 from ithaca.base.sizes import format_tokens, parse_tokens
 from ithaca.data.best_fit import count_rows, packing_of, pieces_of, plan_epoch, with_padding
 from ithaca.data.mixture import Data, Mixture
-from ithaca.data.reader import open_tokens
+from ithaca.data.reader import TokenFile, open_tokens
 
 WINDOWS = 64  # of a token file that are looked at
 SAMPLE = 2**16  # documents that are packed, of a file with more
@@ -36,12 +36,14 @@ class Documents:
     packing: str = "cut"  # of a token file: `cut`, `whole` or `joined`
     too_long: str = "cut"  # what becomes of a document that is longer than a sequence, under `whole`
     mixed: tuple[tuple[float, "Documents"], ...] = ()  # the sources of a mixture, with their shares
+    data: TokenFile | None = None  # the token file
     _found: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def lengths(self, tokens: int) -> tuple[int, ...]:
         """The lengths of the documents in a sequence of so many tokens."""
         if tokens not in self._found:
-            self._found[tokens] = self._average(tokens) if self.packed else self._window(0, tokens)
+            window = self._average(tokens) if self.packed else self._window(0, tokens)
+            self._found[tokens] = tuple(window.tolist())
         return self._found[tokens]
 
     def longest(self, tokens: int) -> int:
@@ -66,26 +68,26 @@ class Documents:
             how = f"{self.name}, {format_tokens(int(self.bounds[-1]))} tokens, {change} to {format_tokens(tokens)}"
         return f"{count} in each sequence ({how}); a token sees {self.attended(tokens) / 2:,.0f} others on average"
 
-    def _average(self, tokens: int) -> tuple[int, ...]:
+    def _average(self, tokens: int) -> np.ndarray:
         found = self._candidates(tokens)
-        squares = [sum(length**2 for length in lengths) for _, lengths in found]
+        squares = [float(np.square(lengths, dtype=float).sum()) for _, lengths in found]
         mean = sum(weight * square for (weight, _), square in zip(found, squares, strict=True))
         return found[min(range(len(found)), key=lambda index: abs(squares[index] - mean))][1]
 
-    def _candidates(self, tokens: int) -> list[tuple[float, tuple[int, ...]]]:
+    def _candidates(self, tokens: int) -> list[tuple[float, np.ndarray]]:
         """Some sequences with their weights, which add up to one."""
         if self.mixed:
             return [
                 (share * weight, lengths) for share, part in self.mixed for weight, lengths in part._candidates(tokens)
             ]
         if self.packing == "joined":
-            return [(1.0, (tokens,))]
+            return [(1.0, np.array([tokens]))]
         if self.packing == "whole":
             return self._whole_rows(tokens)
         starts = (int(self.bounds[-1]) * index // WINDOWS for index in range(WINDOWS))
         return [(1 / WINDOWS, self._window(start, tokens)) for start in starts]
 
-    def _whole_rows(self, tokens: int) -> list[tuple[float, tuple[int, ...]]]:
+    def _whole_rows(self, tokens: int) -> list[tuple[float, np.ndarray]]:
         """Rows of whole documents, padding included."""
         lengths = np.diff(self.bounds)[:: -(-(len(self.bounds) - 1) // SAMPLE)]
         sampled = np.append(0, np.cumsum(lengths))
@@ -93,22 +95,27 @@ class Documents:
         rows = count_rows(pieces.lengths, tokens)
         plan = plan_epoch(pieces.lengths, tokens, rows, 0, 0)
         seen = range(0, rows, -(-rows // WINDOWS))
-        return [(1 / len(seen), with_padding(pieces.lengths[plan.row(row)].tolist(), tokens)) for row in seen]
+        rows_seen = (with_padding(pieces.lengths[plan.row(row)].tolist(), tokens) for row in seen)
+        return [(1 / len(seen), np.array(lengths)) for lengths in rows_seen]
 
-    def _window(self, start: int, tokens: int) -> tuple[int, ...]:
+    def _window(self, start: int, tokens: int) -> np.ndarray:
         """The lengths between two offsets. Behind the last document the first follows."""
         size, stop = int(self.bounds[-1]), start + tokens
-        laps = range(start // size, -(-stop // size))
-        if (count := len(laps) * len(self.bounds)) > 2 * MOST and tokens // size * (len(self.bounds) - 1) > MOST:
+        first, last = start // size, (stop - 1) // size
+        count = (last - first + 1) * len(self.bounds)
+        if count > 2 * MOST and tokens // size * (len(self.bounds) - 1) > MOST:
             raise PlanError(
                 f"--documents {self.name} makes about {count} documents of {format_tokens(tokens)} tokens: give longer "
                 f"ones, so that there are at most {MOST}"
             )
-        edges = [start]
-        for lap in laps:
-            first, last = np.searchsorted(self.bounds[:-1], (start + 1 - lap * size, stop - lap * size))
-            edges += (self.bounds[first:last] + lap * size).tolist()
-        return tuple(int(length) for length in np.diff([*edges, stop]))
+
+        def begins(lap: int) -> np.ndarray:
+            some = np.searchsorted(self.bounds[:-1], (start + 1 - lap * size, stop - lap * size))
+            return self.bounds[slice(*some)] + lap * size
+
+        whole = (np.arange(first + 1, last)[:, None] * size + self.bounds[:-1]).ravel()  # the laps between both ends
+        inside = [begins(first), whole, begins(last)] if last > first else [begins(first)]
+        return np.diff(np.concatenate([[start], *inside, [stop]]))
 
 
 def read_documents(text: str) -> Documents:
@@ -126,7 +133,7 @@ def file_documents(data: Data, packing: str = "auto", too_long: str = "truncate"
         return Documents("the mixture", np.zeros(1, np.int64), packed=True, mixed=tuple(parts))
     name = str(data.path.name if data.path else "the data")
     kept = too_long if data.header.masked else "cut"
-    return Documents(name, data.bounds(), packed=True, packing=packing_of(data, packing), too_long=kept)
+    return Documents(name, data.bounds(), packed=True, packing=packing_of(data, packing), too_long=kept, data=data)
 
 
 def parse_documents(text: str) -> tuple[int, ...]:

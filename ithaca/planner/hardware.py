@@ -10,7 +10,6 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from ithaca.base.errors import PlanError, suggestion
 from ithaca.base.files import read_small
 from ithaca.model.spec import Spec
+from ithaca.planner.relatives import suggest_gpu
 from ithaca.tape.budget import KEPT_BACK
 from ithaca.tape.spec import Budget
 
@@ -123,16 +123,9 @@ def parse_gpus(text: str, known: Mapping[str, Gpu]) -> tuple[int, Gpu]:
     if len(matches) > 1:
         raise PlanError(f"GPU '{name}' could be {' or '.join(gpu.name for gpu in matches)}: name one of them")
     if not matches:
-        raise PlanError(f"GPU '{name}' is not known: {_suggested(name, known)}")
+        memory = {other: gpu.memory for other, gpu in known.items()}
+        raise PlanError(f"GPU '{name}' is not known: {suggest_gpu(name, count, memory)}")
     return count, matches[0]
-
-
-def _suggested(name: str, known: Mapping[str, Gpu]) -> str:
-    """The known GPU with the most similar name; the memory in the name decides among equals."""
-    stems = get_close_matches(_stem(name), map(_stem, known), n=1)
-    alike = [other for other in known if _stem(other) in stems]
-    near = get_close_matches(name.upper(), alike, n=1, cutoff=0.0)
-    return f"did you mean '{near[0]}'?" if near else suggestion(name, known)
 
 
 def _stem(name: str) -> str:

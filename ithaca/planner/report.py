@@ -4,21 +4,22 @@ The lines give the verdict first, then memory, time, limits and alternatives, an
 Numbers that a user can check are printed as arithmetic.
 """
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ithaca.base import owners
+from ithaca.base.errors import PlanError
+from ithaca.base.shell import set_options
 from ithaca.base.sizes import format_bytes, format_count, format_number, format_seconds, format_tokens
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.assumptions import assumptions, kernel_text, used_numbers
 from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import MOST_GPUS, Cluster, causal_mfu
+from ithaca.planner.next_command import Trial, next_command, next_lines, plan_options, plan_settings
 from ithaca.planner.search import LEAST_MEMORY, STEP, Answer, binding, longest, search
 from ithaca.plans.places import REBUILD, RECOMPUTE
-from ithaca.plans.plan import RECIPE_OPTIONS, Plan
 from ithaca.plans.recipes import RECIPES
 
 PLACES = {
@@ -226,7 +227,7 @@ def alternatives(question: Question, answer: Answer, most: int) -> list[str]:
     """The nearest other answers: a longer context, more GPUs, fewer GPUs."""
     spec, cluster, recipe = question.spec, question.cluster, question.recipe
     found = []
-    if most > answer.tokens and (other := search(spec, cluster, most, recipe, documents=question.documents)):
+    if most > answer.tokens and (other := _search_longest(question, most)):
         found.append(f"{format_tokens(most)} take {format_seconds(other.seconds.step)} a step")
     if "o" in RECIPES[recipe or LEAST_MEMORY].options:  # attention can run once, and it need not
         again = longest(spec, cluster, recipe, recomputing=True, from_=most) if most else 0
@@ -245,6 +246,13 @@ def alternatives(question: Question, answer: Answer, most: int) -> list[str]:
         if not other and not more:
             found.append(f"Fewer GPUs: does not fit on {count}x{cluster.gpu.name}")
     return found
+
+
+def _search_longest(question: Question, most: int) -> Answer | None:
+    try:
+        return search(question.spec, question.cluster, most, question.recipe, documents=question.documents)
+    except PlanError:  # it has more documents than the planner counts
+        return None
 
 
 def mfu(question: Question, answer: Answer) -> float:
@@ -271,37 +279,25 @@ def _assumption_lines(question: Question, answer: Answer, verbose: bool) -> list
 def train_lines(question: Question, answer: Answer) -> list[str]:
     """How to train with this answer; for a run, how to name its Plan."""
     if question.running:
-        return [f"The same Plan by name: {_settings(question, answer)}"]
-    nodes = question.cluster.machine.nodes
-    where = f", on each of the {nodes} nodes (by srun or torchrun, as docs/clusters.md shows)" if nodes > 1 else ""
-    return [f"To train{where}:", train_line(question, answer)]
+        return [f"The same Plan by name: {set_options(plan_settings(answer.plan, answer.axes))}"]
+    return next_lines(_trial(question, answer))
 
 
-def train_line(question: Question, answer: Answer) -> str:
-    """The command that trains with this Plan and mesh."""
-    return f"ithaca train {_settings(question, answer)}"
+def train_line(question: Question, answer: Answer) -> str | None:
+    """The command that trains with this Plan and mesh; None if there are no data that the model can learn."""
+    return next_command(_trial(question, answer))
 
 
-def _settings(question: Question, answer: Answer) -> str:
-    """Plan and mesh as `--set` options; a run already has a model and a length."""
-    named = {"model.source": question.model, "train.tokens": format_tokens(answer.tokens)}
-    sets = ({} if question.running else named) | {
-        **{f"plan.{name}": value for name, value in plan_options(answer.plan).items()},
-        "mesh.ulysses": answer.axes.ulysses,
-        "mesh.ring": answer.axes.ring,
-    }
-    return " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in sets.items())
-
-
-def plan_options(plan: Plan) -> dict[str, Any]:
-    """The recipe of a Plan, and the options that it gives."""
-    default = Plan(recipe=plan.recipe)
-    names = ("recipe", *RECIPE_OPTIONS, "disk", "zero", "optimizer")
-    return {
-        name: getattr(plan, name)
-        for name in names
-        if getattr(plan, name) is not None and (name == "recipe" or getattr(plan, name) != getattr(default, name))
-    }
+def _trial(question: Question, answer: Answer) -> Trial:
+    return Trial(
+        model=question.model,
+        spec=question.spec,
+        tokens=answer.tokens,
+        plan=answer.plan,
+        axes=answer.axes,
+        nodes=question.cluster.machine.nodes,
+        documents=question.documents,
+    )
 
 
 # As an object

@@ -15,6 +15,7 @@ from ithaca.parallel.axes import Axes
 from ithaca.planner.documents import read_documents
 from ithaca.planner.hardware import Machine, parse_gpus, read_gpus
 from ithaca.planner.meshes import choose
+from ithaca.planner.next_command import Trial, next_command, next_lines
 from ithaca.plans.plan import Plan
 
 NODE_GPUS, NODE_GPU = 8, "H100-80GB"  # the nodes that the mesh is chosen for
@@ -72,7 +73,17 @@ def run(
             f"{format_tokens(tokens)} tokens do not fit ({report['why']}): the predicted peak is "
             f"{format_bytes(report['peak_bytes_predicted'])}"
         )
-    print(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report)))
+    trial = Trial(
+        model=model,
+        spec=read_spec(find_config(model)[0]),
+        tokens=tokens,
+        plan=config.plan,
+        axes=axes,
+        nodes=ranks // _node_gpus(ranks),
+        documents=packed,
+    )
+    report["train"] = next_command(trial)
+    print(json.dumps(report, indent=2) if as_json else "\n".join([*_lines(report), "", *next_lines(trial)]))
 
 
 def _axes(model: str, ranks: int, tokens: int, plan: Plan, mesh: dict[str, Any], mesh_given: bool) -> Axes:
@@ -86,7 +97,7 @@ def _axes(model: str, ranks: int, tokens: int, plan: Plan, mesh: dict[str, Any],
         return Axes(shard=ranks)
     if not mesh_given:
         spec = read_spec(find_config(model)[0])
-        node = next(count for count in range(min(ranks, NODE_GPUS), 0, -1) if ranks % count == 0)
+        node = _node_gpus(ranks)
         gpu = parse_gpus(NODE_GPU, read_gpus())[1]
         return choose(spec, plan, gpu, Machine(nodes=ranks // node, gpus=node), tokens)[0].axes
     replicate, ring, ulysses = mesh["replicate"], mesh["ring"], mesh["ulysses"]
@@ -98,6 +109,11 @@ def _axes(model: str, ranks: int, tokens: int, plan: Plan, mesh: dict[str, Any],
             f"the others be {ranks}"
         )
     return Axes(shard=shard, ring=ring, ulysses=ulysses)
+
+
+def _node_gpus(ranks: int) -> int:
+    """Return the GPUs on each node: as many as a node has and as divide the ranks."""
+    return next(count for count in range(min(ranks, NODE_GPUS), 0, -1) if ranks % count == 0)
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ from ithaca.parallel.ring import Ring, ring_runs
 from ithaca.parallel.sharding import weights_of_blocks
 from ithaca.plans.plan import Plan
 from ithaca.schedule.embedding import embed
-from ithaca.schedule.loss import head_logits, tape_loss, tiled_loss
+from ithaca.schedule.loss import head_logits, tape_loss, tape_token_losses, tiled_loss, token_losses
 from ithaca.schedule.marks import LOSS, Mark, no_mark
 from ithaca.schedule.sweep.run import Rotations, SweepCall, run_sweep
 from ithaca.schedule.tapes import Pass
@@ -62,6 +62,20 @@ def loss_sum(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
             assert context.tapes is not None
             return tape_loss(spec, state, context.tapes, weight, head, batch.labels, tile)
         return tiled_loss(spec, state, weight, head, batch.labels, tile)
+
+    return decoder.head(run, _through_blocks(decoder, batch, context))
+
+
+def losses(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
+    """[tokens], the cross-entropy of each of this rank's tokens, 0 where it has no label. Without gradients."""
+    spec, tile = decoder.spec, context.plan.loss_tile
+
+    def run(w: dict[str, Tensor], state: Tensor) -> Tensor:
+        weight, head = w["norm.weight"], _head(decoder, w)
+        if context.plan.sweeps:
+            assert context.tapes is not None
+            return tape_token_losses(spec, context.tapes, weight, head, batch.labels, tile)
+        return token_losses(spec, state, weight, head, batch.labels, tile)
 
     return decoder.head(run, _through_blocks(decoder, batch, context))
 

@@ -141,22 +141,48 @@ def _scaled_once(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(None if grad is None else grad.mul_(scale) for grad in grads)
 
 
+@owned_by(LOSS)
+def token_losses(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int) -> Tensor:
+    """The cross-entropy of each token in at least fp32, 0 where there is no label. Tile by tile, without gradients."""
+    losses_T = x_TE.new_empty(len(x_TE), dtype=at_least_fp32(x_TE.dtype))
+    for part in Tiles(len(x_TE), tile).slices():
+        losses_T[part] = cross_entropies(head_logits(spec, x_TE[part], weight, head), labels_T[part])[0]
+    return losses_T
+
+
+@owned_by(LOSS)
+def tape_token_losses(spec: Spec, tapes: Pass, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int) -> Tensor:
+    """The same of hidden states on the residual tape, which stay as they are."""
+    losses_T, tape = labels_T.new_empty(len(labels_T), dtype=at_least_fp32(weight.dtype)), tapes.residual
+    for index, rows in enumerate(tape.tiles.slices()):
+        x = tape.read(index, toward=1, changed=False)
+        losses_T[rows] = token_losses(spec, x, weight, head, labels_T[rows], tile)
+        tape.release(x)
+    return losses_T
+
+
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
     """Σ of the tile's cross-entropy in at least fp32, and its gradient, which may overwrite the logits."""
+    losses_T, grad_TV = cross_entropies(logits_TV, labels_T)
+    return losses_T.sum(), grad_TV
+
+
+def cross_entropies(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of each token in at least fp32, and the gradient of their sum, which may overwrite logits."""
     if fusable(logits_TV):
         from ithaca.schedule import triton_cross_entropy as fused
 
-        return fused.cross_entropy_(logits_TV, labels_T), logits_TV
-    return plain_cross_entropy(logits_TV, labels_T)
+        return fused.cross_entropies_(logits_TV, labels_T), logits_TV
+    return plain_cross_entropies(logits_TV, labels_T)
 
 
-def plain_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+def plain_cross_entropies(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
     """The same in plain torch; the logits stay as they are."""
     high = logits_TV.to(at_least_fp32(logits_TV.dtype))
     valid_T = labels_T != IGNORED
     safe_T1 = labels_T.clamp(min=0)[:, None]
     lse_T1 = high.logsumexp(-1, keepdim=True)
-    loss = (lse_T1 - high.gather(1, safe_T1))[:, 0].masked_fill(~valid_T, 0.0).sum()
+    losses_T = (lse_T1 - high.gather(1, safe_T1))[:, 0].masked_fill(~valid_T, 0.0)
     grad_TV = (high - lse_T1).exp_()
     grad_TV.scatter_add_(1, safe_T1, -torch.ones_like(safe_T1, dtype=high.dtype))
-    return loss, grad_TV.masked_fill_(~valid_T[:, None], 0.0).to(logits_TV.dtype)
+    return losses_T, grad_TV.masked_fill_(~valid_T[:, None], 0.0).to(logits_TV.dtype)

@@ -45,8 +45,8 @@ def _cross_entropy(logits, labels, losses, stride, vocab, IGNORED: tl.constexpr,
         tl.store(row + column, gradient.to(logits.dtype.element_ty), mask=mask)
 
 
-def cross_entropy_(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """Σ of the tile's cross-entropy in fp32; the logits become its gradient."""
+def cross_entropies_(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """The cross-entropy of each token in fp32; the logits become the gradient of their sum."""
     tokens, vocab = logits_TV.shape
     assert logits_TV.stride(1) == 1
     losses = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
@@ -55,4 +55,4 @@ def cross_entropy_(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         logits_TV, labels_T.contiguous(), losses, logits_TV.stride(0), vocab,
         IGNORED=IGNORED, BLOCK=block, num_warps=block // PER_WARP,
     )  # fmt: skip
-    return losses.sum()
+    return losses

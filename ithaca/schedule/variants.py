@@ -18,7 +18,7 @@ from ithaca.tape.spec import Budget, device_bytes, host_bytes
 
 SHORTEST = 128  # tokens that can be planned for: a tile of attention
 LEAST_CHUNK = CHUNK // 8  # tokens; a smaller chunk would save little
-SCRATCH = "/scratch"  # a folder on the disk, for the user to replace
+SCRATCH = "/var/tmp"  # a folder that every Linux has on a disk (/tmp may be memory), so that a printed command runs
 
 Fit = tuple[Plan, Memory]
 

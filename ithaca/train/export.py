@@ -22,8 +22,8 @@ from ithaca.train.record import check_model
 from ithaca.train.run_folder import RunFolder
 
 
-def export(path: Path, folder: Path, dtype: str | None) -> int:
-    """Write the weights of the newest sound checkpoint; return its step."""
+def export(path: Path, folder: Path, dtype: str | None, best: bool = False) -> int:
+    """Write the weights of the newest sound checkpoint, or of the best one; return its step."""
     run = RunFolder(path)
     if not run.begun():
         raise ConfigError(f"'{path}' is not a run folder: it has no config.toml")
@@ -45,19 +45,34 @@ def export(path: Path, folder: Path, dtype: str | None) -> int:
     }
     files, damaged = CheckpointFolder(run.checkpoints), dict[int, str]()
     while True:
-        with contextlib.suppress(GoneError), _newest_sound(files, wanted, damaged) as (step, lease):
+        only = best_step(path, files) if best else None
+        with contextlib.suppress(GoneError), newest_sound(files, wanted, damaged, only) as (step, lease):
             check_model(files.manifest(step) or {}, source.spec)
             write_folder(source, dtypes, _weights(files, step, lease, wanted), folder, rename_dtype=dtype is not None)
             return step
 
 
+def best_step(path: Path, files: CheckpointFolder) -> int:
+    """Return the step of a run's checkpoint with the lowest validation loss."""
+    best = files.best()
+    if best is None:
+        raise ConfigError(
+            f"'{path}' has no checkpoint with a validation loss, so --best names none: leave it out to take the last "
+            f"checkpoint, or train further with --set data.validation=FILE"
+        )
+    return best[0]
+
+
 @contextlib.contextmanager
-def _newest_sound(files: CheckpointFolder, wanted: Described, damaged: dict[int, str]) -> Iterator[tuple[int, Lease]]:
+def newest_sound(
+    files: CheckpointFolder, wanted: Described, damaged: dict[int, str], only: int | None = None
+) -> Iterator[tuple[int, Lease]]:
     """Yield the step of the newest sound checkpoint, and a lease on it. Add the damage of others to `damaged`.
 
-    Nothing is renamed: the run may be training. It may delete a checkpoint before it is leased, which raises GoneError.
+    `only`: this checkpoint, or none. Nothing is renamed: the run may be training. It may delete a checkpoint before it
+    is leased, which raises GoneError.
     """
-    while left := [step for step in files.steps() if step not in damaged]:
+    while left := [step for step in files.steps() if step not in damaged and only in (None, step)]:
         step = left[-1]
         with files.lease(step) as lease:
             if lease.note:
@@ -68,7 +83,8 @@ def _newest_sound(files: CheckpointFolder, wanted: Described, damaged: dict[int,
                 yield step, lease
                 return
         damaged[step] = damage
-        print(f"The checkpoint of step {step} is damaged ({damage}): trying the previous one")
+        if only is None:
+            print(f"The checkpoint of step {step} is damaged ({damage}): trying the previous one")
     raise none_is_sound(files.folder, damaged) if damaged else RunError(f"'{files.folder}' has no checkpoint any more")
 
 

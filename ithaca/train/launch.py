@@ -11,9 +11,11 @@ they hang.
 import itertools
 import os
 import re
+import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,7 +34,7 @@ from ithaca.train.report import stopped_at_once, tell
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import Step, read_step
 from ithaca.train.start import load_source
-from ithaca.train.stop import show_cursor
+from ithaca.train.stop import SIGNALS, show_cursor
 
 CPU_RANKS = 1024
 LOOPBACK = "127.0.0.1"
@@ -92,19 +94,30 @@ def _refuse_nodes(nodes: int | None, meeting_place: str | None) -> NoReturn:
 def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: bool, origin: Origin | None) -> None:
     count = count_ranks(config, ranks)
     folder = RunFolder(path or _new_folder(config))
-    if fresh:
-        if origin:
-            check_origin(folder, origin, config)  # before the old run is moved
-        if aside := folder.set_aside():
-            print(f"Moved the old run to {aside}")
-    # Report mistakes before processes start
-    found = find_origin(folder, origin, config)
-    if found or not folder.has_checkpoints():
-        load_source(config, found.model if found else None)
-    if count == 1:
-        train(config, folder.path, origin=origin)
-    else:
-        _start(config, count, folder.path, origin)
+    if fresh and origin:
+        check_origin(folder, origin, config)  # before the old run is moved
+    with _set_aside(folder) if fresh else nullcontext():
+        # Report mistakes before processes start
+        found = find_origin(folder, origin, config)
+        if found or not folder.has_checkpoints():
+            load_source(config, found.model if found else None)
+        if count == 1:
+            train(config, folder.path, origin=origin)
+        else:
+            _start(config, count, folder.path, origin)
+
+
+@contextmanager
+def _set_aside(folder: RunFolder) -> Iterator[None]:
+    """Rename an old run while the body starts a fresh one in its place. If that does not begin, rename it back."""
+    if aside := folder.set_aside():
+        tell(f"Moved the old run to {aside}", sys.stdout)
+    try:
+        yield
+    finally:
+        if aside and not os.path.lexists(folder.path):
+            aside.rename(folder.path)
+            tell(f"Moved it back to {folder.path}: nothing was started", sys.stdout)
 
 
 def _join(
@@ -223,6 +236,32 @@ def _tell_ending(folder: RunFolder) -> None:
         steps = []
     show_cursor()
     tell(f"\n{stopped_at_once(folder, max(steps, default=0))}", sys.stderr)
+
+
+def run_once(work: Callable[[], None], config: Config, ranks: int | None, what: str) -> None:
+    """Do a job that is never restarted, on this machine's GPUs, on `ranks` processes, or as a rank of torchrun."""
+    starter = find_starter(config)
+    if starter and ranks is not None:
+        raise ConfigError(f"--ranks {ranks} cannot be given under {starter}, which starts the ranks: leave it out")
+    count = 1 if starter else count_ranks(config, ranks)
+    if count > 1:
+        with Watch() as watch:
+            how = run_attempt(partial(_as_rank, work), count, 0, watch)
+        if how:
+            raise RunError(f"{how}, so {what} ended early")
+        return
+    try:
+        work()
+    except LostRankError as lost:
+        leave(f"error: {lost}")
+
+
+def _as_rank(work: Callable[[], None]) -> None:
+    """Work as a rank of the launcher, which blocks signals until a rank is ready for them. They end this one."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    work()
 
 
 def run_attempt(work: Callable[[], None], count: int, attempt: int, watch: Watch) -> str | None:

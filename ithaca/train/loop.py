@@ -13,12 +13,14 @@ import torch
 from ithaca.assemble import Model, apply
 from ithaca.attention.kernels.choose import explain_kernel
 from ithaca.base.allocator import use_expandable_segments
-from ithaca.base.errors import ConfigError, LostRankError, RunError
+from ithaca.base.errors import ConfigError, IthacaError, LostRankError, RunError
 from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.checkpoint.checkpoints import Checkpoints
+from ithaca.checkpoint.files import own_validation
 from ithaca.config import Config
 from ithaca.data.mixture import Data
 from ithaca.data.packing import Rows
+from ithaca.data.windows import Windows
 from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.axes import Axes
@@ -30,7 +32,7 @@ from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
-from ithaca.schedule.marks import OPTIMIZER, make_marks
+from ithaca.schedule.marks import OPTIMIZER, StepMarks, make_marks
 from ithaca.train.elastic import leave
 from ithaca.train.epochs import describe_epochs
 from ithaca.train.learning_rate import describe_rate, is_settled, learning_rate
@@ -39,10 +41,11 @@ from ithaca.train.loader import Loader
 from ithaca.train.loss_watch import LossWatch
 from ithaca.train.origin import Origin, adopt, describe_origin, describe_weights, find_origin
 from ithaca.train.record import check_record, list_changes, make_record
-from ithaca.train.report import Progress, Sinks, open_sinks, stopped_at_once, tell_conclusion
-from ithaca.train.run_folder import RunFolder, check_shared
+from ithaca.train.report import Progress, Sinks, check_report, open_sinks, stopped_at_once, tell_conclusion
+from ithaca.train.run_folder import VALIDATION, RunFolder, check_shared
 from ithaca.train.start import (
     check_data,
+    check_vocabulary,
     describe_rope,
     free_memory,
     has_random_weights,
@@ -51,8 +54,9 @@ from ithaca.train.start import (
     open_source,
     settle,
 )
-from ithaca.train.stop import StopRequest
+from ithaca.train.stop import StopRequest, write_error
 from ithaca.train.unlearned import Unlearned, with_labels
+from ithaca.train.validation import Validation, measure, metrics_of, open_validation
 
 
 def train(config: Config, path: Path, launched: bool = False, origin: Origin | None = None) -> None:
@@ -76,7 +80,9 @@ def train(config: Config, path: Path, launched: bool = False, origin: Origin | N
 
 def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Roll, given_origin: Origin | None) -> None:
     lock = together(grid.group, lambda: run.hold() if grid.rank == 0 else None)
+    refused = False
     try:
+        together(grid.group, lambda: check_report(config.run.report) if grid.rank == 0 else None)
         check_shared(run, lock, grid)
         memory = free_memory(grid)
         origin = from_first(grid.group, lambda: find_origin(run, given_origin, config))
@@ -87,18 +93,26 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
         )
         if axes != config.mesh:
             grid = mesh(**vars(axes), device=grid.device.type)
-        data = open_data(config, run, grid)
+        data, held = open_data(config, run, grid)
+        held_out = open_validation(config, run, grid, held)
         check_data(data, grid)
         rows = together(grid.group, lambda: open_rows(config, data))
         source = together(grid.group, lambda: open_source(config, described, resumed, data))
-        TrainingRun(config, run, apply(source, plan, grid), data, rows, why, origin).go(launched, roll)
+        if held_out:
+            together(grid.group, lambda: check_vocabulary(source, held_out.data))
+        TrainingRun(config, run, apply(source, plan, grid), data, rows, why, origin, held_out).go(launched, roll)
+    except IthacaError as error:
+        refused = not isinstance(error, LostRankError)
+        raise
     finally:
         if lock:
-            run.release()
+            run.release(refused)
 
 
 class TrainingRun:
     """One run on one rank: the state that its steps share."""
+
+    marks: StepMarks | None = None  # of the steps of rank 0, which shows where they are
 
     def __init__(
         self,
@@ -109,8 +123,12 @@ class TrainingRun:
         rows: Rows,
         why: Sequence[str] = (),
         origin: Origin | None = None,
+        held_out: Windows | None = None,
     ):
-        """`why`: the planner's lines about a Plan that it chose. `origin`: the run that a new run starts from."""
+        """`why`: the planner's lines about a Plan that it chose. `origin`: the run that a new run starts from.
+
+        `held_out`: what to validate on, if the run does.
+        """
         self.config, self.folder, self.model, self.data = config, folder, model, data
         assert is_settled(config.train)
         self.steps: int = config.train.steps  # pyrefly: ignore
@@ -138,6 +156,8 @@ class TrainingRun:
         manifest = self.checkpoints.load()
         self.begun = self.done = self.saved = manifest["step"] if manifest else 0  # counts of steps
         self.unlearned = Unlearned(manifest or {})
+        self.validated = own_validation(manifest) is not None  # whether the checkpoint's own step was
+        self.validation = self._make_validation(held_out, manifest or {}) if held_out else None
         self.past: dict[str, Any] = {
             key: manifest[key] for key in ("origin", "history") if manifest and key in manifest
         }
@@ -155,7 +175,8 @@ class TrainingRun:
         log = folder.log if self.first else None
         every = config.run.log_every
         self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost, every))
-        self.marks = make_marks(self.mesh.device) if self.first else None
+        if self.first:
+            self.marks = make_marks(self.mesh.device)
         self.sinks = Sinks([], folder, self.progress.warn)
 
     def _pass_size(self) -> tuple[int, int]:
@@ -176,21 +197,36 @@ class TrainingRun:
                 f"{self.done} or more continues it"
             )
 
+    def _make_validation(self, held_out: Windows, manifest: dict[str, Any]) -> Validation:
+        options = self.config.run
+        every = options.checkpoint_every if options.validate_every is None else options.validate_every
+        validation = Validation(held_out, every, manifest)
+        validation.best = self.checkpoints.best(validation.data)
+        if validation.changed:
+            self._warn(
+                f"the validation data have changed since the checkpoint of step {self.done}: losses on the old ones "
+                "are not compared with new ones, and the best checkpoint is chosen anew"
+            )
+        return validation
+
     def go(self, launched: bool, roll: Roll) -> None:
         """Do all steps that are left, save, and release everything, also after an error."""
-        together(self.mesh.group, lambda: self.folder.cut_metrics(self.done) if self.first else None)
+        together(self.mesh.group, lambda: self.folder.cut_metrics(self.done, self.validated) if self.first else None)
         self.loss_watch = LossWatch(self.config.train, self.folder.read_metrics() if self.first else ())
         self.sinks = together(
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
         )
         self.live_line = LiveLine(self.marks, self.progress, self.mesh.device) if self.marks else None
-        seconds_left = self.live_line.seconds_left if self.live_line else lambda: None
-        self.stop = StopRequest(self.mesh, launched, seconds_left, self._stopped_at_once)
+        seconds_left, say = (lambda: None), write_error
+        if self.live_line:
+            seconds_left, say = self.live_line.seconds_left, self.live_line.announce
+        self.stop = StopRequest(self.mesh, launched, seconds_left, self._stopped_at_once, say)
         self.timeout = self.config.run.timeout or timeout(self._step_seconds())
         set_timeout(self.mesh.groups, self.timeout)
         self._announce()
         try:
             self._allocate()
+            self._validate(roll)
             stopped = self._steps(roll)
             self._save()
             self.checkpoints.wait()
@@ -239,20 +275,41 @@ class TrainingRun:
     def _steps(self, roll: Roll) -> bool:
         """Train until the last step (return False) or until a user asks to stop (return True)."""
         every = self.config.run.checkpoint_every
+        self.folder.begin_steps()
         while self.done < self.steps:
             with roll.limit(self.timeout):
                 metrics = self._step()
             self._publish(metrics)
             self._report_problem(final=False)
+            best = self._validate(roll)
             if self.stop.agreed() and self.done < self.steps:
                 return True
-            if every and self.done % every == 0 and self.done < self.steps:
+            if best or (every and self.done % every == 0 and self.done < self.steps):
                 self._save()
         return False
 
+    def _validate(self, roll: Roll) -> bool:
+        """Measure the validation loss if that is due. Return whether it is the lowest so far."""
+        validation = self.validation
+        if validation is None or not validation.due(self.done, self.steps):
+            return False
+        began, rows = time.perf_counter(), self._pass_size()[0]
+        limit, stopped, tell = lambda: roll.limit(self.timeout), self.stop.agreed, self.progress.place
+        found = measure(self.model, validation.windows, rows, limit, stopped, tell)
+        if found is None:
+            return False
+        if not math.isfinite(found.loss):
+            self._fail(f"the validation loss after step {self.done} is {found.loss}")
+        best = validation.add(self.done, found.loss)
+        lowest = ", the lowest so far" if best else ""
+        self.progress.say(f"Validation after step {self.done}: loss {found.loss:.4f}{lowest}")
+        self.sinks.write(metrics_of(self.done, found, time.perf_counter() - began))
+        return best
+
     def _publish(self, metrics: dict[str, Any]) -> None:
         """Show and write the metrics of a step. If the run folder is lost, ask all ranks to stop."""
-        self.progress.step(metrics)
+        known = self.validation.last if self.validation else None
+        self.progress.step(metrics | ({VALIDATION: known[1]} if known else {}))
         if risen := self.loss_watch.add(metrics):
             self.progress.warn(risen)
         if mended := self.folder.mend(self.config):
@@ -296,7 +353,7 @@ class TrainingRun:
         tensors = total, clip(self.model, self.config.train.clip, self.optimizer)
         loss, norm = (tensor.item() for tensor in tensors)  # the host waits for the GPU here, after clipping is queued
         if not math.isfinite(loss) or not math.isfinite(norm):
-            self._fail(loss, norm)
+            self._fail(f"the loss of step {self.done + 1} is {loss} (gradient norm {norm})")
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.checkpoints.before_update()
@@ -356,7 +413,8 @@ class TrainingRun:
         """Begin a checkpoint of this step, unless there is one."""
         if self.saved != self.done:
             record = make_record(self.config, self.data, self.model)
-            self.checkpoints.save(self.done, record | self.unlearned.note(self.done) | self.past)
+            noted = self.validation.note() if self.validation else {}
+            self.checkpoints.save(self.done, record | self.unlearned.note(self.done) | self.past | noted)
             self.saved = self.done
 
     def _report_problem(self, final: bool) -> None:
@@ -365,6 +423,8 @@ class TrainingRun:
         if problem is None:
             return
         step, reason, lost = problem
+        if self.validation:
+            self.validation.best = self.checkpoints.best(self.validation.data)  # it may be the one that failed
         if lost and final:
             raise RunError(
                 f"{reason}: the run stopped at step {self.done} and could not save it; if the folder has another name "
@@ -375,12 +435,9 @@ class TrainingRun:
             raise RunError(f"{text}: fix the cause and continue with ithaca train --run {self.folder.path}")
         self.progress.warn(f"{text}; training continues")
 
-    def _fail(self, loss: float, norm: float) -> None:
+    def _fail(self, what: str) -> None:
         self.checkpoints.wait()
-        raise RunError(
-            f"the loss of step {self.done + 1} is {loss} (gradient norm {norm}): {self.checkpoints.last_good()}; "
-            "a lower train.learning_rate or train.clip may help"
-        )
+        raise RunError(f"{what}: {self.checkpoints.last_good()}; a lower train.learning_rate or train.clip may help")
 
     def _warn(self, text: str) -> None:
         self.progress.warn(text) if self.announced else self.early_warnings.append(text)
@@ -415,6 +472,8 @@ class TrainingRun:
             say(f"Continuing from the checkpoint of step {self.done}")
         else:
             self._say_rope()
+        if self.validation:
+            say(self.validation.describe())
         for text in (*self.rows.describe(), *self.why):
             say(text)
         for text in self.early_warnings:
@@ -422,7 +481,7 @@ class TrainingRun:
         self.announced = True
 
     def _stopped_at_once(self) -> str:
-        self.progress.end_live()
+        self.progress.silence()
         return stopped_at_once(self.folder, self.done)
 
     def _say_rope(self) -> None:
@@ -440,7 +499,8 @@ class TrainingRun:
         def tell_end() -> None:
             for text in self.unlearned.totals(self.done):
                 self.progress.warn(text)
-            for text in self.rows.conclude(self._rows_done()):
+            concluded = self.validation.conclude(self.folder.path) if self.validation else []
+            for text in (*self.rows.conclude(self._rows_done()), *concluded):
                 self.progress.say(text)
             tell_conclusion(self.folder, self.progress, self.done, self.saved, stopped)
 

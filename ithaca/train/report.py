@@ -13,8 +13,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -25,7 +26,7 @@ from rich.text import Text
 from ithaca.base.disk import not_a_file, reason, same_file
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.sizes import format_bytes, format_clock, format_count, format_number
-from ithaca.train.run_folder import RunFolder, partial_name, writing
+from ithaca.train.run_folder import VALIDATION, RunFolder, partial_name, writing
 
 SILENT_SECONDS = 60.0  # after which a step is logged, and a long one says where it is
 
@@ -99,6 +100,7 @@ class Progress:
         self._first, self.steps = first_step, steps
         self._log_every = log_every
         self._began = self._logged_at = time.perf_counter()
+        self._placed_at = self._began  # when a step ended or the log was told where one is
         self.step_seconds: float | None = None  # the mean of this start; None before the first step has ended
         self._step_line = ""
         self._validation: float | None = None  # the last validation loss
@@ -110,8 +112,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line and log it."""
         if self._log:
-            with self._lock, may_be_gone(sys.stdout):
-                self._console.print(Text(text))
+            self.show(text)
             self._write_log(text)
 
     def _write_log(self, text: str) -> None:
@@ -144,6 +145,7 @@ class Progress:
     def step(self, metrics: dict[str, Any]) -> None:
         """Show the metrics of a step: always on a terminal, elsewhere if it is logged."""
         done, now = metrics["step"], time.perf_counter()
+        self._placed_at = now
         if not self._log:
             return
         self.step_seconds = (now - self._began) / (done - self._first)
@@ -170,11 +172,24 @@ class Progress:
         if not self._live:
             tell(text, sys.stdout)
 
+    def show(self, text: str) -> None:
+        """Print a line above the live line."""
+        with self._lock, may_be_gone(sys.stdout):
+            self._console.print(Text(text))
+
+    @property
+    def is_live(self) -> bool:
+        return self._live is not None
+
+    def silence(self) -> None:
+        """Show no live line any more, and leave what is there. A signal's handler may call this."""
+        self._live = None
+
     def place(self, text: str) -> None:
         """Show where a long step is, below the line of the last step; without a terminal and in the log, sparsely."""
         self.live(f"{self._step_line}\n{text}".lstrip())
-        if (now := time.perf_counter()) - self._logged_at >= SILENT_SECONDS:
-            self._logged_at = now
+        if (now := time.perf_counter()) - self._placed_at >= SILENT_SECONDS:
+            self._placed_at = now
             self._log_line(text)
 
     def _line(self, metrics: dict[str, Any]) -> str:
@@ -241,10 +256,8 @@ class TensorBoard:
     """TensorBoard's event files in the run folder."""
 
     def __init__(self, folder: RunFolder):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError("run.report=tensorboard needs a package: pip install 'ithaca[tensorboard]'") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         place = folder.path / "tensorboard"
         with writing(place):
             self._writer = SummaryWriter(str(place))
@@ -262,10 +275,8 @@ class WeightsAndBiases:
     """A run of Weights & Biases, named after the run folder."""
 
     def __init__(self, folder: RunFolder):
-        try:
-            import wandb  # pyrefly: ignore
-        except ImportError:
-            raise ConfigError("run.report=wandb needs a package: pip install 'ithaca[wandb]'") from None
+        import wandb  # pyrefly: ignore
+
         self._run = wandb.init(
             project="ithaca", name=folder.path.name, id=folder.path.name, resume="allow", dir=str(folder.path)
         )
@@ -278,6 +289,16 @@ class WeightsAndBiases:
 
 
 REPORTS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # what each imports
+
+
+def check_report(report: str) -> None:
+    """Raise an error if a place that metrics go to needs a package that is missing."""
+    try:
+        if report:
+            import_module(PACKAGES[report])
+    except ImportError:
+        raise ConfigError(f"run.report={report} needs a package: pip install 'ithaca[{report}]'") from None
 
 
 class Sinks:
@@ -335,7 +356,7 @@ def tell_conclusion(folder: RunFolder, progress: Progress, done: int, saved: int
             progress.warn(f"'{folder.metrics}' has the metrics of {len(metrics)} of {format_count(done, 'step')}")
     try:
         if metrics:
-            draw_loss(metrics, folder.picture)
+            draw_loss(metrics, folder.picture, folder.read_validations())
     except OSError as error:
         problem = f"'{folder.picture}' could not be written ({reason(error, folder.path)})"
     if stopped:
@@ -375,10 +396,10 @@ def _losses(metrics: list[dict[str, Any]]) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in metrics if isinstance(line.get("loss"), int | float)]
 
 
-def draw_loss(metrics: list[dict[str, Any]], file: Path) -> None:
+def draw_loss(metrics: list[dict[str, Any]], file: Path, validations: Sequence[dict[str, Any]] = ()) -> None:
     """Draw the loss of each step as a thin line and a running mean over a twentieth of the steps as a thick one.
 
-    Steps without a label have no loss and are left out.
+    Steps without a label have no loss and are left out. Validation losses are points.
     """
     import matplotlib
 
@@ -391,6 +412,10 @@ def draw_loss(metrics: list[dict[str, Any]], file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
     axes.plot(steps, losses, color="#9db8d2", linewidth=1)
     axes.plot(steps, means, color="#1f4e79", linewidth=2)
+    if validations:
+        points = [(line["step"], line[VALIDATION]) for line in validations]
+        axes.plot(*zip(*points, strict=True), color="#c0504d", marker="o", markersize=4, label="validation")
+        axes.legend(frameon=False)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

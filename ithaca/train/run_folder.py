@@ -37,6 +37,7 @@ from ithaca.parallel.mesh import Mesh
 LOCK_SECONDS = 20  # to wait for the lock: an interrupted job may hold it a little longer
 SEE_SECONDS = 30.0  # to wait for a file: network file systems may cache its absence for so long
 ASK_SECONDS = 0.2
+VALIDATION = "validation_loss"  # what tells a line of a validation from that of a step
 
 
 class RunFolder:
@@ -52,6 +53,8 @@ class RunFolder:
         self._made: list[Path] = []  # the folders that `hold` has made, the innermost first
         self._found: set[str] = set()  # what was in the folder before
         self._told = False  # whether `mend` has said that it failed
+        self._config_before: str | None = None  # the text of config.toml when the folder was locked
+        self._stays = False  # whether the steps have begun
 
     def begun(self) -> bool:
         """Return whether a run has written its configuration here."""
@@ -102,22 +105,42 @@ class RunFolder:
             self._held = self._lock()
             # Only now: while this job waited for the lock, the one before may have deleted what it had made
             self._found = {path.name for path in self.path.iterdir() if locked_before or path != self.lock}
+            self._config_before = self.config.read_text(encoding="utf-8") if self.begun() else None
             return self._held
         except OSError as problem:
             kind = RunError if is_full(problem) else ConfigError
             raise kind(f"'{self.path}' cannot be made a run folder ({reason(problem, self.path)})") from None
 
-    def release(self) -> None:
-        """Unlock the folder. If the run has not begun in it, delete what its start has made, and nothing else."""
+    def begin_steps(self) -> None:
+        """Let the folder stay from now on, whatever happens."""
+        self._stays = True
+
+    def release(self, refused: bool = False) -> None:
+        """Unlock the folder. If the run has not begun in it, delete what its start has made, and nothing else.
+
+        `refused`: the start ended in a user's mistake. If no step has begun, all that it has written goes as well.
+        """
         assert self._held is not None
-        if not self.lost() and not self.begun() and self._vacant():
-            with contextlib.suppress(OSError):  # what cannot be deleted stays; the next start takes it for its own
-                # The lock goes last: without it, another job may begin here
-                for leftover in sorted(self.path.iterdir(), key=lambda path: path == self.lock):
-                    if leftover.name not in self._found:
-                        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            remove_empty(self._made)
+        refused = refused and not self._stays
+        if not self.lost():
+            if refused and self._config_before is not None:
+                self._put_back_config(self._config_before)
+            elif (refused and not self.has_checkpoints()) or (not self.begun() and self._vacant()):
+                self._delete_leftovers()
         self._held.close()
+
+    def _put_back_config(self, text: str) -> None:
+        with contextlib.suppress(OSError, RunError, UnicodeError):  # the sentence about the mistake comes first
+            if self.config.read_text(encoding="utf-8") != text:
+                replace_text(self.config, text)
+
+    def _delete_leftovers(self) -> None:
+        with contextlib.suppress(OSError):  # what cannot be deleted stays; the next start takes it for its own
+            # The lock goes last: without it, another job may begin here
+            for leftover in sorted(self.path.iterdir(), key=lambda path: path == self.lock):
+                if leftover.name not in self._found:
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        remove_empty(self._made)
 
     def _check_file(self, file: Path) -> None:
         """Raise an error if something else lies where the run writes a file. A link could lead out of the folder."""
@@ -223,16 +246,27 @@ class RunFolder:
                 raise ConfigError(f"'{self.path}' cannot be renamed to '{aside}' ({why}): name another --run") from None
         return aside
 
-    def cut_metrics(self, step: int) -> None:
-        """Keep the metrics of the first `step` steps. A line that a kill left half-written is dropped, too."""
+    def cut_metrics(self, step: int, validated: bool = False) -> None:
+        """Keep the metrics of the first `step` steps. A line that a kill left half-written is dropped, too.
+
+        `validated`: whether the validation after the last of them is known; else it will be made again.
+        """
         try:
-            kept = [line for line in self.read_metrics() if line["step"] <= step]
+            lines = [line for line in self._read_lines() if line["step"] <= step]
+            kept = [line for line in lines if VALIDATION not in line or line["step"] < step or validated]
         except OSError as problem:
             raise RunError(f"'{self.metrics}' cannot be read ({problem.strerror}): move it away") from None
         replace_text(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return one object per step. Lines that are not JSON objects with a step are skipped."""
+        return [line for line in self._read_lines() if VALIDATION not in line]
+
+    def read_validations(self) -> list[dict[str, Any]]:
+        """Return one object per validation, from the same file."""
+        return [line for line in self._read_lines() if VALIDATION in line]
+
+    def _read_lines(self) -> list[dict[str, Any]]:
         if kind := not_a_file(self.metrics):
             raise OSError(errno.EINVAL, f"it is {kind}")
         lines = []

@@ -1,12 +1,11 @@
 """What a run decides before its first step: the options left open, the Plan, the mesh, the data and the model."""
 
-import hashlib
 import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,12 +13,14 @@ import torch
 from ithaca.base.errors import DataError, PlanError
 from ithaca.base.sizes import format_tokens
 from ithaca.config import AUTO, Config, DataSection, MeshSection, TrainSection
+from ithaca.data.holdout import hold_out
 from ithaca.data.inputs import standard_library
+from ithaca.data.misfit import misfit
 from ithaca.data.mixture import LIBRARY, Data, Mixture, mix, sources_of
 from ithaca.data.packing import Rows, rows_per_epoch
-from ithaca.data.reader import open_tokens
+from ithaca.data.reader import TokenFile, open_tokens
+from ithaca.data.subset import concatenated
 from ithaca.model.extend import beyond_context
-from ithaca.model.folder import model_file
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, describe_model, extend_model, load_model
 from ithaca.model.spec import Spec
@@ -41,6 +42,7 @@ ENDS = 65536  # tokens at each end of the data that old checkpoints have a check
 LONG = 32 * 2**10  # tokens of a long document, unless data.long is set
 UNKNOWN = "A100-80GB"  # the planner uses the rates of this GPU for one that no table describes
 
+Opened = TypeVar("Opened")
 Chosen = tuple[Plan, MeshSection, list[str]]  # and the planner's lines about it
 
 
@@ -144,14 +146,13 @@ def describe_rope(config: Config, source: ModelSource, run: RunFolder) -> tuple[
 
 def _epoch_rows(config: Config, run: RunFolder) -> int:
     assert config.train.tokens
-    return rows_per_epoch(
-        read_data(config.data, run.path), config.train.tokens, config.data.packing, config.data.too_long
-    )
+    data, _ = read_data(config.data, run.path)
+    return rows_per_epoch(data, config.train.tokens, config.data.packing, config.data.too_long)
 
 
 def _documents(config: Config, run: RunFolder) -> Documents:
     """Return the documents of the data, for the planner."""
-    return file_documents(read_data(config.data, run.path), config.data.packing, config.data.too_long)
+    return file_documents(read_data(config.data, run.path)[0], config.data.packing, config.data.too_long)
 
 
 def choose_plan(
@@ -220,20 +221,39 @@ def _cluster(grid: Mesh, copies: int, memory: FreeMemory) -> Cluster:
     return Cluster(count, gpu, memory.host * gpus / node, node_gpus=gpus, copies=copies)
 
 
-def open_data(config: Config, run: RunFolder, grid: Mesh) -> Data:
-    """Open the configured token files; without any, the source code of Python's standard library. Collective."""
-    if not config.data.source and not config.data.mix:
-        return together(grid.group, lambda: read_data(config.data, run.path))
-    # The first rank of a node computes the checksums of an old file; the others find them
-    first = together(grid.group, lambda: read_data(config.data, run.path) if grid.first_on_node else None)
-    return together(grid.group, lambda: first or read_data(config.data, run.path))
+def open_data(config: Config, run: RunFolder, grid: Mesh) -> tuple[Data, TokenFile | None]:
+    """Open the data to train on, and the documents that are held out of them, if any (`read_data`). Collective."""
+    return open_together(lambda: read_data(config.data, run.path), grid)
 
 
-def read_data(options: DataSection, indexes: Path) -> Data:
-    """Return the data that the options name. `indexes`: a folder for the checksums of old token files."""
+def open_file(path: Path, indexes: Path | None, grid: Mesh) -> TokenFile:
+    """Open a token file; `indexes` as in `open_tokens`. Collective."""
+    return open_together(lambda: open_tokens(path, indexes), grid)
+
+
+def open_together(opens: Callable[[], Opened], grid: Mesh) -> Opened:
+    """Open token files on every rank. Collective.
+
+    The first rank of a node computes the checksums of an old file; the others find them.
+    """
+    first = together(grid.group, lambda: opens() if grid.first_on_node else None)
+    return together(grid.group, lambda: first or opens())
+
+
+def read_data(options: DataSection, indexes: Path) -> tuple[Data, TokenFile | None]:
+    """Return the data to train on, and the documents that data.validation holds out of each file, if it is a share.
+
+    Without a file, the source code of Python's standard library. `indexes`: a folder for the checksums of old files.
+    """
     named = options.mix or ({options.source: 1.0} if options.source else {})
+    files: dict[str, tuple[float, TokenFile]]
     files = {name: (weight, open_tokens(Path(name), indexes)) for name, weight in named.items()}
-    return mix(files or {LIBRARY: (1.0, standard_library())}, options.long or LONG, options.long_share)
+    files, held = files or {LIBRARY: (1.0, standard_library())}, None
+    if options.share is not None:
+        both = {name: hold_out(data, options.share) for name, (_, data) in files.items()}
+        files = {name: (files[name][0], kept) for name, (kept, _) in both.items()}
+        held = concatenated([part for _, part in both.values()])
+    return mix(files, options.long or LONG, options.long_share), held
 
 
 def open_rows(config: Config, data: Data) -> Rows:
@@ -242,7 +262,7 @@ def open_rows(config: Config, data: Data) -> Rows:
     return Rows(data, config.train.tokens, config.train.seed, config.data.packing, config.data.too_long)
 
 
-def check_data(data: Data, grid: Mesh) -> None:
+def check_data(data: Data, grid: Mesh, option: str = "data.source") -> None:
     """Raise an error on all ranks if the data cannot be learned, or differ between ranks. Collective.
 
     Each rank reads its own rows only, so nothing would notice later that a node has another file. The identity is a
@@ -255,7 +275,7 @@ def check_data(data: Data, grid: Mesh) -> None:
         if theirs != found[0]:
             raise DataError(
                 f"rank {rank} reads other data than rank 0 from {name} ({describe_data(theirs)}, "
-                f"rank 0 {describe_data(found[0])}): data.source must be the same file on all nodes"
+                f"rank 0 {describe_data(found[0])}): {option} must be the same file on all nodes"
             )
     for source in sources:
         if source.data.header.labels == 0:
@@ -290,22 +310,11 @@ def data_change(seen: Any, data: Data) -> str | None:
 def open_source(config: Config, described: Path | None, resumed: bool, data: Data) -> ModelSource:
     """Return the model that a run trains (`load_source`), if the data's tokens are its own."""
     source = load_source(config, described, resumed)
-    _check_vocabulary(source, data)
+    check_vocabulary(source, data)
     return source
 
 
-def _check_vocabulary(source: ModelSource, data: Data) -> None:
-    if data.vocab > source.spec.vocab:
-        raise DataError(
-            f"the data have token ids below {data.vocab}, but the model's vocabulary is {source.spec.vocab}: "
-            "prepare them with the model's tokenizer (ithaca data --tokenizer)"
-        )
-    file = model_file(source.folder, "tokenizer.json") if source.folder else None
-    if file is None or data.tokenizer in ("bytes", "unknown"):
-        return
-    wanted = "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest()
-    if data.tokenizer != wanted:
-        raise DataError(
-            f"'{data.path}' was made with another tokenizer ({data.tokenizer[:15]}…) than the model's "
-            f"({wanted[:15]}…): prepare it with --tokenizer {source.folder}"
-        )
+def check_vocabulary(source: ModelSource, data: Data) -> None:
+    """Raise an error if the data have tokens that the model does not know, or are of another tokenizer."""
+    if problem := misfit(data, f"'{data.path}'", source.spec.vocab, source.folder):
+        raise DataError(problem)

@@ -30,7 +30,7 @@ from tests.data.chat_styles import CHATML, QWEN3, STYLES, TOOLS, conversation, m
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 ASK, ANSWER = {"role": "user", "content": "how is the sea?"}, {"role": "assistant", "content": "wine-dark"}
-FULL = [pytest.param(40), pytest.param(600, marks=pytest.mark.full)]
+FULL = [pytest.param(40), pytest.param(300, marks=pytest.mark.full)]
 
 
 @pytest.fixture(scope="module")

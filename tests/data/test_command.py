@@ -33,8 +33,8 @@ def test_prepare_then_stats(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         "Each byte is a token; --tokenizer uses a model's tokenizer instead",
         "Skipped: 1 file of other kinds (c.png)",
         "Skipped: 1 empty document",
-        f"Next: ithaca data {out} --stats",
-        f"      ithaca train --set data.source={out}",
+        f"Next: ithaca data '{out}' --stats",
+        f"      ithaca train --set model.source=tiny --set 'data.source={out}' --set train.tokens=7",
     ]
     _run([out], stats=True)
     said = capsys.readouterr().out

@@ -128,7 +128,7 @@ def test_counts_and_names() -> None:
     ("name", "near"),
     [
         ("H100-80G", "H100-80GB"),
-        ("h20", "H200-141GB"),
+        ("h2000", "H200-141GB"),
         ("A100-60GB", "A100-80GB"),  # 'A100' alone would not do
         ("A100-42GB", "A100-40GB"),
         ("4090", "RTX4090-24GB"),
@@ -142,8 +142,8 @@ def test_the_nearest_name_is_one_that_works(name: str, near: str) -> None:
 
 
 def test_a_name_like_no_other() -> None:
-    with pytest.raises(PlanError, match="GPU 'TPU' is not known: known are A100-40GB, A100-80GB"):
-        parse_gpus("TPU", read_gpus())
+    with pytest.raises(PlanError, match="GPU 'Abacus' is not known: known are A100-40GB, A100-80GB"):
+        parse_gpus("Abacus", read_gpus())
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from ithaca.config import read_config
 from ithaca.model.presets import PRESETS
 from ithaca.plans.recipes import RECIPES
 from tests.nursery import Ended
+from tests.printed import settings
 
 Say = Callable[..., Ended]
 
@@ -103,7 +104,7 @@ def test_the_object(say: Say, words: list[str]) -> None:
     assert found["tokens_per_second_per_gpu"] == pytest.approx(rate)
     assert 0 < found["mfu_causal"] < 0.8
     assert found["seconds_per_step"] >= max(found["seconds_by_part"].values())
-    config = read_config(None, shlex.split(found["train"])[3::2])
+    config = read_config(None, settings(shlex.split(found["train"])))
     assert config.plan is not None
     assert {name: getattr(config.plan, name) for name in found["plan"]} == found["plan"]
 
@@ -131,7 +132,8 @@ def test_the_words(say: Say) -> None:
         r"  Fewer GPUs: 4xH100-80GB.*",
         r"Attention kernel: (flash4|cudnn\+flash; with flash4 a step would take .*: pip install 'ithaca\[flash4\]')",
         r"Some speeds and reserves are assumed: --verbose lists them",
-        r"To train:",
+        r"To train on your documents, make a token file \(ithaca data\) and name it as --documents\.",
+        r"To try this Plan on Python's standard library:",
     ]
     found = [next((n for n, line in enumerate(lines) if re.fullmatch(wanted, line)), None) for wanted in order]
     assert None not in found, (order[found.index(None)], end.out)
@@ -141,7 +143,8 @@ def test_the_words(say: Say) -> None:
     assert lines[-1].startswith(
         "ithaca train --set model.source=llama3-8b --set train.tokens=2M --set plan.recipe=sweep"
     )
-    read_config(None, shlex.split(lines[-1])[3::2])
+    assert lines[-1].endswith(" --ranks 8")
+    read_config(None, settings(shlex.split(lines[-1])))
 
 
 def test_assumptions_are_listed_on_demand(say: Say) -> None:
@@ -162,7 +165,8 @@ def test_more_gpus_than_a_node_has(say: Say) -> None:
     """The answer says how they share a sequence, and where the command is started."""
     out = say("llama3-8b", "--gpus", "16xH100-80GB", "--tokens", "5M").out
     assert "; 16 GPUs share each sequence (8 Ulysses × 2 ring ranks)" in out.splitlines()[0]
-    assert "To train, on each of the 2 nodes (by srun or torchrun, as docs/clusters.md shows):" in out
+    assert ", on each of the 2 nodes (by srun or torchrun, as docs/clusters.md shows):" in out
+    assert out.rstrip().endswith(" --run runs/llama3-8b-5M")  # without which srun and torchrun cannot start it
     assert re.search(r"Host memory: .* on each node", out)
 
 
@@ -256,7 +260,8 @@ def test_a_folder_is_a_model(say: Say, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(dict(PRESETS["tiny"])))
     found = answer(say(str(folder), "--gpus", "1xL40S-48GB", "--tokens", "4K", "--json"))
-    assert read_config(None, shlex.split(found["train"])[3::2]).model.source == str(folder)
+    assert read_config(None, settings(shlex.split(found["train"]))).model.source == str(folder)
+    assert f", once '{folder}' has its weights:" in say(str(folder), "--gpus", "1xL40S-48GB", "--tokens", "4K").out
 
 
 @pytest.mark.parametrize(

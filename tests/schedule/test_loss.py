@@ -12,7 +12,7 @@ from ithaca.base.precision import at_least_fp32
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.parallel.batch import IGNORED
-from ithaca.schedule.loss import cross_entropy, naive_loss, plain_cross_entropy, tiled_loss
+from ithaca.schedule.loss import cross_entropy, naive_loss, plain_cross_entropies, tiled_loss, token_losses
 from tests.models import relative
 
 SPEC = read_spec(PRESETS["tiny"])
@@ -84,13 +84,24 @@ def test_without_gradients_only_the_loss_is_computed(monkeypatch: pytest.MonkeyP
         assert relative(tiled_loss(SPEC, *leaves, labels, 7), wanted) <= 1e-12
 
 
+@pytest.mark.parametrize("tile", [1, 7, 99])
+def test_the_loss_of_each_token(tile: int) -> None:
+    given, labels = make_inputs(23, 31)
+    found = token_losses(SPEC, *given, labels, tile)
+    for token in range(23):
+        wanted = naive_loss(SPEC, given[0][token : token + 1], *given[1:], labels[token : token + 1])
+        assert abs(found[token] - wanted) <= 1e-12
+    assert relative(found.sum(), naive_loss(SPEC, *given, labels)) <= 1e-12
+
+
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_an_ignored_token_counts_for_nothing_whatever_its_logits(bad: float) -> None:
     logits = torch.randn(3, 5, dtype=torch.float64)
     logits[1, 2] = bad
-    loss, gradient = plain_cross_entropy(logits, torch.tensor([4, IGNORED, 0]))
-    wanted, others = plain_cross_entropy(logits[[0, 2]], torch.tensor([4, 0]))
-    assert torch.equal(loss, wanted)
+    losses, gradient = plain_cross_entropies(logits, torch.tensor([4, IGNORED, 0]))
+    wanted, others = plain_cross_entropies(logits[[0, 2]], torch.tensor([4, 0]))
+    assert torch.equal(losses[[0, 2]], wanted)
+    assert losses[1] == 0
     assert torch.equal(gradient[[0, 2]], others)
     assert torch.equal(gradient[1], torch.zeros(5, dtype=torch.float64))
 
@@ -145,7 +156,8 @@ def test_kernel(vocab: int, tokens: int, dtype: torch.dtype, scale: float) -> No
     labels = torch.randint(0, vocab, (tokens,), device="cuda")
     labels[-1] = vocab - 1
     labels[1::3] = IGNORED
-    wanted_loss, wanted = plain_cross_entropy(logits.double(), labels)
+    losses, wanted = plain_cross_entropies(logits.double(), labels)
+    wanted_loss = losses.sum()
     loss, gradient = cross_entropy(logits, labels)
     assert gradient.data_ptr() == wide.data_ptr()
     assert torch.equal(wide[:, vocab:], between)

@@ -131,6 +131,21 @@ def test_a_long_step_is_told_once_a_minute_without_a_terminal(
     assert capsys.readouterr().out.splitlines() == log_lines(tmp_path)
 
 
+def test_steps_of_less_than_a_minute_do_not_tell_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("ithaca.train.report.time.perf_counter", lambda: now)
+    progress = Progress(tmp_path / "log", 0, 9, log_every=100)
+    for step in range(1, 10):
+        now += 50
+        progress.place(f"Step {step}/9: forward")
+        progress.step({"step": step, **METRICS})
+    progress.close()
+    assert [line.split("  ")[0] for line in log_lines(tmp_path)] == ["Step 1/9", "Step 9/9"]
+    assert capsys.readouterr().out.splitlines() == log_lines(tmp_path)
+
+
 def test_tensorboard_has_the_numbers_of_a_step(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -1,0 +1,38 @@
+"""Whether a model can learn a token file: its vocabulary covers the ids, and its tokenizer made them."""
+
+import hashlib
+from pathlib import Path
+from typing import Protocol
+
+from ithaca.model.folder import model_file
+
+
+class Tokens(Protocol):
+    """What a token file, its header and a mixture have."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def tokenizer(self) -> str: ...
+
+
+def misfit(data: Tokens, name: str, vocab: int, folder: Path | None) -> str | None:
+    """Return why a model cannot learn the tokens, in one sentence; None if it can.
+
+    `name`: the token file as a sentence names it; `vocab`, `folder`: of the model, None for a preset.
+    """
+    if data.vocab > vocab:
+        return (
+            f"the data have token ids below {data.vocab}, but the model's vocabulary is {vocab}: "
+            "prepare them with the model's tokenizer (ithaca data --tokenizer)"
+        )
+    file = model_file(folder, "tokenizer.json") if folder else None
+    if file is None or data.tokenizer in ("bytes", "unknown"):
+        return None
+    wanted = "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest()
+    if data.tokenizer == wanted:
+        return None
+    return (
+        f"{name} was made with another tokenizer ({data.tokenizer[:15]}…) than the model's "
+        f"({wanted[:15]}…): prepare it with --tokenizer {folder}"
+    )

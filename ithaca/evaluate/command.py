@@ -1,0 +1,178 @@
+"""The command `ithaca evaluate`: the loss of a model on a token file, by position in the document, and samples.
+
+The loss is that of validation (train/validation.py): every label counts once, and the number is the same under every
+Plan and on any number of ranks, but for rounding.
+"""
+
+import json
+import math
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ithaca.assemble import save_model
+from ithaca.base.errors import ConfigError, RunError
+from ithaca.base.sizes import format_count, format_tokens
+from ithaca.data.reader import TokenFile, open_tokens
+from ithaca.data.windows import Windows
+from ithaca.evaluate.model import Opened, check_model_path, open_model, read_options, start_mesh
+from ithaca.evaluate.sample import check_samples, generate
+from ithaca.model.families import read_spec
+from ithaca.model.folder import read_json
+from ithaca.parallel.agree import together
+from ithaca.parallel.hangs import Roll, answering, set_timeout, step_seconds, timeout
+from ithaca.train.elastic import leave
+from ithaca.train.launch import run_once
+from ithaca.train.run_folder import RunFolder
+from ithaca.train.start import check_data, check_vocabulary, open_file
+from ithaca.train.validation import Losses, measure
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of the command."""
+
+    model: Path  # a run folder or a Hugging Face folder
+    data: Path  # a token file
+    tokens: int | None = None  # the context length
+    limit: int | None = None  # tokens of the data that count
+    best: bool = False
+    overrides: tuple[str, ...] = ()
+    samples: tuple[str, ...] = ()
+    as_json: bool = False
+
+
+def start(options: Options, ranks: int | None) -> None:
+    """Evaluate on this machine's GPUs, on `ranks` processes, or as a rank of the job that this process belongs to."""
+    for name, count in (("--tokens", options.tokens), ("--limit", options.limit)):
+        if count is not None and count < 2:
+            raise ConfigError(f"{name} is {count}: 2 or more are needed, one to predict from the other")
+    config = read_options(options.model, list(options.overrides))
+    check_model_path(options.model, config, options.best)
+    data = open_tokens(options.data)
+    if options.samples:
+        folder = _described(options.model)
+        spec = read_spec(read_json(folder, "config.json"))
+        check_samples(options.samples, spec, folder, data.tokenizer)
+    run_once(partial(evaluate_ranks, options), config, ranks, "the evaluation")
+
+
+def evaluate_ranks(options: Options) -> None:
+    """Evaluate as one rank of this job; the first one prints."""
+    config = read_options(options.model, list(options.overrides))
+    grid = start_mesh(config)
+    with answering(grid.group, lambda lost: leave(f"error: {lost}")) as roll:
+        data = open_file(options.data, None, grid)
+        check_data(data, grid, "DATA")
+        chosen = any(override.strip().startswith(("plan.", "mesh.")) for override in options.overrides)
+        opened = open_model(options.model, config, grid, options.tokens, chosen, options.best)
+        together(grid.group, lambda: check_vocabulary(opened.model.source, data))
+        windows = together(grid.group, lambda: Windows(data, opened.tokens, options.limit))
+        losses = _measure(opened, windows, config.run.timeout, roll)
+        if not math.isfinite(losses.loss):
+            raise RunError(f"the loss of '{options.model}' on '{options.data}' is {losses.loss}: no number")
+        samples = _samples(options, opened, data)
+    if grid.rank == 0:
+        found = as_object(options, opened, windows, losses, samples)
+        print(json.dumps(found, indent=2) if options.as_json else "\n".join(lines(found)), flush=True)
+
+
+def _measure(opened: Opened, windows: Windows, longest: float | None, roll: Roll) -> Losses:
+    """Return the losses of all labels, one sequence for each data rank at a time. Collective."""
+    model, grid = opened.model, opened.model.mesh
+    flops = model.spec.flops_per_token(opened.tokens) * opened.tokens / grid.context_ranks
+    seconds = longest or timeout(step_seconds(flops, grid.device, torch.get_num_threads()))
+    set_timeout(grid.groups, seconds)
+    losses = measure(model, windows, grid.data_ranks, lambda: roll.limit(seconds))
+    assert losses is not None
+    return losses
+
+
+def _samples(options: Options, opened: Opened, data: TokenFile) -> list[dict[str, str]]:
+    """Generate on the first rank; for a run, from a temporary folder with the evaluated weights. Collective."""
+    if not options.samples:
+        return []
+    first = opened.model.mesh.rank == 0
+    if opened.step is None:
+        return generate(options.model, options.samples, data.tokenizer) if first else []
+    with tempfile.TemporaryDirectory(prefix="ithaca-evaluate-") as place:
+        folder = Path(place) / "model"
+        save_model(opened.model, folder)
+        return generate(folder, options.samples, data.tokenizer) if first else []
+
+
+def as_object(options: Options, opened: Opened, windows: Windows, losses: Losses, samples: list[Any]) -> Found:
+    """The object of `--json`."""
+    model = opened.model
+    ends = zip(losses.edges, losses.edges[1:], losses.sums, losses.counts, strict=False)
+    return {
+        "model": str(options.model),
+        "step": opened.step,
+        "data": str(options.data),
+        "context": opened.tokens,
+        "loss": losses.loss,
+        "perplexity": _perplexity(losses.loss),
+        "labels": losses.labels,
+        "tokens": windows.tokens,
+        "documents": windows.documents,
+        "left_out_tokens": windows.left_out,
+        "positions": [
+            {
+                "from": low,
+                "to": high,
+                "labels": count,
+                "loss_sum": total,
+                "loss": total / count if count else None,
+                "perplexity": _perplexity(total / count) if count else None,
+            }
+            for low, high, total, count in ends
+        ],
+        "samples": samples,
+        "ranks": model.mesh.size,
+        "recipe": model.plan.recipe,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _perplexity(loss: float) -> float | None:
+    """None where it is too large for a float."""
+    return math.exp(loss) if loss < 700 else None
+
+
+def lines(found: Found) -> list[str]:
+    """What the command prints."""
+    step = f" after step {found['step']}" if found["step"] is not None else ""
+    left = f"; --limit leaves out {found['left_out_tokens']:,} tokens" if found["left_out_tokens"] else ""
+    head = [
+        f"{found['model']}{step} on {found['data']}, context {format_tokens(found['context'])}",
+        f"Loss {found['loss']:.4f}, perplexity {_shown(found['perplexity'])}, over {found['labels']:,} labels in "
+        f"{format_count(found['documents'], 'document')}{left}",
+        "",
+        f"{'position':>16}  {'labels':>12}  {'loss':>8}  {'perplexity':>10}",
+    ]
+    table = [
+        f"{_span(row):>16}  {row['labels']:>12,}  {_shown(row['loss'], '.4f'):>8}  {_shown(row['perplexity']):>10}"
+        for row in found["positions"]
+    ]
+    said = [line for sample in found["samples"] for line in ("", f"Prompt: {sample['prompt']}", sample["text"])]
+    return [*head, *table, *said]
+
+
+def _span(row: Found) -> str:
+    return f"{format_tokens(row['from'])}-{format_tokens(row['to'])}"
+
+
+def _shown(number: float | None, form: str = ".4g") -> str:
+    return "–" if number is None else format(number, form)
+
+
+def _described(path: Path) -> Path:
+    """Return the folder that has the config.json and the tokenizer of a run or of a Hugging Face folder."""
+    run = RunFolder(path)
+    return run.model if run.begun() else path
