@@ -3,6 +3,7 @@
 A record is a line of JSONL or a row of Parquet; sources.py reads them.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from ithaca.base.errors import DataError
 from ithaca.data.chat import SPELLINGS, conversation
 from ithaca.data.tokenizer import Text
 
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a pair, which UTF-8 cannot hold
 _MESSAGES = (("messages",), ("conversations",))
 _KINDS = (("text",), ("prompt", "completion"), ("tokens",), *_MESSAGES, ("instruction", "output"))
 
@@ -74,10 +76,8 @@ def _string(where: str, record: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         kind = "null" if value is None else type(value).__name__
         raise DataError(f"{where} has a '{name}' of type {kind}: text is needed")
-    try:
-        value.encode()
-    except UnicodeEncodeError as problem:
-        raise DataError(f"{where} has half a surrogate pair at character {problem.start} of '{name}'") from None
+    if half := _SURROGATE.search(value):
+        raise DataError(f"{where} has half a surrogate pair at character {half.start()} of '{name}'")
     return value
 
 

@@ -144,16 +144,19 @@ def _jsonl(file: Input, start: Place, reading: Reading) -> Iterator[Found]:
         while line := lines.readline():
             number += 1
             begin, offset = offset, offset + len(line)
-            if number > start.record and line.strip():
+            if number > start.record and not line.isspace():
                 where = f"'{file.path}', line {number}"
-                found = _from_line(where, line if begin else line.removeprefix(codecs.BOM_UTF8), begin, reading)
-                del line  # it may be long, and is not needed while the document is encoded
+                held = [line if begin else line.removeprefix(codecs.BOM_UTF8)]
+                del line  # a line may be long: its bytes go before its text is parsed, and its text with `_from_line`
+                found = _from_line(where, held, begin, reading)
                 yield number, offset if file.packed is None else min(offset, file.size), found
 
 
-def _from_line(where: str, line: bytes, begin: int, reading: Reading) -> Document | DataError:
+def _from_line(where: str, held: list[bytes], begin: int, reading: Reading) -> Document | DataError:
+    """Return the document of the line that is taken out of `held`, or what is wrong with it."""
     try:
-        return document(where, _object(where, _decoded(where, line, begin)), reading.field)
+        text = _decoded(where, held.pop(), begin)
+        return document(where, _object(where, text), reading.field)
     except DataError as problem:
         return problem
 
