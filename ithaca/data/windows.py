@@ -24,7 +24,8 @@ class Windows:
     """The rows of a token file. Memory: 16 bytes a row; the document bounds are read once, in `__init__`."""
 
     def __init__(self, data: TokenFile, length: int, limit: int | None = None, name: str = ""):
-        """`limit`: only the first so many tokens of the data count. `name`: the data in an error."""
+        """`limit`: only the first so many tokens of the data count. `name`: what the data are called."""
+        self.name = name or quoted(data.path)
         self.data, self.length, self.tokens = data, length, min(limit or data.tokens, data.tokens)
         bounds = data.bounds()
         bounds = np.append(bounds[bounds < self.tokens], self.tokens)
@@ -33,7 +34,7 @@ class Windows:
         self._spans = _lay(bounds, length)
         if self.labels == 0:
             raise DataError(
-                f"{name or quoted(data.path)} has 0 labels in its first {self.tokens} of {data.tokens} tokens: there "
+                f"{self.name} has 0 labels in its first {self.tokens} of {data.tokens} tokens: there "
                 "is no loss to measure; documents of 2 tokens or more, with completions, have some"
             )
 

@@ -7,6 +7,7 @@ assumes that the rest goes on at the same rate. A short step shows nothing of th
 
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from ithaca.base.sizes import format_clock
 from ithaca.schedule.marks import OPTIMIZER, Reached, StepMarks
 from ithaca.train.report import Progress
+from ithaca.train.stop import write_error
 
 POLL_SECONDS = 0.25
 SHORT_SECONDS = 2.0  # a step says where it is after this time
@@ -45,6 +47,7 @@ class LiveLine:
     def __init__(self, marks: StepMarks, progress: Progress, device: torch.device):
         self._marks, self._progress, self._device = marks, progress, device
         self._estimate: Estimate | None = None
+        self._notes: deque[str] = deque()  # lines to print above
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="live-line", daemon=True)
         self._thread.start()
@@ -52,11 +55,21 @@ class LiveLine:
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # a new thread would use the first GPU
-        while not self._ended.wait(POLL_SECONDS):
-            try:
+        try:
+            while not self._ended.wait(POLL_SECONDS):
+                self._show_notes()
                 self._look()
-            except RuntimeError:
-                return  # a GPU that failed: the training thread reports it
+        except RuntimeError:
+            self._ended.wait()  # a GPU that failed: the training thread reports it
+        self._show_notes()
+
+    def _show_notes(self) -> None:
+        while self._notes:
+            self._progress.show(self._notes.popleft())
+
+    def announce(self, text: str) -> None:
+        """Print a line soon, above the live line; without one, to stderr now. A signal's handler may call this."""
+        self._notes.append(text) if self._progress.is_live else write_error(text)
 
     def _look(self) -> None:
         """Ask where the device is, and show it if the step is long."""

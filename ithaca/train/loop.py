@@ -32,7 +32,7 @@ from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
-from ithaca.schedule.marks import OPTIMIZER, make_marks
+from ithaca.schedule.marks import OPTIMIZER, StepMarks, make_marks
 from ithaca.train.elastic import leave
 from ithaca.train.epochs import describe_epochs
 from ithaca.train.learning_rate import describe_rate, is_settled, learning_rate
@@ -54,7 +54,7 @@ from ithaca.train.start import (
     open_source,
     settle,
 )
-from ithaca.train.stop import StopRequest
+from ithaca.train.stop import StopRequest, write_error
 from ithaca.train.unlearned import Unlearned, with_labels
 from ithaca.train.validation import Validation, measure, metrics_of, open_validation
 
@@ -111,6 +111,8 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
 
 class TrainingRun:
     """One run on one rank: the state that its steps share."""
+
+    marks: StepMarks | None = None  # of the steps of rank 0, which shows where they are
 
     def __init__(
         self,
@@ -173,7 +175,8 @@ class TrainingRun:
         log = folder.log if self.first else None
         every = config.run.log_every
         self.progress = together(self.mesh.group, lambda: Progress(log, self.done, self.steps, folder.lost, every))
-        self.marks = make_marks(self.mesh.device) if self.first else None
+        if self.first:
+            self.marks = make_marks(self.mesh.device)
         self.sinks = Sinks([], folder, self.progress.warn)
 
     def _pass_size(self) -> tuple[int, int]:
@@ -214,8 +217,10 @@ class TrainingRun:
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
         )
         self.live_line = LiveLine(self.marks, self.progress, self.mesh.device) if self.marks else None
-        seconds_left = self.live_line.seconds_left if self.live_line else lambda: None
-        self.stop = StopRequest(self.mesh, launched, seconds_left, self._stopped_at_once)
+        seconds_left, say = (lambda: None), write_error
+        if self.live_line:
+            seconds_left, say = self.live_line.seconds_left, self.live_line.announce
+        self.stop = StopRequest(self.mesh, launched, seconds_left, self._stopped_at_once, say)
         self.timeout = self.config.run.timeout or timeout(self._step_seconds())
         set_timeout(self.mesh.groups, self.timeout)
         self._announce()
@@ -476,7 +481,7 @@ class TrainingRun:
         self.announced = True
 
     def _stopped_at_once(self) -> str:
-        self.progress.end_live()
+        self.progress.silence()
         return stopped_at_once(self.folder, self.done)
 
     def _say_rope(self) -> None:

@@ -112,8 +112,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line and log it."""
         if self._log:
-            with self._lock, may_be_gone(sys.stdout):
-                self._console.print(Text(text))
+            self.show(text)
             self._write_log(text)
 
     def _write_log(self, text: str) -> None:
@@ -172,6 +171,19 @@ class Progress:
         self._write_log(text)
         if not self._live:
             tell(text, sys.stdout)
+
+    def show(self, text: str) -> None:
+        """Print a line above the live line."""
+        with self._lock, may_be_gone(sys.stdout):
+            self._console.print(Text(text))
+
+    @property
+    def is_live(self) -> bool:
+        return self._live is not None
+
+    def silence(self) -> None:
+        """Show no live line any more, and leave what is there. A signal's handler may call this."""
+        self._live = None
 
     def place(self, text: str) -> None:
         """Show where a long step is, below the line of the last step; without a terminal and in the log, sparsely."""

@@ -5,9 +5,9 @@ terminal sends, unless nohup made the process ignore it. Ranks get signals at di
 end of each step whether one of them was asked to stop.
 """
 
+import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from ithaca.base.sizes import format_clock
 from ithaca.parallel.mesh import Mesh
-from ithaca.train.report import may_be_gone, tell
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SECONDS = 0.5  # a terminal signals every process and torchrun forwards its own signal: together one request
@@ -47,16 +46,27 @@ class Requests:
 
 def show_cursor() -> None:
     """Show the terminal's cursor again, which the live line hides."""
-    if sys.stdout and sys.stdout.isatty():
-        with may_be_gone(sys.stdout):
-            print("\x1b[?25h", end="", flush=True)
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, b"\x1b[?25h")
+
+
+def write_error(text: str) -> None:
+    """Write a line to stderr past Python's streams: a signal may come while its thread writes to one of them."""
+    with contextlib.suppress(OSError):  # nobody may listen any more
+        os.write(2, f"\n{text}\n".encode(errors="backslashreplace"))
 
 
 class StopRequest:
     """Whether a user has asked the run to stop. Installs signal handlers in the main thread of a rank.
 
-    A rank that our launcher started ignores the second request: the launcher kills its ranks then. `seconds_left` are
-    those of the step, if they are known; `ending` says what a second request did and what is left of the run.
+    A rank that our launcher started ignores the second request: the launcher kills its ranks then.
+
+    seconds_left   those of the step, if they are known
+    ending         what a second request did, and what is left of the run
+    say            shows the answer to the first request
+
+    They run in a signal's handler, so they must not write to Python's streams.
     """
 
     def __init__(
@@ -65,9 +75,10 @@ class StopRequest:
         launched: bool,
         seconds_left: Callable[[], float | None] = lambda: None,
         ending: Callable[[], str] = lambda: "Stopped at once.",
+        say: Callable[[str], None] = write_error,
     ):
         self._mesh, self._launched, self._requests = mesh, launched, Requests()
-        self._seconds_left, self._ending = seconds_left, ending
+        self._seconds_left, self._ending, self._say = seconds_left, ending, say
         self._before = {number: signal.signal(number, self._handle) for number in heeded()}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until a rank has its handlers
 
@@ -78,12 +89,12 @@ class StopRequest:
             if self._mesh.first_on_node:
                 left = self._seconds_left()
                 when = "" if left is None else f" (about {format_clock(left)} left)"
-                tell(f"\nFinishing this step{when}, then saving. Ctrl-C again stops at once.", sys.stderr)
+                self._say(f"Finishing this step{when}, then saving. Ctrl-C again stops at once.")
         elif not self._launched:
             ending = self._ending()
             show_cursor()
             if self._mesh.first_on_node:
-                tell(f"\n{ending}", sys.stderr)
+                write_error(ending)
             os._exit(130)
 
     def ask(self) -> None:

@@ -20,7 +20,6 @@ from ithaca.assemble import Model
 from ithaca.base.sizes import format_count
 from ithaca.config import Config
 from ithaca.data.reader import TokenFile
-from ithaca.data.tokenfile import quoted
 from ithaca.data.windows import Windows
 from ithaca.parallel.agree import together
 from ithaca.parallel.batch import IGNORED, Batch, RankBatch, batch_rows, join_batches
@@ -114,7 +113,7 @@ def open_validation(config: Config, run: RunFolder, grid: Mesh, held: TokenFile 
     if not options.validation:
         return None
     if held:
-        name = f"the part of {quoted(held.path)} that data.validation={options.share:g} holds out"
+        name = f"what data.validation={options.share:g} holds out"
     else:
         name = f"the validation file '{options.validation}'"
         held = open_file(Path(options.validation), run.path, grid)
@@ -163,10 +162,10 @@ class Validation:
 
     def describe(self) -> str:
         """Return what is validated on, and what is left out."""
-        windows, data = self.windows, self.windows.data
+        windows = self.windows
         left = f"; run.validation_tokens leaves out the other {windows.left_out:,} tokens" if windows.left_out else ""
         return (
-            f"Validation: {windows.labels:,} labels in {windows.tokens:,} tokens of {quoted(data.path)}, "
+            f"Validation: {windows.labels:,} labels in {windows.tokens:,} tokens of {windows.name}, "
             f"{format_count(windows.documents, 'document')} in {format_count(len(windows), 'sequence')}{left}"
         )
 

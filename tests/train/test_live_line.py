@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_the_time_left_in_the_run(mean: float | None, in_run: str) -> None:
     assert text == f"Step 3/9: loss; 0:20 so far, 0:50 left in the step, {in_run} in the run"
 
 
-def test_a_short_step_shows_nothing_and_a_gpu_that_fails_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_step_shows_nothing_and_a_gpu_that_fails_ends_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_line, "POLL_SECONDS", 0.001)
     marks, progress = make_marks(torch.device("cpu")), Shown(None)
     line = LiveLine(marks, progress, torch.device("cpu"))  # pyrefly: ignore
@@ -87,12 +88,16 @@ def test_a_short_step_shows_nothing_and_a_gpu_that_fails_ends_the_thread(monkeyp
         assert progress.places == []
         assert line.seconds_left() is None
 
+        failed = threading.Event()
+
         def fail() -> None:
+            failed.set()
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
         marks.last = fail  # pyrefly: ignore
-        line._thread.join()
+        assert failed.wait(60)
     line.close()
+    assert not line._thread.is_alive()
 
 
 def words(run: str, *sets: str) -> list[str]:

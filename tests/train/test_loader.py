@@ -116,7 +116,7 @@ def other_data_on_rank_1(config: Config, path: Path) -> None:
     tokens = data.read(0, data.tokens).tokens.copy()
     if os.environ["RANK"] == "1":
         tokens[data.tokens // 3] ^= 1
-    loop.open_data = lambda *_: in_memory(tokens, data.bounds(), tokenizer="bytes", vocab=256)
+    loop.open_data = lambda *_: (in_memory(tokens, data.bounds(), tokenizer="bytes", vocab=256), None)
     train(config, path)
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from ithaca.checkpoint.files import CheckpointFolder, text_sha256
 from ithaca.config import Config
 from ithaca.optimizer.host_adamw import MOMENTS
-from ithaca.train import loader
 from ithaca.train.export import export
+from ithaca.train.loader import Loader
 from ithaca.train.loop import TrainingRun, train
 from ithaca.train.origin import Origin
 from ithaca.train.run_folder import RunFolder
@@ -51,8 +51,8 @@ def half(whole: Path, tmp_path: Path) -> Path:
 
 def shifted(config: Config, path: Path, origin: Origin | None, stop_after: int = 0) -> None:
     """Train on the data from the fifth step on. Stop after some steps as Ctrl-C does."""
-    drawn = loader.sequences
-    loader.sequences = lambda data, rows, length, seed, step, only: drawn(data, rows, length, seed, step + 4, only)
+    draw = Loader._draw
+    Loader._draw = lambda loader, step: draw(loader, step + 4)
     if stop_after:
         asked = iter(range(1, 9))
         StopRequest.agreed = lambda _: next(asked) == stop_after

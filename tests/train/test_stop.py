@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,28 @@ def test_only_a_rank_without_a_launcher_ends_itself(nursery: Nursery) -> None:
     (end,) = nursery.job(be_asked, False, signal.SIGHUP)
     assert end.code == 0
     assert "Finishing this step" in end.err
+
+
+class Busy:
+    """A stream that the main thread is writing to when the signal comes."""
+
+    def write(self, _: str) -> None:
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name=2>")
+
+    flush = isatty = write
+
+
+def be_asked_while_printing() -> None:
+    _held = sys.stdout, sys.stderr  # which would close descriptors 1 and 2
+    sys.stdout = sys.stderr = Busy()  # pyrefly: ignore
+    be_asked(False, signal.SIGINT, signal.SIGTERM)
+
+
+def test_signals_that_come_while_a_line_is_printed(nursery: Nursery) -> None:
+    (end,) = nursery.job(be_asked_while_printing)
+    assert end.code == -signal.SIGKILL  # it left no code of its own behind
+    said = ["Finishing this step, then saving. Ctrl-C again stops at once.", "Stopped at once."]
+    assert [line for line in end.err.splitlines() if line] == said
 
 
 def be_hung_up_under_nohup() -> None:

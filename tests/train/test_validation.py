@@ -445,3 +445,20 @@ def test_an_epoch_is_what_is_left_to_train_on(nursery: Nursery, small_config: Co
     said = done(nursery.job(train, replace(config, train=options, data=data), tmp_path / "run"))
     assert "Each epoch: 768 tokens, 12 sequences, 6 steps; the run is 1 epoch" in said
     assert len(RunFolder(tmp_path / "run").read_metrics()) == 6
+
+
+def test_a_share_of_a_mixture(nursery: Nursery, small_config: Config, tmp_path: Path) -> None:
+    """Each file gives its share, and the loss is over what all of them gave."""
+    for name, count in (("a", 10), ("b", 5)):
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            (tmp_path / name / f"{number}.txt").write_text(f"{name}{number} " * 30)
+        prepare([tmp_path / name], tmp_path / f"{name}.tokens")
+    config = configured(small_config, "0.2", 2, validate_every=0)
+    mix = {str(tmp_path / "a.tokens"): 0.7, str(tmp_path / "b.tokens"): 0.3}
+    config = replace(config, data=replace(config.data, mix=mix))
+    said = done(nursery.job(train, config, tmp_path / "run", ranks=2))
+    assert "Validation: 267 labels in 270 tokens of what data.validation=0.2 holds out, 3 documents" in said
+    manifest = CheckpointFolder(RunFolder(tmp_path / "run").checkpoints).manifest(2) or {}
+    assert [source["documents"] for source in manifest["data"]["mix"]] == [8, 4]
+    assert manifest["validation"]["data"]["documents"] == 3
