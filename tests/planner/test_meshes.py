@@ -183,7 +183,7 @@ def test_the_command() -> None:
     assert lines[-1].startswith(
         "ithaca train --set model.source=llama3-8b --set train.tokens=5M --set plan.recipe=sweep"
     )
-    assert lines[-1].endswith(" --set mesh.ulysses=8 --set mesh.ring=2")
+    assert lines[-1].endswith(" --set mesh.ulysses=8 --set mesh.ring=2 --run runs/llama3-8b-5M")
     assert "Not possible: 64 × 1: more Ulysses ranks than the 32 query heads" in said("llama3-8b", "--nodes", "8")
     assert "Not possible: 8 × 1: recipe 'ring' has no Ulysses ranks" in said("llama3-8b", "--recipe", "ring")
 
