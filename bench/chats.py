@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ithaca.data.chat_render import Renderer
-from ithaca.data.chat_template import load_format
-from ithaca.data.encode import Encoding, encode
-from ithaca.data.records import document
-from ithaca.data.tokenizer import load_tokenizer
+from ithaca.data.chat.render import Renderer
+from ithaca.data.chat.template import load_format
+from ithaca.data.preparation.encode import Encoding, encode
+from ithaca.data.preparation.records import document
+from ithaca.data.preparation.tokenizer import load_tokenizer
 from tests.data.chat_styles import STYLES, TOOLS, marked, plain, save_tokenizer
 
 TEXT = Path(json.__file__).read_text(encoding="utf-8")

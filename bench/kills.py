@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))  # it may be started as a file, and tests/ is not 
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
-import ithaca.data.command  # noqa: E402
+import ithaca.data.preparation.command  # noqa: E402
 from tests.nursery import Ended, Nursery, ranks_of  # noqa: E402
 
 STEPS = {"train": 24, "save": 8}
@@ -313,8 +313,8 @@ def _serve(folder: Path, tasks: Any, answers: Any) -> None:
 def campaign(folder: Path, kills: int, seed: int, workers: int, only: str) -> bool:
     """Return whether every victim was identical."""
     # Journals of `ithaca data` are two seconds apart, and a victim takes one: forked ones write theirs more often
-    often = functools.partial(ithaca.data.command.prepare, journal_seconds=0.02)
-    ithaca.data.command.prepare = often  # pyrefly: ignore
+    often = functools.partial(ithaca.data.preparation.command.prepare, journal_seconds=0.02)
+    ithaca.data.preparation.command.prepare = often  # pyrefly: ignore
     nursery = Nursery()
     make_inputs(folder / "inputs", nursery)
     nursery.stop()

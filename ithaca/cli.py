@@ -229,7 +229,7 @@ def data(
     picture: Annotated[Path | None, typer.Option(help="The file for the picture of --stats.")] = None,
 ) -> None:
     """Make a token file for training from documents, or show the document lengths of one."""
-    from ithaca.data.command import run
+    from ithaca.data.preparation.command import run
 
     run(paths, out, tokenizer, stats, picture, bin_dtype, field, skip_bad, workers, tokens, chat, chat_template)
 

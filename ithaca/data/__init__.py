@@ -1,1 +1,1 @@
-"""Token files: made from text or tokens (`prepare`), read as training sequences (`sample`, which loads torch)."""
+"""Token files: made from documents (`preparation/`, conversations by `chat/`), read and drawn from by everything else here."""

@@ -8,7 +8,7 @@
 
 Each part is padded with zeros to a multiple of 8 bytes. All numbers are little-endian. The checksum of a block covers
 its tokens, the offsets of the documents that begin in it, and its part of the mask. The header has a digest of all
-blocks, which identifies every token, bound and label. reader.py reads the file; partial.py writes it.
+blocks, which identifies every token, bound and label. reader.py reads the file; preparation/partial.py writes it.
 """
 
 import hashlib

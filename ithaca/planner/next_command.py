@@ -11,8 +11,8 @@ from typing import Any
 from ithaca.base.shell import token_setting, train_command
 from ithaca.base.sizes import format_tokens
 from ithaca.data.misfit import misfit
+from ithaca.data.preparation.tokenizer import Bytes
 from ithaca.data.reader import TokenFile
-from ithaca.data.tokenizer import Bytes
 from ithaca.model.extend import beyond_context
 from ithaca.model.folder import has_weights
 from ithaca.model.presets import PRESETS

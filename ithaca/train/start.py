@@ -14,10 +14,10 @@ from ithaca.base.errors import DataError, PlanError
 from ithaca.base.sizes import format_tokens
 from ithaca.config import AUTO, Config, DataSection, MeshSection, TrainSection
 from ithaca.data.holdout import hold_out
-from ithaca.data.inputs import standard_library
 from ithaca.data.misfit import misfit
 from ithaca.data.mixture import LIBRARY, Data, Mixture, mix, sources_of
 from ithaca.data.packing import Rows, rows_per_epoch
+from ithaca.data.preparation.inputs import standard_library
 from ithaca.data.reader import TokenFile, open_tokens
 from ithaca.data.subset import concatenated
 from ithaca.model.extend import beyond_context

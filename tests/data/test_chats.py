@@ -16,16 +16,17 @@ from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 from ithaca.base.errors import DataError
-from ithaca.data import chat_turns, encode
-from ithaca.data.chat_mask import ignored_ranges, learned_tokens
-from ithaca.data.chat_render import Renderer
-from ithaca.data.chat_template import ChatFormat, load_format
-from ithaca.data.command import run
-from ithaca.data.encode import Encoded, Encoding
-from ithaca.data.prepare import prepare
+from ithaca.data.chat import turns as chat_turns
+from ithaca.data.chat.mask import ignored_ranges, learned_tokens
+from ithaca.data.chat.render import Renderer
+from ithaca.data.chat.template import ChatFormat, load_format
+from ithaca.data.preparation import encode
+from ithaca.data.preparation.command import run
+from ithaca.data.preparation.encode import Encoded, Encoding
+from ithaca.data.preparation.prepare import prepare
+from ithaca.data.preparation.records import columns, document
+from ithaca.data.preparation.tokenizer import load_tokenizer
 from ithaca.data.reader import open_tokens
-from ithaca.data.records import columns, document
-from ithaca.data.tokenizer import load_tokenizer
 from tests.data.chat_styles import CHATML, QWEN3, STYLES, TOOLS, conversation, marked, plain, save_tokenizer
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -418,8 +419,8 @@ def test_a_run_that_was_stopped_counts_on(folder: Path, tmp_path: Path, capsys: 
     chats.write_text(f"{line}\n{line}\n" + json.dumps({"messages": [ASK]}) + f"\n{line}")
     outs = [tmp_path / "once", tmp_path / "twice"]
     program = (
-        "import sys, os; from pathlib import Path; from ithaca.data import prepare as p\n"
-        "from ithaca.data.command import load_format, load_tokenizer\n"
+        "import sys, os; from pathlib import Path; from ithaca.data.preparation import prepare as p\n"
+        "from ithaca.data.preparation.command import load_format, load_tokenizer\n"
         "place, chats, out, template = map(Path, sys.argv[1:])\n"
         "seen = []\n"
         "def stop(self, *args):\n    seen.append(0); len(seen) == 4 and os._exit(9); return add(self, *args)\n"

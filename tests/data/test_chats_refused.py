@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from ithaca.base.errors import DataError
-from ithaca.data import chat_render
-from ithaca.data.chat_render import Renderer
-from ithaca.data.chat_template import TEMPLATE_BYTES, ChatFormat
-from ithaca.data.command import run
-from ithaca.data.records import document
+from ithaca.data.chat import render as chat_render
+from ithaca.data.chat.render import Renderer
+from ithaca.data.chat.template import TEMPLATE_BYTES, ChatFormat
+from ithaca.data.preparation.command import run
+from ithaca.data.preparation.records import document
 from tests.data.chat_styles import CHATML, QWEN3, plain, save_tokenizer
 
 ASK, ANSWER = {"role": "user", "content": "how is the sea?"}, {"role": "assistant", "content": "wine-dark"}
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _renderers() -> list[psutil.Process]:
-    return [process for process in psutil.Process().children() if "chat_worker" in " ".join(process.cmdline())]
+    return [process for process in psutil.Process().children() if "chat.worker" in " ".join(process.cmdline())]
 
 
 def _says(message: object, **more: object) -> dict:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from ithaca.base.errors import DataError
-from ithaca.data.command import run
+from ithaca.data.preparation.command import run
+from ithaca.data.preparation.tokenizer import load_tokenizer
 from ithaca.data.reader import open_tokens
-from ithaca.data.tokenizer import load_tokenizer
 
 
 def _run(paths: list[Path], out=None, tokenizer=None, stats=False, picture=None, bin_dtype=None) -> None:

@@ -17,11 +17,11 @@ import pytest
 from pyarrow import feather, parquet
 
 from ithaca.base.errors import DataError
-from ithaca.data import hub, json_list
-from ithaca.data.prepare import Prepared, prepare
+from ithaca.data.preparation import hub, json_list
+from ithaca.data.preparation.prepare import Prepared, prepare
+from ithaca.data.preparation.streams import opened
+from ithaca.data.preparation.tokenizer import load_tokenizer
 from ithaca.data.reader import open_tokens
-from ithaca.data.streams import opened
-from ithaca.data.tokenizer import load_tokenizer
 
 TEXTS = ["the sea\nbore us", "ünïcödé 雪 🜚", "home", "", "past the island [1, 2] {3}", "x" * 3000]
 RECORDS = [{"text": text, "n": number} for number, text in enumerate(TEXTS)]
@@ -124,7 +124,7 @@ class _Stop(BaseException):
 
 
 def _stop_after(number: int, path: Path, out: Path, bpe: Path) -> None:
-    from ithaca.data.partial import Partial
+    from ithaca.data.preparation.partial import Partial
 
     reach, left = Partial.reach, number
 
@@ -177,7 +177,7 @@ def test_json_lists_of_any_size_and_form(tmp_path: Path, monkeypatch: pytest.Mon
     for content in (json.dumps(records), json.dumps(records, indent=3, ensure_ascii=False), "[]", " [ ] \n"):
         (tmp_path / "a.json").write_text(content)
         for size in (1, 7, 64, 10**6):
-            monkeypatch.setattr("ithaca.data.streams.CHUNK", size)
+            monkeypatch.setattr("ithaca.data.preparation.streams.CHUNK", size)
             monkeypatch.setattr(json_list, "CHUNK", size)
             with opened(tmp_path / "a.json", None) as stream:
                 assert [found for _, found in json_list.elements(tmp_path / "a.json", stream)] == json.loads(content)
@@ -481,7 +481,7 @@ def test_skip_bad_counts_the_same_when_resumed(tmp_path: Path, bpe: Path) -> Non
 def test_a_part_with_skipped_records_is_not_continued_without_the_option(tmp_path: Path, bpe: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": 5}\n{"text": "home"}\n{"text": "us"}')
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ithaca.data.partial.Partial.finish", lambda *_: (_ for _ in ()).throw(_Stop))
+        patch.setattr("ithaca.data.preparation.partial.Partial.finish", lambda *_: (_ for _ in ()).throw(_Stop))
         with pytest.raises(_Stop):
             _skip_bad(tmp_path / "a.jsonl", bpe, tmp_path / "out")
     with pytest.raises(DataError, match="line 1 has a 'text' of type int"):

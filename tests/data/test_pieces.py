@@ -12,10 +12,10 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from ithaca.base.errors import DataError
-from ithaca.data import pieces
-from ithaca.data.prepare import prepare
+from ithaca.data.preparation import pieces
+from ithaca.data.preparation.prepare import prepare
+from ithaca.data.preparation.tokenizer import load_tokenizer
 from ithaca.data.reader import open_tokens
-from ithaca.data.tokenizer import load_tokenizer
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -179,9 +179,9 @@ def long_inputs(
     small: None,  # noqa: ARG001
 ) -> Path:
     """Texts above and below 20,000 bytes, which count as long here, with a tokenizer that adds <end> on both sides."""
-    for name in ("ithaca.data.sources.LONG", "ithaca.data.tasks.LONG"):
+    for name in ("ithaca.data.preparation.sources.LONG", "ithaca.data.preparation.tasks.LONG"):
         monkeypatch.setattr(name, 20_000)
-    monkeypatch.setattr("ithaca.data.streams.CHUNK", 5000)
+    monkeypatch.setattr("ithaca.data.preparation.streams.CHUNK", 5000)
     top = tmp_path / "inputs"
     top.mkdir()
     (top / "a.txt").write_text("\ufeff" + code[100_000:180_000])

@@ -21,11 +21,11 @@ from pyarrow import parquet
 from rich.console import Console
 
 from ithaca.base.errors import DataError, RunError
-from ithaca.data import partial
-from ithaca.data.prepare import prepare
+from ithaca.data.preparation import partial
+from ithaca.data.preparation.prepare import prepare
+from ithaca.data.preparation.sources import Place
+from ithaca.data.preparation.tokenizer import load_tokenizer
 from ithaca.data.reader import open_tokens
-from ithaca.data.sources import Place
-from ithaca.data.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def wanted(inputs: Path, bpe: Path, tmp_path_factory: pytest.TempPathFactory) ->
 _PROGRAM = """
 import sys
 from pathlib import Path
-from ithaca.data.prepare import prepare
-from ithaca.data.tokenizer import load_tokenizer
+from ithaca.data.preparation.prepare import prepare
+from ithaca.data.preparation.tokenizer import load_tokenizer
 source, out, tokenizer = map(Path, sys.argv[1:])
 prepare([source], out, load_tokenizer(tokenizer), journal_seconds=0, group_bytes=1)
 """
@@ -281,7 +281,7 @@ def test_a_bar_on_a_terminal_and_nothing_short_elsewhere(inputs: Path, tmp_path:
 
 
 def test_lines_now_and_then_elsewhere(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ithaca.data.meter._EVERY", 0.0)
+    monkeypatch.setattr("ithaca.data.preparation.meter._EVERY", 0.0)
     said = io.StringIO()
     made = prepare([inputs], tmp_path / "out", console=Console(file=said), group_bytes=50 * 1024)
     lines = said.getvalue().splitlines()

@@ -10,12 +10,12 @@ import pytest
 from pyarrow import parquet
 
 from ithaca.base.errors import DataError
-from ithaca.data.inputs import find_inputs
-from ithaca.data.prepare import prepare
+from ithaca.data.preparation.inputs import find_inputs
+from ithaca.data.preparation.prepare import prepare
+from ithaca.data.preparation.records import Document
+from ithaca.data.preparation.sources import Place, Reading, documents
+from ithaca.data.preparation.tokenizer import load_tokenizer
 from ithaca.data.reader import TokenFile, open_tokens
-from ithaca.data.records import Document
-from ithaca.data.sources import Place, Reading, documents
-from ithaca.data.tokenizer import load_tokenizer
 
 
 def _write(path: Path, content: object) -> Path:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from ithaca.base.errors import DataError
-from ithaca.data.prepare import prepare
+from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import TokenFile, in_memory, open_tokens
 from ithaca.data.stats import CONTEXTS, context_table, draw, histogram, keep, measure, table
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ithaca.base.errors import DataError, RunError
 from ithaca.data import reader, tokenfile
-from ithaca.data.inputs import standard_library
-from ithaca.data.prepare import prepare
+from ithaca.data.preparation.inputs import standard_library
+from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import in_memory, open_tokens
 from ithaca.data.tokenfile import HEADER_BYTES, MAGIC, smallest_dtype
 

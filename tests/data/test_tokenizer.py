@@ -13,9 +13,9 @@ import transformers
 from tokenizers import processors
 
 from ithaca.base.errors import DataError
-from ithaca.data.prepare import prepare
+from ithaca.data.preparation.prepare import prepare
+from ithaca.data.preparation.tokenizer import Bytes, load_tokenizer
 from ithaca.data.reader import open_tokens
-from ithaca.data.tokenizer import Bytes, load_tokenizer
 from tests.data.conftest import TEXT
 
 
@@ -91,7 +91,9 @@ def test_text_the_tokenizer_does_not_know(tmp_path: Path) -> None:
 
 
 def test_no_torch() -> None:
-    program = "import sys, ithaca.data.command, ithaca.data.inputs; print('torch' in sys.modules)"
+    program = (
+        "import sys, ithaca.data.preparation.command, ithaca.data.preparation.inputs; print('torch' in sys.modules)"
+    )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ithaca.base.errors import DataError, RunError
 from ithaca.data import reader, tokenfile, version1
-from ithaca.data.prepare import prepare
+from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import TokenFile, in_memory, open_tokens
 from tests.data.old_format import HEADER_BYTES, write_version1
 

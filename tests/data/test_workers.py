@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from ithaca.base.errors import DataError, RunError
-from ithaca.data.partial import Partial
-from ithaca.data.prepare import prepare
+from ithaca.data.preparation.partial import Partial
+from ithaca.data.preparation.prepare import prepare
+from ithaca.data.preparation.tokenizer import load_tokenizer
+from ithaca.data.preparation.workers import Workers
 from ithaca.data.reader import open_tokens
-from ithaca.data.tokenizer import load_tokenizer
-from ithaca.data.workers import Workers
 
 
 def _slow_when_even(number: int) -> tuple[int, int]:
@@ -82,9 +82,9 @@ def test_a_killed_process_is_one_sentence() -> None:
 _PROGRAM = """
 import sys, time
 from pathlib import Path
-from ithaca.data import tasks
-from ithaca.data.prepare import prepare
-from ithaca.data.tokenizer import load_tokenizer
+from ithaca.data.preparation import tasks
+from ithaca.data.preparation.prepare import prepare
+from ithaca.data.preparation.tokenizer import load_tokenizer
 source, out, tokenizer = map(Path, sys.argv[1:])
 work = tasks.Job._encode_group
 tasks.Job._encode_group = lambda self, items: (time.sleep(0.02), work(self, items))[1]

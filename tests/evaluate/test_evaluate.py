@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ithaca.base.errors import ConfigError, ModelError
 from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import Config
-from ithaca.data.prepare import prepare
+from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import open_tokens
 from ithaca.evaluate import sample
 from ithaca.evaluate.command import lines

@@ -12,7 +12,7 @@ import torch
 
 import ithaca
 from ithaca.base.errors import DataError, ModelError
-from ithaca.data.tokenizer import load_tokenizer
+from ithaca.data.preparation.tokenizer import load_tokenizer
 from ithaca.model import folder as folders
 from ithaca.model.folder import companions, model_file, read_json
 from ithaca.model.source import DTYPES_FILE, describe_model, load_model

@@ -13,9 +13,9 @@ import ithaca
 from ithaca.base.errors import DataError
 from ithaca.config import Config, TrainSection
 from ithaca.data import sample
-from ithaca.data.inputs import standard_library
 from ithaca.data.packing import Rows
-from ithaca.data.prepare import prepare
+from ithaca.data.preparation.inputs import standard_library
+from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import TokenFile, in_memory, open_tokens
 from ithaca.data.sample import sequences
 from ithaca.parallel.batch import IGNORED

@@ -13,7 +13,7 @@ import pytest
 
 from ithaca.checkpoint.files import CheckpointFolder, text_sha256
 from ithaca.config import Config, read_config
-from ithaca.data.prepare import prepare
+from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import open_tokens
 from ithaca.train import loop
 from ithaca.train.loop import TrainingRun

@@ -8,8 +8,8 @@ import pytest
 
 from ithaca.base.errors import PlanError
 from ithaca.config import read_config
-from ithaca.data.prepare import prepare
-from ithaca.data.tokenizer import load_tokenizer
+from ithaca.data.preparation.prepare import prepare
+from ithaca.data.preparation.tokenizer import load_tokenizer
 from ithaca.train import loop
 from tests.models import make_model, save, save_tokenizer
 from tests.nursery import Nursery

@@ -19,7 +19,7 @@ import ithaca
 from ithaca.base.errors import ConfigError, DataError
 from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import Config
-from ithaca.data.prepare import prepare
+from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import in_memory
 from ithaca.data.windows import Windows
 from ithaca.rehearsal.memory_meter import Meter, mark_gradients

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ithaca.base.errors import first_line
-from ithaca.data.inputs import Input
-from ithaca.data.records import columns
-from ithaca.data.streams import BadFile, import_pyarrow
+from ithaca.data.preparation.inputs import Input
+from ithaca.data.preparation.records import columns
+from ithaca.data.preparation.streams import BadFile, import_pyarrow
 
 ROWS = 64
 

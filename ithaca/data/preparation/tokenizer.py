@@ -17,8 +17,8 @@ import numpy as np
 import tokenizers
 
 from ithaca.base.errors import DataError, first_line
-from ithaca.data import pieces
-from ithaca.data.pieces import LongText
+from ithaca.data.preparation import pieces
+from ithaca.data.preparation.pieces import LongText
 from ithaca.data.tokenfile import Stored
 from ithaca.model.folder import model_file, read_bytes
 

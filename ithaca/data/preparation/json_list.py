@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ithaca.base.errors import first_line
-from ithaca.data.streams import CHUNK, BadFile, chunks, not_utf8
+from ithaca.data.preparation.streams import CHUNK, BadFile, chunks, not_utf8
 
 _SPACE = re.compile(r"\s*")
 

@@ -20,18 +20,18 @@ import numpy as np
 from rich.console import Console
 
 from ithaca.base.errors import DataError
-from ithaca.data.chat_render import Renderer
-from ithaca.data.chat_template import ChatFormat
-from ithaca.data.encode import Encoded, Encoding, added
-from ithaca.data.inputs import Input, check_unchanged, find_inputs
-from ithaca.data.meter import Meter, say
-from ithaca.data.partial import Journal, Partial, partial_files
-from ithaca.data.pieces import Joiner, Piece
-from ithaca.data.sources import Bad, Reading, holds_tokens
-from ithaca.data.tasks import Group, Job, Part, Task
+from ithaca.data.chat.render import Renderer
+from ithaca.data.chat.template import ChatFormat
+from ithaca.data.preparation.encode import Encoded, Encoding, added
+from ithaca.data.preparation.inputs import Input, check_unchanged, find_inputs
+from ithaca.data.preparation.meter import Meter, say
+from ithaca.data.preparation.partial import Journal, Partial, partial_files
+from ithaca.data.preparation.pieces import Joiner, Piece
+from ithaca.data.preparation.sources import Bad, Reading, holds_tokens
+from ithaca.data.preparation.tasks import Group, Job, Part, Task
+from ithaca.data.preparation.tokenizer import Bytes, Numbers, Tokenizer
+from ithaca.data.preparation.workers import Workers, usable_cores
 from ithaca.data.tokenfile import VERSION, Header, smallest_dtype
-from ithaca.data.tokenizer import Bytes, Numbers, Tokenizer
-from ithaca.data.workers import Workers, usable_cores
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ithaca.data.streams import chunks, opened
+from ithaca.data.preparation.streams import chunks, opened
 
 PIECE = 1 << 18  # characters
 LONG = PIECE + PIECE // 2  # characters of a text, or of its rest, from which on it is cut

@@ -6,13 +6,13 @@ from rich.console import Console
 
 from ithaca.base.errors import DataError
 from ithaca.base.sizes import format_bytes, format_count, parse_tokens
-from ithaca.data.chat_template import load_format
-from ithaca.data.meter import say
-from ithaca.data.next_command import next_lines
-from ithaca.data.prepare import Prepared, prepare
+from ithaca.data.chat.template import load_format
+from ithaca.data.preparation.meter import say
+from ithaca.data.preparation.next_command import next_lines
+from ithaca.data.preparation.prepare import Prepared, prepare
+from ithaca.data.preparation.tokenizer import load_tokenizer
 from ithaca.data.reader import open_tokens
 from ithaca.data.stats import CONTEXTS, context_table, draw, table
-from ithaca.data.tokenizer import load_tokenizer
 
 
 def run(

@@ -1,6 +1,6 @@
 """Chat templates in Jinja's sandbox, with the names and filters that `transformers` gives them.
 
-Only the process of chat_worker.py loads this, because a template is a program: it may never end, or fill the memory.
+Only the process of worker.py loads this, because a template is a program: it may never end, or fill the memory.
 The sandbox keeps it from files and from Python's internals. `{% generation %}` … `{% endgeneration %}` marks what the
 assistant wrote: the marks go through the text as half surrogate pairs, which no record can hold, and are removed.
 """
@@ -15,7 +15,7 @@ from jinja2 import ext, nodes, sandbox, utils
 from jinja2.parser import Parser
 from jinja2.runtime import LoopContext, Macro
 
-from ithaca.data.chat_turns import Span
+from ithaca.data.chat.turns import Span
 
 _BEGIN, _END = "\ud800", "\ud801"
 _METHODS = frozenset(dir({}))

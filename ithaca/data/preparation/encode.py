@@ -11,12 +11,12 @@ from itertools import groupby
 import numpy as np
 
 from ithaca.base.errors import DataError
-from ithaca.data.chat_mask import ignored_ranges, learned_tokens
-from ithaca.data.chat_render import NoRendering, Rendered, Renderer
-from ithaca.data.partial import PIECE
-from ithaca.data.pieces import LongText
-from ithaca.data.records import Document
-from ithaca.data.tokenizer import Json, Numbers, Text, Tokenizer
+from ithaca.data.chat.mask import ignored_ranges, learned_tokens
+from ithaca.data.chat.render import NoRendering, Rendered, Renderer
+from ithaca.data.preparation.partial import PIECE
+from ithaca.data.preparation.pieces import LongText
+from ithaca.data.preparation.records import Document
+from ithaca.data.preparation.tokenizer import Json, Numbers, Text, Tokenizer
 
 LARGEST_ID = 2**32 - 1
 _NOTHING = np.empty(0, np.uint8)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ithaca.base.errors import DataError
-from ithaca.data.chat import SPELLINGS, conversation
-from ithaca.data.tokenizer import Text
+from ithaca.data.chat.conversation import SPELLINGS, conversation
+from ithaca.data.preparation.tokenizer import Text
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a pair, which UTF-8 cannot hold
 _MESSAGES = (("messages",), ("conversations",))

@@ -19,15 +19,15 @@ from typing import Any
 
 from ithaca.base.errors import DataError, first_line
 from ithaca.base.sizes import format_bytes
-from ithaca.data.chat_template import ChatFormat
-from ithaca.data.chat_turns import Span
-from ithaca.data.chat_worker import MEMORY, MEMORY_FACTOR, TEXT_FACTOR, read_frame, write_frame
+from ithaca.data.chat.template import ChatFormat
+from ithaca.data.chat.turns import Span
+from ithaca.data.chat.worker import MEMORY, MEMORY_FACTOR, TEXT_FACTOR, read_frame, write_frame
 
 _ROOT = Path(__file__).parents[2]
 _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from ithaca.data.chat_worker import serve
+from ithaca.data.chat.worker import serve
 serve(int(sys.argv[2]))
 """
 _OLDEST = (3, 1, 6)  # before, a template could leave the sandbox (CVE-2025-27516)

@@ -15,10 +15,10 @@ import numpy as np
 
 from ithaca.base.errors import DataError, suggestion
 from ithaca.base.sizes import format_count
-from ithaca.data.hub import PREFIX, is_dict, is_saved, load, only_split, saved_files
-from ithaca.data.kinds import kind_of, refusal
+from ithaca.data.preparation.hub import PREFIX, is_dict, is_saved, load, only_split, saved_files
+from ithaca.data.preparation.kinds import kind_of, refusal
+from ithaca.data.preparation.streams import SKIP_HINT, BadFile
 from ithaca.data.reader import TokenFile, in_memory
-from ithaca.data.streams import SKIP_HINT, BadFile
 from ithaca.data.tokenfile import DTYPES, INT64
 
 

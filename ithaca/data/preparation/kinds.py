@@ -8,7 +8,7 @@ import codecs
 import re
 from pathlib import Path
 
-from ithaca.data.streams import opened
+from ithaca.data.preparation.streams import opened
 from ithaca.data.tokenfile import MAGIC
 
 TEXTS = ("text", "jsonl", "json")

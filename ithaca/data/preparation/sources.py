@@ -14,12 +14,12 @@ from typing import Any, Literal
 import numpy as np
 
 from ithaca.base.errors import DataError, first_line
-from ithaca.data.inputs import Input, bounds_file
-from ithaca.data.json_list import elements
-from ithaca.data.pieces import LongText
-from ithaca.data.records import Document, document
-from ithaca.data.streams import SKIP_HINT, BadFile, chunks, not_utf8, opened
-from ithaca.data.tables import Rows, arrow_rows, hub_rows, parquet_rows
+from ithaca.data.preparation.inputs import Input, bounds_file
+from ithaca.data.preparation.json_list import elements
+from ithaca.data.preparation.pieces import LongText
+from ithaca.data.preparation.records import Document, document
+from ithaca.data.preparation.streams import SKIP_HINT, BadFile, chunks, not_utf8, opened
+from ithaca.data.preparation.tables import Rows, arrow_rows, hub_rows, parquet_rows
 from ithaca.data.tokenfile import DTYPES, Part, Stored, from_file, quoted
 
 LONG = 1 << 20  # bytes of a text file from which on it is read in pieces

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from ithaca.base.errors import DataError
-from ithaca.data.chat_render import NoRendering
-from ithaca.data.encode import Encoded, Encoding, MixedKinds, encode
-from ithaca.data.inputs import Input
-from ithaca.data.pieces import LongText, Piece, slices, split
-from ithaca.data.records import Document
-from ithaca.data.sources import LONG, Bad, Place, Reading, documents
-from ithaca.data.streams import SKIP_HINT
+from ithaca.data.chat.render import NoRendering
+from ithaca.data.preparation.encode import Encoded, Encoding, MixedKinds, encode
+from ithaca.data.preparation.inputs import Input
+from ithaca.data.preparation.pieces import LongText, Piece, slices, split
+from ithaca.data.preparation.records import Document
+from ithaca.data.preparation.sources import LONG, Bad, Place, Reading, documents
+from ithaca.data.preparation.streams import SKIP_HINT
+from ithaca.data.preparation.workers import usable_cores
 from ithaca.data.tokenfile import Stored
-from ithaca.data.workers import usable_cores
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ithaca.data.chat_turns import Span
+from ithaca.data.chat.turns import Span
 
 
 def learned_tokens(offsets: np.ndarray, spans: Sequence[Span], length: int) -> np.ndarray:

@@ -26,7 +26,8 @@ import numpy as np
 
 from ithaca.base.disk import is_full, reason
 from ithaca.base.errors import DataError, RunError
-from ithaca.data.sources import Place
+from ithaca.data.preparation.sources import Place
+from ithaca.data.preparation.tokenizer import Numbers
 from ithaca.data.tokenfile import (
     DTYPES,
     HEADER_BYTES,
@@ -42,7 +43,6 @@ from ithaca.data.tokenfile import (
     quoted,
     smallest_dtype,
 )
-from ithaca.data.tokenizer import Numbers
 
 VERSION = 2  # 2: special tokens of the post-processor are added; 1: only the end token was
 FIRST_BAD = 3

@@ -1,4 +1,4 @@
-"""The process that renders conversations, with limits on time, memory and text. chat_render.py starts it.
+"""The process that renders conversations, with limits on time, memory and text. render.py starts it.
 
 It reads frames: the format, then lists of conversations as JSON. It answers with a frame for each sample, and one
 behind the last sample of each conversation that says how it ended. It imports neither numpy nor the tokenizer, so that
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from typing import IO, Any
 
-from ithaca.data.chat_turns import NoSpan, Span, samples
+from ithaca.data.chat.turns import NoSpan, Span, samples
 
 MEMORY = 512 << 20  # bytes of the process, and …
 MEMORY_FACTOR = 64  # … for each byte of the conversations that are rendered together
@@ -106,7 +106,7 @@ class _Renderer:
             yield from samples(lambda n, prompt: render(n, prompt)[0], len(messages), learned, self._form["choice"])
 
     def _template(self, name: str) -> Any:
-        from ithaca.data.chat_jinja import Template
+        from ithaca.data.chat.jinja import Template
 
         name = name if name in self._form["templates"] else "default"
         if name not in self._compiled:
