@@ -1,1 +1,1 @@
-"""Token files: made from documents (`preparation/`, conversations by `chat/`), read and drawn from by everything else here."""
+"""Token files: made from documents (`preparation/`) and conversations (`chat/`); the rest reads them."""
