@@ -201,7 +201,7 @@ class TrainingRun:
         options = self.config.run
         every = options.checkpoint_every if options.validate_every is None else options.validate_every
         validation = Validation(held_out, every, manifest)
-        validation.best = self.checkpoints.best(validation.data)
+        validation.best = from_first(self.mesh.group, lambda: self.checkpoints.best(validation.data))
         if validation.changed:
             self._warn(
                 f"the validation data have changed since the checkpoint of step {self.done}: losses on the old ones "
@@ -226,7 +226,8 @@ class TrainingRun:
         self._announce()
         try:
             self._allocate()
-            self._validate(roll)
+            if self._validate(roll) and self.validation:
+                self.checkpoints.add_note(self.done, self.validation.note())  # it was written without its loss
             stopped = self._steps(roll)
             self._save()
             self.checkpoints.wait()
@@ -300,6 +301,8 @@ class TrainingRun:
             return False
         if not math.isfinite(found.loss):
             self._fail(f"the validation loss after step {self.done} is {found.loss}")
+        # The first rank's: ranks may hear of a write that failed in different steps
+        validation.best = from_first(self.mesh.group, lambda: validation.best)
         best = validation.add(self.done, found.loss)
         lowest = ", the lowest so far" if best else ""
         self.progress.say(f"Validation after step {self.done}: loss {found.loss:.4f}{lowest}")
@@ -423,7 +426,7 @@ class TrainingRun:
         if problem is None:
             return
         step, reason, lost = problem
-        if self.validation:
+        if self.validation and self.first:
             self.validation.best = self.checkpoints.best(self.validation.data)  # it may be the one that failed
         if lost and final:
             raise RunError(
