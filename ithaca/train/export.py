@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ithaca.base.disk import reason
 from ithaca.base.errors import ConfigError, ModelError, RunError, suggestion
+from ithaca.base.shell import continue_command
 from ithaca.checkpoint.files import CheckpointFolder, Described, cause, none_is_sound
 from ithaca.checkpoint.lease import GoneError, Lease
 from ithaca.checkpoint.snapshot import WEIGHT
@@ -35,7 +36,7 @@ def export(path: Path, folder: Path, dtype: str | None, best: bool = False) -> i
         raise ModelError(f"'{folder}' is a link that leads nowhere: name a new folder") from None
     check_vacant(folder)
     if not run.has_checkpoints():
-        raise ModelError(f"'{path}' has no checkpoint yet: train it further, ithaca train --run {path}")
+        raise ModelError(f"'{path}' has no checkpoint yet: train it further, {continue_command(path)}")
     source = describe_model(run.model)
     held = "torch.float64" if run.saved_config().model.dtype == "float64" else "torch.float32"
     wanted: Described = {f"{WEIGHT}{name}": [list(shape), held] for name, shape in source.spec.shapes()}

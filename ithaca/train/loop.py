@@ -14,6 +14,7 @@ from ithaca.assemble import Model, apply
 from ithaca.attention.kernels.choose import explain_kernel
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, IthacaError, LostRankError, RunError
+from ithaca.base.shell import continue_command
 from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.files import own_validation
@@ -71,7 +72,7 @@ def train(config: Config, path: Path, launched: bool = False, origin: Origin | N
     grid = mesh(**vars(config.mesh), device=device, timeout=max(longer, JOIN_SECONDS), share_gpus=share)
 
     def end(lost: LostRankError) -> None:
-        again = f"; continue from the last checkpoint with ithaca train --run {path}"
+        again = f"; continue from the last checkpoint with {continue_command(path)}"
         leave(str(lost) if launched else f"error: {lost}{again}")  # our launcher restarts the run
 
     with answering(grid.group, end) as roll:
@@ -435,7 +436,7 @@ class TrainingRun:
             )
         text = f"the checkpoint of step {step} could not be written ({reason}); {self.checkpoints.last_good()}"
         if final:
-            raise RunError(f"{text}: fix the cause and continue with ithaca train --run {self.folder.path}")
+            raise RunError(f"{text}: fix the cause and continue with {continue_command(self.folder.path)}")
         self.progress.warn(f"{text}; training continues")
 
     def _fail(self, what: str) -> None:
