@@ -396,6 +396,29 @@ def test_a_stop_does_not_wait_for_a_validation(nursery, small_config: Config, he
     assert [line["step"] for line in RunFolder(path).read_validations()] == [0, 2, 4]
 
 
+def test_a_stop_in_the_first_validation(nursery: Nursery, small_config: Config, held: Path, tmp_path: Path) -> None:
+    """No step is done after it, and the run that continues measures its start."""
+    config, path = configured(small_config, str(held), 4, validate_every=2), tmp_path / "run"
+    for _ in range(2):
+        said = done(nursery.job(stopping_at_once, config, path, ranks=2))
+        assert "Stopped after step 0" in said
+        assert kept(path) == []
+    done(nursery.job(train, config, path, ranks=2))
+    assert [line["step"] for line in RunFolder(path).read_validations()] == [0, 2, 4]
+
+
+def stopping_at_once(config: Config, path: Path) -> None:
+    """Train; a user asks to stop before the first validation has ended."""
+    allocate = TrainingRun._allocate
+
+    def asked(run: TrainingRun) -> None:
+        allocate(run)
+        run.stop.ask()
+
+    TrainingRun._allocate = asked
+    train(config, path)
+
+
 def test_a_validation_that_was_broken_off_can_be_the_best(nursery, small_config: Config, held, tmp_path: Path) -> None:
     """It is made again when the run continues, and the checkpoint that is there has its loss from then on."""
     config, path = configured(small_config, str(held), 4, validate_every=2, keep=1), tmp_path / "run"
