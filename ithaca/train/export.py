@@ -5,6 +5,7 @@ one weight, however large the model is. The run may be training meanwhile: a lea
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def export(path: Path, folder: Path, dtype: str | None, best: bool = False) -> i
 
 def best_step(path: Path, files: CheckpointFolder) -> int:
     """Return the step of a run's checkpoint with the lowest validation loss."""
+    for step in files.steps():
+        if files.manifest(step) is None:
+            text = (
+                f"The manifest of step {step} is damaged, so its validation loss is not known and --best passes it over"
+            )
+            print(text, file=sys.stderr)  # stdout may be JSON
     best = files.best()
     if best is None:
         raise ConfigError(

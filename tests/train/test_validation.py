@@ -314,6 +314,16 @@ def test_the_best_checkpoint_stays(nursery: Nursery, small_config: Config, held:
     assert manifest["validation"]["last"] == [14, 2.5]
 
 
+def test_a_best_checkpoint_without_its_manifest(nursery, small_config: Config, held: Path, tmp_path: Path) -> None:
+    """The next best is taken, and it is said."""
+    config, path = configured(small_config, str(held), 4, validate_every=2), tmp_path / "run"
+    done(nursery.job(scripted, config, path, {0: 9.0, 2: 1.0, 4: 2.0}))
+    (path / "checkpoints" / "step-00000002" / "manifest.json").write_text("{}")
+    (end,) = nursery.job(export, path, tmp_path / "best", None, True)
+    assert end.code == 0
+    assert "The manifest of step 2 is damaged, so its validation loss is not known" in end.err
+
+
 def test_a_run_without_validation_keeps_the_best_it_has(nursery, small_config: Config, held, tmp_path: Path) -> None:
     config, path = configured(small_config, str(held), 4, validate_every=2, keep=1), tmp_path / "run"
     done(nursery.job(scripted, config, path, {0: 9.0, 2: 1.0, 4: 2.0}))
