@@ -159,7 +159,9 @@ def test_ids_of_a_tokenizer_alone(nursery: Nursery, folder: Path) -> None:
     assert "model.source=smollm2-135m" in settings(train)
 
 
-@pytest.mark.parametrize("value", ["a b", "12", "true", " x ", "[1]", "it's", "'q'", "1e-5", "a#b", "", "2026-01-01"])
+@pytest.mark.parametrize(
+    "value", ["a b", "12", "true", " x ", "[1]", "it's", "'q'", "1e-5", "a#b", "", "2026-01-01", " \U0001f3d6\x7f "]
+)
 def test_a_text_comes_back(value: str) -> None:
     assert read_config(None, [setting("data.source", value)]).data.source == value
     (copied,) = commands(train_command({"data.source": value}))

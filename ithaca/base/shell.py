@@ -4,6 +4,7 @@ import json
 import shlex
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 
 from ithaca.base.sizes import format_tokens
 
@@ -11,6 +12,16 @@ from ithaca.base.sizes import format_tokens
 def train_command(settings: Mapping[str, object], *more: object) -> str:
     """Return `ithaca train --set NAME=VALUE … MORE…`, quoted for the shell."""
     return " ".join(["ithaca train", set_options(settings), shlex.join(map(str, more))]).strip()
+
+
+def continue_command(run: Path) -> str:
+    """Return `ithaca train --run RUN`, quoted for the shell."""
+    return f"ithaca train --run {quoted(run)}"
+
+
+def quoted(path: Path) -> str:
+    """Return a path as one word for the shell."""
+    return shlex.quote(str(path))
 
 
 def set_options(settings: Mapping[str, object]) -> str:
@@ -24,7 +35,7 @@ def setting(name: str, value: object) -> str:
     if isinstance(value, bool):
         text = text.lower()
     elif not isinstance(value, int | float) and (text != text.strip() or _is_toml(text)):
-        text = json.dumps(text)
+        text = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has no pairs of surrogates
     return f"{name}={text}"
 
 

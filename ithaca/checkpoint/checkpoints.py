@@ -167,8 +167,15 @@ class Checkpoints:
         return f"the last good checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
 
     def best(self, data: dict[str, Any]) -> tuple[int, float] | None:
-        """Return the step and the loss of the checkpoint on disk with the lowest loss on these validation data."""
-        return from_first(self._group, lambda: self._files.best(data))
+        """Return the step and the loss of the checkpoint on disk with the lowest loss on these validation data.
+
+        Any rank may ask alone.
+        """
+        return self._files.best(data)
+
+    def add_note(self, step: int, note: dict[str, Any]) -> None:
+        """Add to the manifest of a checkpoint on disk what became known after it was written."""
+        self._alone(lambda: self._files.add_note(step, note))
 
     def load(self) -> dict[str, Any] | None:
         """Read the newest sound checkpoint into model and optimizer. Return its manifest; None without checkpoints.

@@ -134,10 +134,7 @@ class CheckpointFolder:
 
     def complete(self, partial: Path, step: int, manifest: dict[str, Any]) -> str | None:
         """Add the manifest to a written checkpoint, and give it its name. Return a warning, if there is one."""
-        with (partial / MANIFEST).open("w", encoding="utf-8") as file:
-            json.dump({**manifest, "sha256": text_sha256(manifest)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_manifest(partial / MANIFEST, manifest)
         path, warning = self.path(step), None
         if path.exists():  # someone has put it there, and someone may be reading it
             aside = _vacant_name(path, REPLACED)
@@ -146,6 +143,13 @@ class CheckpointFolder:
         partial.rename(path)
         _sync_folder(self.folder)
         return warning
+
+    def add_note(self, step: int, note: dict[str, Any]) -> None:
+        """Add entries to the manifest of a checkpoint. Whoever reads it meanwhile finds it gone, and looks again."""
+        manifest, file = self._read_manifest(step) | note, self.path(step) / MANIFEST
+        partial = file.with_name(f"{MANIFEST}{PARTIAL}")
+        _write_manifest(partial, json.loads(json.dumps(manifest)))  # as it will be read
+        partial.rename(file)
 
     def best(self, data: dict[str, Any] | None = None) -> tuple[int, float] | None:
         """Return the step and the loss of the checkpoint with the lowest validation loss; None if none was validated.
@@ -338,6 +342,13 @@ def _is_hex(found: Any) -> bool:
 
 def text_sha256(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _write_manifest(file: Path, manifest: dict[str, Any]) -> None:
+    with file.open("w", encoding="utf-8") as opened:
+        json.dump({**manifest, "sha256": text_sha256(manifest)}, opened, indent=1)
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ithaca.assemble import Model, apply
 from ithaca.base.errors import ConfigError, ModelError, RunError
+from ithaca.base.shell import continue_command
 from ithaca.checkpoint.checkpoints import none_is_sound
 from ithaca.checkpoint.files import CheckpointFolder, describe
 from ithaca.checkpoint.lease import GoneError
@@ -49,7 +50,7 @@ def check_model_path(path: Path, config: Config, best: bool) -> None:
     run = RunFolder(path)
     if run.begun():
         if not run.has_checkpoints():
-            raise ModelError(f"'{path}' has no checkpoint yet: train it further, ithaca train --run {path}")
+            raise ModelError(f"'{path}' has no checkpoint yet: train it further, {continue_command(path)}")
         if best:
             best_step(path, CheckpointFolder(run.checkpoints))
         return

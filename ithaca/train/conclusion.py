@@ -7,6 +7,7 @@ from typing import Any
 
 from ithaca.base.disk import not_a_file, reason
 from ithaca.base.errors import RunError
+from ithaca.base.shell import continue_command, quoted
 from ithaca.base.sizes import format_count
 from ithaca.train.report import Progress
 from ithaca.train.run_folder import VALIDATION, RunFolder, partial_name
@@ -32,7 +33,7 @@ def tell_conclusion(folder: RunFolder, progress: Progress, done: int, saved: int
     except OSError as error:
         problem = f"'{folder.picture}' could not be written ({reason(error, folder.path)})"
     if stopped:
-        progress.say(f"Stopped after step {done}. Continue with: ithaca train --run {folder.path}")
+        progress.say(f"Stopped after step {done}. Continue with: {continue_command(folder.path)}")
     else:
         progress.say("\n".join(_summary(folder, metrics, done)))
     if kind := not_a_file(folder.log):
@@ -45,9 +46,9 @@ def stopped_at_once(folder: RunFolder, done: int) -> str:
     """Return what a second Ctrl-C did and what is left of the run after `done` steps."""
     finished = f"Step {done} was the last to finish" if done else "The first step was not finished"
     if saved := folder.last_checkpoint():
-        kept = f"the checkpoint of step {saved} is kept: ithaca train --run {folder.path} continues from there"
+        kept = f"the checkpoint of step {saved} is kept: {continue_command(folder.path)} continues from there"
     elif folder.begun():
-        kept = f"there is no checkpoint yet: ithaca train --run {folder.path} starts again from the beginning"
+        kept = f"there is no checkpoint yet: {continue_command(folder.path)} starts again from the beginning"
     else:
         kept = "nothing was saved"
     return f"Stopped at once. {finished}; {kept}."
@@ -60,7 +61,7 @@ def _summary(folder: RunFolder, metrics: list[dict[str, Any]], done: int) -> Ite
     yield f"  run folder   {folder.path}"
     if os.path.isfile(folder.picture):
         yield f"  loss curve   {folder.picture}"
-    yield f"  next         ithaca export {folder.path} {folder.path}-model"
+    yield f"  next         ithaca export {quoted(folder.path)} {quoted(Path(f'{folder.path}-model'))}"
 
 
 def _losses(metrics: list[dict[str, Any]]) -> list[tuple[int, float]]:

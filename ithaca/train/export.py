@@ -5,6 +5,7 @@ one weight, however large the model is. The run may be training meanwhile: a lea
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ithaca.base.disk import reason
 from ithaca.base.errors import ConfigError, ModelError, RunError, suggestion
+from ithaca.base.shell import continue_command
 from ithaca.checkpoint.files import CheckpointFolder, Described, cause, none_is_sound
 from ithaca.checkpoint.lease import GoneError, Lease
 from ithaca.checkpoint.snapshot import WEIGHT
@@ -35,7 +37,7 @@ def export(path: Path, folder: Path, dtype: str | None, best: bool = False) -> i
         raise ModelError(f"'{folder}' is a link that leads nowhere: name a new folder") from None
     check_vacant(folder)
     if not run.has_checkpoints():
-        raise ModelError(f"'{path}' has no checkpoint yet: train it further, ithaca train --run {path}")
+        raise ModelError(f"'{path}' has no checkpoint yet: train it further, {continue_command(path)}")
     source = describe_model(run.model)
     held = "torch.float64" if run.saved_config().model.dtype == "float64" else "torch.float32"
     wanted: Described = {f"{WEIGHT}{name}": [list(shape), held] for name, shape in source.spec.shapes()}
@@ -54,6 +56,12 @@ def export(path: Path, folder: Path, dtype: str | None, best: bool = False) -> i
 
 def best_step(path: Path, files: CheckpointFolder) -> int:
     """Return the step of a run's checkpoint with the lowest validation loss."""
+    for step in files.steps():
+        if files.manifest(step) is None:
+            text = (
+                f"The manifest of step {step} is damaged, so its validation loss is not known and --best passes it over"
+            )
+            print(text, file=sys.stderr)  # stdout may be JSON
     best = files.best()
     if best is None:
         raise ConfigError(

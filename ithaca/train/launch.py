@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ithaca.base.errors import ConfigError, LostRankError, RunError, first_line, shown
+from ithaca.base.shell import continue_command
 from ithaca.config import Config
 from ithaca.train.conclusion import stopped_at_once
 from ithaca.train.elastic import leave
@@ -136,7 +137,7 @@ def _join(
     try:
         train(config, path, origin=origin)
     except LostRankError as lost:
-        leave(f"error: {lost}; continue from the last checkpoint with ithaca train --run {path}")
+        leave(f"error: {lost}; continue from the last checkpoint with {continue_command(path)}")
 
 
 def _check_environment() -> None:
@@ -223,7 +224,7 @@ def _start(config: Config, count: int, path: Path, origin: Origin | None = None)
             if failures > RESTARTS:
                 raise RunError(
                     f"{how}, and {RESTARTS} restarts in a row made no new checkpoint: fix the cause, then continue "
-                    f"with ithaca train --run {path}"
+                    f"with {continue_command(path)}"
                 )
             again = f"Restarting from the last checkpoint ({failures} of {RESTARTS})"
             tell(f"{how[0].upper()}{how[1:]}. {again}", sys.stderr)

@@ -12,6 +12,7 @@ import torch
 from ithaca.assemble import Model, apply
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, IthacaError, LostRankError, RunError
+from ithaca.base.shell import continue_command
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.files import own_validation
 from ithaca.config import Config
@@ -66,7 +67,7 @@ def train(config: Config, path: Path, launched: bool = False, origin: Origin | N
     grid = mesh(**vars(config.mesh), device=device, timeout=max(longer, JOIN_SECONDS), share_gpus=share)
 
     def end(lost: LostRankError) -> None:
-        again = f"; continue from the last checkpoint with ithaca train --run {path}"
+        again = f"; continue from the last checkpoint with {continue_command(path)}"
         leave(str(lost) if launched else f"error: {lost}{again}")  # our launcher restarts the run
 
     with answering(grid.group, end) as roll:
@@ -196,7 +197,7 @@ class TrainingRun:
         options = self.config.run
         every = options.checkpoint_every if options.validate_every is None else options.validate_every
         validation = Validation(held_out, every, manifest)
-        validation.best = self.checkpoints.best(validation.data)
+        validation.best = from_first(self.mesh.group, lambda: self.checkpoints.best(validation.data))
         if validation.changed:
             self._warn(
                 f"the validation data have changed since the checkpoint of step {self.done}: losses on the old ones "
@@ -221,7 +222,8 @@ class TrainingRun:
         self._announce()
         try:
             self._allocate()
-            self._validate(roll)
+            if self._validate(roll) and self.validation:
+                self.checkpoints.add_note(self.done, self.validation.note())  # it was written without its loss
             stopped = self._steps(roll)
             self._save()
             self.checkpoints.wait()
@@ -261,6 +263,8 @@ class TrainingRun:
         """Train until the last step (return False) or until a user asks to stop (return True)."""
         every = self.config.run.checkpoint_every
         self.folder.begin_steps()
+        if self.validation and self.done < self.steps and self.stop.agreed():
+            return True  # a user broke off the validation before the first step
         while self.done < self.steps:
             with roll.limit(self.timeout):
                 metrics = self._step()
@@ -285,6 +289,8 @@ class TrainingRun:
             return False
         if not math.isfinite(found.loss):
             self._fail(f"the validation loss after step {self.done} is {found.loss}")
+        # The first rank's: ranks may hear of a write that failed in different steps
+        validation.best = from_first(self.mesh.group, lambda: validation.best)
         best = validation.add(self.done, found.loss)
         lowest = ", the lowest so far" if best else ""
         self.progress.say(f"Validation after step {self.done}: loss {found.loss:.4f}{lowest}")
@@ -384,7 +390,7 @@ class TrainingRun:
         if problem is None:
             return
         step, reason, lost = problem
-        if self.validation:
+        if self.validation and self.first:
             self.validation.best = self.checkpoints.best(self.validation.data)  # it may be the one that failed
         if lost and final:
             raise RunError(
@@ -393,7 +399,7 @@ class TrainingRun:
             )
         text = f"the checkpoint of step {step} could not be written ({reason}); {self.checkpoints.last_good()}"
         if final:
-            raise RunError(f"{text}: fix the cause and continue with ithaca train --run {self.folder.path}")
+            raise RunError(f"{text}: fix the cause and continue with {continue_command(self.folder.path)}")
         self.progress.warn(f"{text}; training continues")
 
     def _fail(self, what: str) -> None:

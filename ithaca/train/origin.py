@@ -14,6 +14,7 @@ from typing import Any
 
 from ithaca.base.errors import ConfigError
 from ithaca.base.files import read_small
+from ithaca.base.shell import continue_command
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.files import CheckpointFolder, is_origin, total_updates
 from ithaca.config import Config, ModelSection
@@ -104,11 +105,11 @@ def check_origin(run: RunFolder, origin: Origin, config: Config) -> None:
     """Raise an error if a new run cannot start from the other one. Nothing is written."""
     theirs, path = open_origin(origin.path), origin.path
     if _same_folder(path, run.path):
-        raise ConfigError(f"--from and --run both name '{path}': ithaca train --run {path} alone continues it")
+        raise ConfigError(f"--from and --run both name '{path}': {continue_command(path)} alone continues it")
     files = CheckpointFolder(theirs.checkpoints)
     steps = files.steps()
     if not steps:
-        raise ConfigError(f"'{path}' has 0 checkpoints to start from: train it further, ithaca train --run {path}")
+        raise ConfigError(f"'{path}' has 0 checkpoints to start from: train it further, {continue_command(path)}")
     record = (theirs.record() or theirs.saved_config()).model
     _check_model(path, config.model, record)
     manifest = files.manifest(steps[-1])

@@ -235,6 +235,8 @@ class RunFolder:
         """Rename an old run, so that a fresh one can take its place. Nothing is deleted. Return the new name."""
         if not self.path.exists():
             return None
+        if self.path.name in ("", ".."):
+            raise ConfigError(f"--fresh cannot rename '{self.path}': name the run folder, as --run ../mine")
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}.old{number}")).exists():
             number += 1

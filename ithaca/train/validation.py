@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.assemble import Model
+from ithaca.base.shell import quoted
 from ithaca.base.sizes import format_count
 from ithaca.config import Config
 from ithaca.data.reader import TokenFile
@@ -176,7 +177,9 @@ class Validation:
         (first, before), (step, now) = self.start, self.last
         text = f"Validation loss: {before:.3f} at step {first} -> {now:.3f} at step {step}"
         if self.best and self.best[1] < before:
-            return [f"{text}; lowest {self.best[1]:.3f} at step {self.best[0]}: ithaca export {path} DIR --best"]
+            return [
+                f"{text}; lowest {self.best[1]:.3f} at step {self.best[0]}: ithaca export {quoted(path)} DIR --best"
+            ]
         return [f"{text}; no step is better than the start"]
 
 

@@ -96,6 +96,18 @@ def test_metrics_are_cut_back(tmp_path: Path) -> None:
     assert folder.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+def test_a_folder_without_a_name_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--run . --fresh` would go on in the folder that was moved away."""
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    for path in (".", "../run/.."):
+        with pytest.raises(
+            ConfigError, match=r"--fresh cannot rename '\.\S*': name the run folder, as --run \.\./mine"
+        ):
+            RunFolder(Path(path)).set_aside()
+    assert [*tmp_path.rglob("*")] == [tmp_path / "run"]
+
+
 def test_an_old_run_is_set_aside(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     assert folder.set_aside() is None

@@ -2,11 +2,13 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import transformers
 
+from ithaca.base.shell import continue_command
 from ithaca.train.run_folder import RunFolder
 from tests.nursery import Nursery
 from tests.train.conftest import SMALL
@@ -105,3 +107,13 @@ def test_no_terminal_still_sees_progress(nursery: Nursery, small_model: Path, tm
     assert steps[0] == 1
     assert steps[-1] == 30
     assert 10 <= len(steps) <= 20
+
+
+def test_the_next_command_of_a_run_with_an_odd_name(nursery: Nursery, tmp_path: Path) -> None:
+    """It runs as it is printed."""
+    end = nursery.command("train", "--run", "my run", "--ranks", "1", *words("train.steps=1"), folder=tmp_path)
+    assert end.code == 0, end.err
+    (command,) = re.findall(r"next +ithaca (.*)", end.out)
+    assert nursery.command(*shlex.split(command), folder=tmp_path).code == 0
+    assert (tmp_path / "my run-model" / "config.json").is_file()
+    assert continue_command(Path("my run")) == "ithaca train --run 'my run'"

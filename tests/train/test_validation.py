@@ -13,10 +13,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import ithaca
 from ithaca.base.errors import ConfigError, DataError
+from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import Config
 from ithaca.data.preparation.prepare import prepare
@@ -312,6 +314,16 @@ def test_the_best_checkpoint_stays(nursery: Nursery, small_config: Config, held:
     assert manifest["validation"]["last"] == [14, 2.5]
 
 
+def test_a_best_checkpoint_without_its_manifest(nursery, small_config: Config, held: Path, tmp_path: Path) -> None:
+    """The next best is taken, and it is said."""
+    config, path = configured(small_config, str(held), 4, validate_every=2), tmp_path / "run"
+    done(nursery.job(scripted, config, path, {0: 9.0, 2: 1.0, 4: 2.0}))
+    (path / "checkpoints" / "step-00000002" / "manifest.json").write_text("{}")
+    (end,) = nursery.job(export, path, tmp_path / "best", None, True)
+    assert end.code == 0
+    assert "The manifest of step 2 is damaged, so its validation loss is not known" in end.err
+
+
 def test_a_run_without_validation_keeps_the_best_it_has(nursery, small_config: Config, held, tmp_path: Path) -> None:
     config, path = configured(small_config, str(held), 4, validate_every=2, keep=1), tmp_path / "run"
     done(nursery.job(scripted, config, path, {0: 9.0, 2: 1.0, 4: 2.0}))
@@ -392,6 +404,61 @@ def test_a_stop_does_not_wait_for_a_validation(nursery, small_config: Config, he
     assert [line["step"] for line in RunFolder(path).read_validations()] == [0]
     done(nursery.job(train, config, path, ranks=2))
     assert [line["step"] for line in RunFolder(path).read_validations()] == [0, 2, 4]
+
+
+def test_a_stop_in_the_first_validation(nursery: Nursery, small_config: Config, held: Path, tmp_path: Path) -> None:
+    """No step is done after it, and the run that continues measures its start."""
+    config, path = configured(small_config, str(held), 4, validate_every=2), tmp_path / "run"
+    for _ in range(2):
+        said = done(nursery.job(stopping_at_once, config, path, ranks=2))
+        assert "Stopped after step 0" in said
+        assert kept(path) == []
+    done(nursery.job(train, config, path, ranks=2))
+    assert [line["step"] for line in RunFolder(path).read_validations()] == [0, 2, 4]
+
+
+def stopping_at_once(config: Config, path: Path) -> None:
+    """Train; a user asks to stop before the first validation has ended."""
+    allocate = TrainingRun._allocate
+
+    def asked(run: TrainingRun) -> None:
+        allocate(run)
+        run.stop.ask()
+
+    TrainingRun._allocate = asked
+    train(config, path)
+
+
+def test_a_validation_that_was_broken_off_can_be_the_best(nursery, small_config: Config, held, tmp_path: Path) -> None:
+    """It is made again when the run continues, and the checkpoint that is there has its loss from then on."""
+    config, path = configured(small_config, str(held), 4, validate_every=2, keep=1), tmp_path / "run"
+    done(nursery.job(stopping, config, path, 2))
+    files = CheckpointFolder(RunFolder(path).checkpoints)
+    assert (files.steps(), files.best()) == ([2], None)
+    said = done(nursery.job(scripted, config, path, {2: 1.0, 4: 3.0}, ranks=2))
+    assert "Validation after step 2: loss 1.0000, the lowest so far" in said
+    assert (files.steps(), files.best()) == ([2, 4], (2, 1.0))
+    assert files.damage(2, {}) is None
+    assert nursery.job(export, path, tmp_path / "best", None, True)[0].code == 0
+
+
+def test_a_write_that_fails_is_noticed_rank_by_rank(nursery, small_config: Config, held: Path, tmp_path: Path) -> None:
+    """The thread of one rank may end a step later than that of another; they agree all the same."""
+    config, path = configured(small_config, str(held), 6, validate_every=2, checkpoint_every=0), tmp_path / "run"
+    said = done(nursery.job(noticing_late, config, path, {0: 9.0, 2: 1.0, 4: 3.0, 6: 2.0}, ranks=2))
+    assert "the checkpoint of step 2 could not be written" in said
+    assert CheckpointFolder(RunFolder(path).checkpoints).best() == (6, 2.0)
+
+
+def noticing_late(config: Config, path: Path, losses: dict[int, float]) -> None:
+    """Train as `failing` does; all ranks but the first hear of it two steps later."""
+    problem, asked = Checkpoints.problem, iter(range(9))
+
+    def late(checkpoints: Checkpoints) -> tuple[int, str, bool] | None:
+        return problem(checkpoints) if dist.get_rank() == 0 or next(asked) > 3 else None
+
+    Checkpoints.problem = late
+    failing(replace(config, run=replace(config.run, timeout=20.0)), path, losses)
 
 
 def test_a_loss_that_is_no_number(nursery: Nursery, small_config: Config, held: Path, tmp_path: Path) -> None:
