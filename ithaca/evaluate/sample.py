@@ -1,12 +1,13 @@
 """Text that a model generates, through `transformers`: a few prompts, small models, one process.
 
 The model is loaded whole, on the CPU, from its Hugging Face folder. Generation is greedy, so the same model gives the
-same text. Prompts are encoded as `ithaca data` encodes documents, without special tokens. Ithaca trains: to serve a
-model, other engines are faster by far.
+same text. Prompts are encoded as `ithaca data` encodes the beginning of a document, with the special tokens before it.
+Ithaca trains: to serve a model, other engines are faster by far.
 """
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 
 from ithaca.base.errors import ConfigError, ModelError, first_line
 from ithaca.base.sizes import format_count
+from ithaca.data.encode import added
+from ithaca.data.tokenizer import Json
 from ithaca.model.folder import model_file
 from ithaca.model.spec import Spec
 
@@ -81,4 +84,10 @@ def _coder(folder: Path | None, tokenizer: str) -> Coder:
         inner = tokenizers.Tokenizer.from_file(str(file))
     except Exception as problem:  # the package raises nothing narrower
         raise ModelError(f"'{file}' is not a tokenizer.json ({first_line(problem)})") from None
-    return lambda text: inner.encode(text, add_special_tokens=False).ids, inner.decode
+    return partial(_encode, Json(file)), inner.decode
+
+
+def _encode(tokenizer: Json, text: str) -> list[int]:
+    (ids,) = tokenizer.encode([text])
+    begin, _ = added(ids[:0], ids, tokenizer)
+    return [*begin.tolist(), *ids.tolist()]

@@ -70,6 +70,7 @@ RECORDS = {
     "a call that is no JSON": ({"conversations": [{"from": "function_call", "value": "x"}]}, "has a call 'x': write"),
     "a prompt of both kinds": ({"prompt": "x", "completion": [ANSWER]}, "has 'prompt' of type str: a list of messages"),
     "an output of numbers": ({"instruction": "x", "output": [1]}, "has a 'output' of type list: text is needed"),
+    "no output": ({"instruction": "x", "output": None}, "has a 'output' of type null: text is needed"),
     "a history of names": ({"instruction": "x", "output": "y", "history": ["a"]}, "'history' that is no list of pairs"),
     "no known field": (
         {"chosen": [ASK]},

@@ -148,6 +148,18 @@ def test_other_tokens_are_counted(trained: dict[str, tokenizers.Tokenizer], kind
 
 
 @pytest.mark.usefixtures("small")
+def test_a_run_of_one_token() -> None:
+    """A run that is longer than a window: both pieces have its tokens, and yet the whole can have others."""
+    vocab = [("<u>", -9.0), ("w", -2.0), (" ", -2.0), ("a", -3.383), ("aa", -3.917)]
+    encode = _encode(tokenizers.Tokenizer(models.Unigram(vocab, unk_id=0)))
+    for start in (6000, 6001):
+        for length in (9000, 9001):
+            text = "w " * (start // 2) + "w" * (start % 2) + "a" * length + " w" * 4000
+            found, _, forced = _joined(text, encode)
+            assert forced or np.array_equal(found, encode([text])[0]), (start, length)
+
+
+@pytest.mark.usefixtures("small")
 def test_pieces_depend_on_the_text_alone(code: str) -> None:
     text, chance = code[:99_000], random.Random(0)
     wanted = list(pieces.split(iter([text])))

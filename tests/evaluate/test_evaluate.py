@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 
@@ -193,6 +194,22 @@ def test_samples_need_transformers_and_a_tokenizer(place: Path, monkeypatch: pyt
     monkeypatch.setattr(sample.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"--sample needs a package: pip install 'transformers"):
         sample.check_samples(["a"], spec, place / "model", "bytes")
+
+
+def test_prompts_begin_as_documents_do(tmp_path: Path) -> None:
+    """With the begin token, once, without the end, and not truncated."""
+    vocab = {"<s>": 0, "</s>": 1, "tell": 2, "me": 3}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "me"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    inner.enable_truncation(3)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    encode, _ = sample._coder(tmp_path, "unknown")
+    assert encode("tell me tell me") == [0, 2, 3, 2, 3]
+    assert encode("<s> tell me") == [0, 2, 3]
 
 
 @pytest.mark.full

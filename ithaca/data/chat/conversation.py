@@ -87,6 +87,9 @@ def _alpaca(where: str, record: dict[str, Any]) -> list[Message]:
     pairs = record.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise DataError(f'{where} has a \'history\' that is no list of pairs: write [["question", "answer"]]')
+    for field in ("instruction", "output"):
+        if record.get(field) is None:  # an empty answer would be learned
+            raise DataError(f"{where} has a '{field}' of type null: text is needed")
     question, more = (_text(where, record, field) for field in ("instruction", "input"))
     pairs = [*pairs, [f"{question}\n{more}" if more else question, _text(where, record, "output")]]
     turns = [({"role": "user", "content": asked}, {"role": "assistant", "content": said}) for asked, said in pairs]

@@ -132,8 +132,8 @@ class Joiner:
 def agreed(last: np.ndarray, ids: np.ndarray, window: np.ndarray) -> int | None:
     """Return the number of tokens before the middle of the window; None if the pieces do not have its tokens."""
     half = len(window) // 2
-    if half < RUN:
-        return None
+    if half < RUN or len(np.unique(window[RUN - 1 : 1 - RUN])) == 1:
+        return None  # of a run of one token, nothing tells where each begins
     before, behind = window[half - RUN :], window[: half + RUN]
     same = np.array_equal(last[max(len(last) - len(before), 0) :], before) and np.array_equal(
         ids[: len(behind)], behind
