@@ -103,7 +103,8 @@ def test_new_runs_get_new_folders(nursery: Nursery, tmp_path: Path) -> None:
 def test_no_terminal_still_sees_progress(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
     sets = words(f"model.source={small_model}", "train.steps=30")
     end = nursery.command("train", "--ranks", "1", *sets, folder=tmp_path)
-    steps = [int(number) for number in re.findall(r"^Step (\d+)/30  loss [\d.]+  grad norm .* tokens/s/rank", end.out, re.M)]
+    lines = re.findall(r"^Step (\d+)/30  loss [\d.]+  grad norm .* tokens/s/rank", end.out, re.M)
+    steps = [int(number) for number in lines]
     assert steps[0] == 1
     assert steps[-1] == 30
     assert 10 <= len(steps) <= 20
