@@ -189,9 +189,7 @@ class Checkpoints:
             if not damage:
                 # Only now: if no checkpoint is sound, they must keep their names, or the next start would begin anew
                 self._alone(lambda: [self._files.set_aside(newer) for newer in damaged])
-                manifest = self._read(step)
-                self._prune()
-                return manifest
+                return self._read(step)
             self._warn(f"the checkpoint of step {step} is damaged ({damage[0]}): trying the previous one")
             damaged[step] = damage[0]
         if known:
@@ -216,7 +214,7 @@ class Checkpoints:
         for state in self._optimizer.state.values():
             state["step"].fill_(total_updates(manifest))
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
         """Delete old checkpoints. One that is newer was read or written just now, so what is kept is sound."""
         for problem in self._files.prune(self._keep) if self._rank == 0 else ():
             self._warn(problem)
@@ -271,7 +269,7 @@ class Checkpoints:
             }
             manifest = json.loads(json.dumps(manifest))  # as it will be read
             self._stage(lambda: self._complete(partial, step, manifest) if self._rank == 0 else None)
-            self._prune()
+            self.prune()
         except (Exception, dcp.api.CheckpointException) as problem:  # any error means that nothing was written
             found = cause(problem)
             self._problem = step, first_line(found), isinstance(found, FolderLostError)

@@ -222,6 +222,7 @@ class TrainingRun:
         self._announce()
         try:
             self._allocate()
+            self.checkpoints.prune()  # not before: until here the start may be refused, and must lose nothing
             if self._validate(roll) and self.validation:
                 self.checkpoints.add_note(self.done, self.validation.note())  # it was written without its loss
             stopped = self._steps(roll)

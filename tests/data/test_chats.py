@@ -274,7 +274,10 @@ def test_a_table_fills_missing_fields_with_null(tmp_path: Path) -> None:
 def test_columns_of_a_table() -> None:
     assert columns(Path("a"), ["id", "tools", "messages", "prompt"]) == ["messages", "tools"]
     assert columns(Path("a"), ["output", "input", "instruction"]) == ["instruction", "output", "input"]
-    assert columns(Path("a"), ["output", "instruction", "text"]) == ["text"]
+    assert columns(Path("a"), ["output", "instruction", "text"], "text") == ["text"]
+    assert columns(Path("a"), ["tokens", "text"]) == ["text"]
+    with pytest.raises(DataError, match=r"has 'text' and 'instruction', and only one can be learned.*--field"):
+        columns(Path("a"), ["output", "instruction", "text"])  # such a text has the prompt, which would be learned
 
 
 def test_tokens_across_a_border_are_learned() -> None:

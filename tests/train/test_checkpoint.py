@@ -19,6 +19,7 @@ from ithaca.base.errors import RunError
 from ithaca.checkpoint import snapshot
 from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import Config
+from ithaca.data.preparation.prepare import prepare
 from ithaca.train.export import export
 from ithaca.train.loop import train
 from ithaca.train.run_folder import RunFolder
@@ -253,6 +254,17 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_no_empty_one(
     with pytest.raises(RunError, match=r"cannot be read \(Input/output error"):
         RunFolder(run).has_checkpoints()
     assert "cannot be read" in files.prune(1)[0]  # a run that trains goes on
+
+
+def test_a_refused_start_deletes_no_checkpoint(nursery, small_config, run: Path, tmp_path: Path) -> None:
+    before = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert len(before) > 1
+    (tmp_path / "other.txt").write_text("other data " * 500)
+    prepare([tmp_path / "other.txt"], tmp_path / "other.tokens")
+    data = replace(small_config.data, source=str(tmp_path / "other.tokens"))
+    (end, _) = nursery.job(train, replace(small_config, data=data, run=replace(small_config.run, keep=1)), run, ranks=2)
+    assert "the data have changed since the checkpoint of step 8" in end.err
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
 
 
 def test_old_checkpoints_go_at_a_start(nursery, small_config, run: Path) -> None:

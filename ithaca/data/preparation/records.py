@@ -16,8 +16,14 @@ from ithaca.data.chat.conversation import SPELLINGS, conversation
 from ithaca.data.preparation.tokenizer import Text
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a pair, which UTF-8 cannot hold
-_MESSAGES = (("messages",), ("conversations",))
-_KINDS = (("text",), ("prompt", "completion"), ("tokens",), *_MESSAGES, ("instruction", "output"))
+_KINDS = (
+    ("text",),
+    ("prompt", "completion"),
+    ("tokens",),
+    ("messages",),
+    ("conversations",),
+    ("instruction", "output"),
+)
 
 
 @dataclass(frozen=True)
@@ -46,16 +52,16 @@ def document(where: str, record: dict[str, Any], field: str | None = None, table
 
 
 def _kind(where: str, names: Iterable[str], called: str = "fields") -> tuple[str, ...]:
-    """Return the fields that say what a record is. Text goes before all but a list of messages."""
+    """Return the fields that say what a record is. `tokens` beside others may be a count, and is left out."""
     found = [kind for kind in _KINDS if set(kind) <= set(names)]
+    found = [kind for kind in found if kind != ("tokens",)] or found
     if not found:
         listed = ", ".join(f"'{name}'" for name in names) or "none"
         raise DataError(
             f"{where} has the {called} {listed}: 'text', 'prompt' and 'completion', 'tokens', 'messages', "
             "'conversations', or 'instruction' and 'output' is needed"
         )
-    messages = [kind for kind in found if kind in _MESSAGES]
-    if messages and len(found) > 1:
+    if len(found) > 1:
         both = " and ".join(f"'{kind[0]}'" for kind in found[:2])
         raise DataError(
             f"{where} has {both}, and only one can be learned: leave out the other, or name a text with --field"
