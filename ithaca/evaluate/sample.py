@@ -16,8 +16,8 @@ import torch
 
 from ithaca.base.errors import ConfigError, ModelError, first_line
 from ithaca.base.sizes import format_count
-from ithaca.data.encode import added
-from ithaca.data.tokenizer import Json
+from ithaca.data.preparation.encode import added
+from ithaca.data.preparation.tokenizer import Json
 from ithaca.model.folder import model_file
 from ithaca.model.spec import Spec
 

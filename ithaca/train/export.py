@@ -56,18 +56,18 @@ def export(path: Path, folder: Path, dtype: str | None, best: bool = False) -> i
 
 def best_step(path: Path, files: CheckpointFolder) -> int:
     """Return the step of a run's checkpoint with the lowest validation loss."""
-    for step in files.steps():
-        if files.manifest(step) is None:
-            text = (
-                f"The manifest of step {step} is damaged, so its validation loss is not known and --best passes it over"
-            )
-            print(text, file=sys.stderr)  # stdout may be JSON
     best = files.best()
     if best is None:
         raise ConfigError(
             f"'{path}' has no checkpoint with a validation loss, so --best names none: leave it out to take the last "
             f"checkpoint, or train further with --set data.validation=FILE"
         )
+    for step in files.steps():
+        if files.manifest(step) is None:
+            text = (
+                f"The manifest of step {step} is damaged, so its validation loss is not known and --best passes it over"
+            )
+            print(text, file=sys.stderr)  # stdout may be JSON
     return best[0]
 
 

@@ -35,7 +35,7 @@ from ithaca.train.live_line import LiveLine
 from ithaca.train.loader import Loader
 from ithaca.train.loss_watch import LossWatch
 from ithaca.train.metrics import explain_out_of_memory, gpu_peak_flops, step_metrics, step_ring_work
-from ithaca.train.origin import Origin, adopt, find_origin
+from ithaca.train.origin import Origin, adopt, find_origin, warn_of_seen_documents
 from ithaca.train.record import check_record, list_changes, make_record
 from ithaca.train.report import Progress
 from ithaca.train.run_folder import VALIDATION, RunFolder, check_shared
@@ -162,6 +162,8 @@ class TrainingRun:
             self._check_resumed(manifest)
         elif origin:
             self.past["origin"] = adopt(origin, self.checkpoints)
+            if text := warn_of_seen_documents(origin, config):
+                self._warn(text)
         came_from = self.past.get("origin")
         together(
             self.mesh.group, lambda: folder.begin(config, model.source, model.dtype, came_from) if self.first else None

@@ -153,6 +153,18 @@ def adopt(origin: Origin, checkpoints: Checkpoints) -> dict[str, Any]:
     }
 
 
+def warn_of_seen_documents(origin: Origin, config: Config) -> str | None:
+    """Return a warning if documents that this run holds out may be among those that the other one trained on."""
+    theirs = RunFolder(origin.path)
+    before, now = (theirs.record() or theirs.saved_config()).data, config.data
+    if now.share is None or (before.validation, before.source, before.mix) == (now.validation, now.source, now.mix):
+        return None
+    return (
+        f"data.validation={now.share:g} holds out documents that '{origin.path}' may have trained on, so their loss "
+        "may be too low: a token file of other documents as data.validation shows more"
+    )
+
+
 def describe_origin(origin: dict[str, Any]) -> str:
     """Return a line about where a run came from."""
     taken = "weights and AdamW's state" if origin["optimizer"] else "weights alone, so AdamW starts at zero"

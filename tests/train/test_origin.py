@@ -334,3 +334,13 @@ def test_the_configuration_of_the_other_run(nursery: Nursery, place: Path) -> No
     assert (ours.model, ours.train.tokens, ours.train.learning_rate) == (theirs.model, 16, 1e-5)
     assert "Learning rate: at most 1e-05 (the default for trained weights)" in end.out
     assert torch.isfinite(torch.tensor(losses(place / "e"))).all()
+
+
+@pytest.mark.parametrize(("share", "warned"), [("0.2", True), ("", False)])
+def test_documents_that_the_other_run_may_have_seen(
+    nursery: Nursery, config: Config, whole: Path, tmp_path: Path, share: str, warned: bool
+) -> None:
+    config = replace(four(config), data=replace(config.data, validation=share))
+    config = replace(config, train=replace(config.train, steps=1))
+    said = fine(nursery.job(train, config, tmp_path / "new", False, Origin(whole)))
+    assert warned == ("holds out documents that" in said)
