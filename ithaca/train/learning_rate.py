@@ -4,9 +4,9 @@ A model with weights gets 1e-5, as is usual for the fine-tuning of all weights. 
 
     3e-4 · (8e9 / parameters)^(1/3), at most 3e-3, rounded to two digits
 
-The law goes through the peak rates of the Llama 3 report (arXiv:2407.21783, table 3): 8B 3e-4; 70B 1.5e-4, by the law
-1.5e-4; 405B 8e-5, by the law 8.1e-5. SmolLM (1.7B: 5e-4, 135M and 360M: 3e-3, by its blog post) lies on it at 1.7B and
-above it below: 135M gets 1.2e-3. The largest rate is SmolLM's, and what `tiny` has always had. Given up: the rate does
+The law was laid through peak rates that are recalled from the Llama 3 report (8B 3e-4; 70B 1.5e-4, by the law 1.5e-4;
+405B 8e-5, by the law 8.1e-5) and from SmolLM (1.7B: 5e-4, on it; 135M and 360M: 3e-3, above it: 135M gets 1.2e-3). They
+were not looked up again, and no rate was tried above `tiny`, which has always had the largest. Given up: the rate does
 not depend on the tokens of a step, though a small batch wants a smaller one.
 """
 
