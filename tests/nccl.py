@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from ithaca.parallel.mesh import SHARES, SHARING_NCCL
+from ithaca.parallel.nccl import SHARES, SHARING_NCCL, nccl_version
 
 NO_GPU = "no CUDA device"
 
@@ -13,7 +13,7 @@ def no_shared_gpu() -> str | None:
     """The reason why NCCL ranks cannot share a GPU here; None if they can."""
     if not torch.cuda.is_available():
         return NO_GPU
-    version = torch.cuda.nccl.version()[:2]
+    version = nccl_version()[:2]
     if version < SHARING_NCCL:
         return (
             f"NCCL is {'.'.join(map(str, version))}, and ranks share a GPU from {'.'.join(map(str, SHARING_NCCL))} on"

@@ -2,7 +2,7 @@
 
     pytest -m nccl tests/test_nccl.py
 
-Needs a NCCL that lets ranks share a GPU (`SHARING_NCCL` in parallel/mesh.py), preloaded if torch brings an older one.
+Needs a NCCL that lets ranks share a GPU (`SHARING_NCCL` in parallel/nccl.py), preloaded if torch brings an older one.
 """
 
 import multiprocessing

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ithaca import __version__
 from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.doctor.exam import Exam, Found, Section
+from ithaca.parallel.nccl import nccl_version
 
 PACKAGES = {
     "flash-attn-4": f"pip install 'ithaca[{KERNEL_FACTS['flash4'].extra}]'",
@@ -28,7 +29,7 @@ def _cuda() -> dict[str, str | None]:
     """The libraries of CUDA that torch was built with."""
     if torch.version.cuda is None:
         return {"CUDA": None, "NCCL": None, "cuDNN": None}
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
+    nccl = ".".join(map(str, nccl_version())) if dist.is_nccl_available() else None
     cudnn = torch.backends.cudnn.version()
     return {"CUDA": torch.version.cuda, "NCCL": nccl, "cuDNN": None if cudnn is None else str(cudnn)}
 

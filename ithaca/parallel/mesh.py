@@ -22,6 +22,7 @@ from ithaca.parallel.agree import same_everywhere
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.hangs import answering, set_timeout
 from ithaca.parallel.joining import TORCH_SECONDS, checked_seconds, join_job
+from ithaca.parallel.nccl import SHARES, prepare_sharing
 
 
 @dataclass(frozen=True)
@@ -288,31 +289,9 @@ def _device(name: str | None, share: bool = False) -> torch.device:
             "a GPU with run.share_gpus=true, share_gpus=True of ithaca.mesh, or --share-gpus of ithaca doctor"
         )
     if share and _node_ranks(1) > count:
-        _prepare_sharing(count)
+        prepare_sharing(count)
     torch.cuda.set_device(local % count)
     return torch.device("cuda", local % count)
-
-
-SHARING_NCCL = (2, 30)
-SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
-SHARING = {
-    SHARES: "1",
-    "NCCL_NVLS_ENABLE": "0",  # its switch knows one rank for each GPU
-    "NCCL_MAX_CTAS": "2",  # kernels that wait for other ranks leave the chip to these
-}
-
-
-def _prepare_sharing(gpus: int) -> None:
-    """Let NCCL have several ranks on one GPU; what users have set themselves stays."""
-    version = torch.cuda.nccl.version()
-    if version < SHARING_NCCL:
-        needed, found = (".".join(map(str, numbers)) for numbers in (SHARING_NCCL, version))
-        raise PlanError(
-            f"ranks that share a GPU need NCCL {needed} or newer, and this is {found}: preload one, as "
-            f"LD_PRELOAD=/path/to/libnccl.so.2, or start {gpus} ranks"
-        )
-    for variable, value in SHARING.items():
-        os.environ.setdefault(variable, value)
 
 
 def _backend(device: torch.device) -> str:

@@ -26,7 +26,7 @@ BOUND = TIMEOUT + 60  # seconds, in which the others have called the roll and en
 
 def no_shared(monkeypatch: pytest.MonkeyPatch, available: bool, version: tuple[int, ...], enabled: str) -> str | None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setattr(nccl, "nccl_version", lambda: version)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", enabled)
     return nccl.no_shared_gpu()
 
