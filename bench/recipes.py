@@ -8,10 +8,12 @@ At each point every candidate runs that fits by prediction: `dense` with each wa
 on the device, as the planner places it, and with its defaults (in host memory). Candidates that come to the same Plan
 run once. Left out are candidates whose predicted time is above 8 times the best one's, and those that would pin more
 host memory than --pinned allows, because pinning takes longer than the steps. Packed sequences have unequal documents
-of 4K tokens on average. The points `tuned` may be used to tune predictions; the points `fresh` never were.
+of 4K tokens on average. The points `tuned` may be used to tune predictions; the points `fresh` and `host` never were.
 
 Seconds are medians of whole steps (forward, backward, clipping, AdamW; bf16 with fp32 shards). Peaks are what torch's
-allocator reserved.
+allocator reserved. Steps of small models wait for the host, whose speed changes with whatever else its machine does:
+seven steps of one setting took 0.085 to 0.124 s beside an H200. A prediction that is bound by the host rests on the
+fastest step of `--measure`, and is compared with the fastest step.
 """
 
 import argparse
@@ -57,7 +59,7 @@ TOO_SLOW = 8.0  # times the best prediction: such a candidate is left out
 BUILD = 1.0  # seconds to build a model, assumed for the estimate
 PIN = 0.65 / 2**30  # seconds to pin a byte of host memory, measured on the machine of the H200
 COMPILE = 45.0  # seconds to load torch and compile kernels, assumed for the estimate
-STEPS = ((0.3, (2, 7)), (0.8, (1, 3)), (1.3, (1, 2)), (float("inf"), (1, 1)))
+STEPS = ((0.15, (4, 20)), (0.3, (2, 7)), (0.8, (1, 3)), (1.3, (1, 2)), (float("inf"), (1, 1)))
 """Predicted seconds below which so many steps warm up and so many are timed."""
 ON_DEVICE = {"x": "device", "o": "device", "residual": "device"}
 DOCUMENTS_KNOWN = "documents" in {field.name for field in fields(Job)}
@@ -127,8 +129,18 @@ POINTS: dict[str, list[Point]] = {
         *_points("llama3-8b", 4, "4K 16K 32K", "64K"),
         *_points("llama3-8b", 2, "128K", "256K"),
     ],
+    # Steps that wait for the host; chosen after `fresh` had shown that one number of the host did not predict them
+    "host": [
+        *_points("smollm2-135m", None, "3K 9K 14K", "11K 20K"),
+        *_points("llama3.2-1b", None, "2K 6K", ""),
+        *_points("llama3.2-3b", 8, "2K", ""),
+    ],
 }
-SMOKE = {"tuned": _points("tiny", None, "256", ""), "fresh": _points("tiny", 2, "", "512")}
+SMOKE = {
+    "tuned": _points("tiny", None, "256", ""),
+    "fresh": _points("tiny", 2, "", "512"),
+    "host": _points("tiny", 1, "128", ""),
+}
 
 
 @dataclass(frozen=True)
@@ -142,6 +154,7 @@ class Candidate:
     peak: int
     host: int  # bytes of host memory for tapes
     fits: bool
+    waits: bool  # for the host, which launches operations more slowly than the GPU runs them
 
     def steps(self, smoke: bool) -> tuple[int, int]:
         """How many steps warm up, and how many are timed."""
@@ -178,15 +191,17 @@ def candidate(name: str, point: Point, plan: Plan, cluster: Cluster) -> Candidat
     """A Plan with its predictions."""
     job = job_of(point, plan)
     memory, settled = step_memory(job), job.plan
+    seconds = predict_seconds(job, cluster.gpu, cluster.machine)
     options = vars(replace(settled, x=None, o=None, disk=None)) | {"chunk": job.layout.tiles.size, "tile": job.tile}
     return Candidate(
         name,
         plan,
         (*options.values(), settled.placement(point.spec.layers)),
-        predict_seconds(job, cluster.gpu, cluster.machine).step,
+        seconds.step,
         memory.total,
         memory.host,
         Budget(memory.total, memory.host, memory.disk).within(cluster.budget),
+        seconds.launching > seconds.computing,
     )
 
 
@@ -239,6 +254,7 @@ def run_candidate(point: Point, one: Candidate, smoke: bool) -> Row:
     seconds = [steps.timed(batch) for _ in range(repeats)]
     return {
         "seconds": statistics.median(seconds),
+        "fastest_seconds": min(seconds),
         "all_seconds": seconds,
         **peaks(),
         "kernel": steps.model.kernel.name,
@@ -255,7 +271,8 @@ def run_point(point: Point, kind: str, cluster: Cluster, args: argparse.Namespac
         measured: Row = {"left_out": reason} if reason else attempt(partial(run_candidate, point, one, args.smoke))
         rows.append(_described(one) | measured)
         if "seconds" in measured:
-            rows[-1]["step_error"] = _error(rows[-1]["seconds_predicted"], measured["seconds"])
+            compared = measured["fastest_seconds" if one.waits else "seconds"]
+            rows[-1]["step_error"] = _error(rows[-1]["seconds_predicted"], compared)
             rows[-1]["peak_error"] = _error(rows[-1]["peak_predicted"], measured["peak_bytes"])
     ran = [row for row in rows if "seconds" in row]
     best = min(ran, key=lambda row: row["seconds"], default=None)
@@ -284,6 +301,7 @@ def _described(one: Candidate) -> Row:
         "seconds_predicted": one.seconds,
         "peak_predicted": one.peak,
         "host_bytes_predicted": one.host,
+        "waits_for_host": one.waits,
     }
 
 
@@ -370,7 +388,7 @@ def dry_run(points: list[tuple[str, Point]], cluster: Cluster, pinned: int) -> N
 
 def main() -> None:
     parser = points_command_line(__doc__)
-    parser.add_argument("--points", default="fresh,tuned", help="fresh, tuned or both")
+    parser.add_argument("--points", default="fresh,tuned", help="of fresh, tuned and host")
     parser.add_argument("--pinned", default="1.5GiB", type=parse_bytes, help="host memory that a candidate may pin")
     parser.add_argument("--hardware", help="a file that ithaca plan --measure wrote")
     parser.add_argument("--dry-run", action="store_true", help="print predictions and the time of a run, and stop")

@@ -5,6 +5,7 @@ import io
 import os
 import shlex
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -373,6 +374,16 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file's name may hold bytes that are no text
     try:
+        _run()
+    except Exception:
+        if "RANK" not in os.environ:
+            raise
+        traceback.print_exc()
+        _end(1)
+
+
+def _run() -> NoReturn:
+    try:
         code = app(prog_name="ithaca", standalone_mode=False)
     except IthacaError as error:
         _fail(str(error), error.code)
@@ -396,6 +407,15 @@ def _fail(sentence: str, code: int) -> NoReturn:
 
         report_error(line)
         end_torchrun()
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process. A rank ends at once: leaving its job, NCCL would wait for the messages of other ranks."""
+    if "RANK" in os.environ:
+        from ithaca.train.elastic import exit_now
+
+        exit_now(code)
     sys.exit(code)
 
 

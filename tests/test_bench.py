@@ -160,13 +160,14 @@ def test_operations(run: Run) -> None:
 
 
 def test_fresh_points_are_enough_and_none_of_them_was_tuned_with() -> None:
-    fresh, tuned = ({point.name for point in recipes.POINTS[kind]} for kind in ("fresh", "tuned"))
+    fresh, tuned, host = ({point.name for point in recipes.POINTS[kind]} for kind in ("fresh", "tuned", "host"))
     assert len(fresh) >= 20
     assert len(fresh) + len(tuned) >= 24
-    assert not fresh & tuned
+    assert not (fresh | host) & tuned
+    assert not fresh & host
     every = [point for group in recipes.POINTS.values() for point in group]
     assert {point.packed for point in every} == {True, False}
-    assert (min(point.tokens for point in every), max(point.tokens for point in every)) == (4096, 2**18)
+    assert (min(point.tokens for point in every), max(point.tokens for point in every)) == (2048, 2**18)
 
 
 def test_plans_that_run_alike_are_one_candidate() -> None:

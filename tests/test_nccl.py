@@ -28,6 +28,7 @@ from tests.test_gpu_ranks import PLANS, RING_PLANS, batch, theirs
 DENSE = {f"dense, ZeRO-{zero}": {"recipe": "dense", "zero": zero} for zero in (1, 2, 3)}
 FEW = ("sweep", "hybrid")  # at 8 ranks
 WORLDS = {2: "llama3.1", 4: "qwen3", 8: "qwen3"}
+ROWS = 2  # of the batch
 LATEST = 300_000  # GPU cycles by which a copy may come late
 
 
@@ -50,6 +51,11 @@ def meshes(world: int, name: str) -> ithaca.Mesh:
     return ithaca.mesh(ulysses=world, share_gpus=True)
 
 
+def copies(mesh: ithaca.Mesh) -> int:
+    """How often the rows of a batch are repeated, so that each data rank has one. Their mean gradient is the same."""
+    return -(-mesh.data_ranks // ROWS)
+
+
 def work(rank: int, world: int, port: int, top: Path) -> None:
     """In a process of its own: collectives, then gradients and the norm of them under every Plan, written by rank 0."""
     try:
@@ -63,7 +69,7 @@ def work(rank: int, world: int, port: int, top: Path) -> None:
             model.engine.before_copy = lambda: torch.cuda._sleep(chance.randrange(LATEST))
             optimizer = ithaca.make_optimizer(model, learning_rate=0.0)
             for packed in (False, True):
-                tokens, ids = batch(packed)
+                tokens, ids = (rows.repeat(copies(model.mesh), 1) for rows in batch(packed))
                 model(model.shard(tokens, tokens, ids)).backward()
                 found = {stored_name(n): p.grad.full_tensor().cpu() for n, p in model.decoder.named_parameters()}
                 norm = clip(model, 1e9, optimizer).item()

@@ -50,6 +50,11 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+def abort_groups() -> None:
+    """Leave all groups at once. `destroy_process_group` waits for other ranks where a message is under way in NCCL."""
+    dist.distributed_c10d._abort_process_group()
+
+
 def use_expandable_segments() -> None:
     """Set an option of the CUDA allocator from within the process. torch reads the environment only at its start."""
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyrefly: ignore

@@ -8,6 +8,7 @@ Ulysses ranks have neighbouring numbers, so they lie within a node where a node 
 import atexit
 import math
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ithaca.base.errors import PlanError
+from ithaca.base.torch_private import abort_groups
 from ithaca.parallel.agree import same_everywhere
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.hangs import answering, set_timeout
@@ -316,6 +318,13 @@ def _start_alone(device: torch.device) -> None:
 
 
 def _leave() -> None:
-    """A job that was joined here is left here; NCCL complains of one that is not."""
-    if dist.is_initialized():
+    """A job that was joined here is left here; NCCL complains of one that is not.
+
+    After an error that nobody caught, other ranks may still be in a message, and NCCL would wait for them for ever.
+    """
+    if not dist.is_initialized():
+        return
+    if hasattr(sys, "last_value"):  # Python sets it when it prints such an error
+        abort_groups()
+    else:
         dist.destroy_process_group()

@@ -92,12 +92,23 @@ def attention_seconds(
 
 def median_seconds(work: Callable[[], object], seconds: float, device: torch.device) -> float:
     """Median time of one call. Calls repeat for `seconds`; a first call and the earlier half do not count."""
+    times = _repeated_seconds(work, seconds, 3, device)
+    return statistics.median(times[len(times) // 2 :])
+
+
+def fastest_seconds(work: Callable[[], object], seconds: float, device: torch.device) -> float:
+    """Least time of one call, for work that waits for the host: other programs slow a host down, none speeds it up."""
+    return min(_repeated_seconds(work, seconds, 20, device))
+
+
+def _repeated_seconds(work: Callable[[], object], seconds: float, least: int, device: torch.device) -> list[float]:
+    """Times of calls that repeat for `seconds`, and at least so often, after a first one that does not count."""
     work()
     times: list[float] = []
     until = time.perf_counter() + seconds
-    while time.perf_counter() < until or len(times) < 3:
+    while time.perf_counter() < until or len(times) < least:
         times.append(seconds_of(work, device))
-    return statistics.median(times[len(times) // 2 :])
+    return times
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:

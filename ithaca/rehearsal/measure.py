@@ -2,9 +2,9 @@
 
 Each number is a median of repeated runs on random data, after the clock has settled under load. The matrix products are
 those of a block's MLP: two as in the forward pass, and one weight gradient that is added in fp32. Attention is measured
-with each kernel that runs here, at head sizes 128 and 64. How fast the host launches operations shows in steps of a
-model that are too small to keep the GPU busy. One GPU cannot measure the links between GPUs, so the table leaves them
-out.
+with each kernel that runs here, at head sizes 128 and 64. How fast the host launches operations shows in the fastest of
+many steps of a model that are too small to keep the GPU busy: whatever else the machine does slows its host down. One
+GPU cannot measure the links between GPUs, so the table leaves them out.
 
 `ithaca doctor` measures with the same functions, also on a CPU, which computes in float32. An `Effort` sets sizes and
 durations, never what a number means.
@@ -29,7 +29,7 @@ from ithaca.parallel.mesh import alone
 from ithaca.planner.hardware import HERE, nearest, read_gpus
 from ithaca.planner.seconds import host_operations
 from ithaca.plans.plan import Plan
-from ithaca.rehearsal.kernel_bound import median_seconds
+from ithaca.rehearsal.kernel_bound import fastest_seconds, median_seconds
 from ithaca.schedule.job import Job
 
 KERNELS = ("flash4", "cudnn+flash")
@@ -106,7 +106,7 @@ def write_rates(file: Path, tables: dict[str, dict[str, tuple[float, str]]]) -> 
 
 
 def launch_rate(device: torch.device, effort: Effort = FULL) -> float:
-    """GPU operations a second that the host launches in steps of a small model."""
+    """GPU operations a second that the host launches in the fastest of many steps of a small model."""
     spec, dtype = read_spec(SMALL), str(compute_dtype(device)).removeprefix("torch.")
     plan = Plan(checkpoint="none", zero=2)
     model = apply(ModelSource(spec, {}, RandomWeights(spec, 0), dtype, None), plan, alone(device.type))
@@ -122,7 +122,7 @@ def launch_rate(device: torch.device, effort: Effort = FULL) -> float:
         optimizer.zero_grad()
 
     job = Job(spec=spec, plan=model.plan, tokens=SMALL_TOKENS)
-    return host_operations(job, job.costs.work(job)) / median_seconds(step, effort.compute_seconds, device)
+    return host_operations(job, job.costs.work(job)) / fastest_seconds(step, effort.compute_seconds, device)
 
 
 def kernel_rates(name: str, device: torch.device, effort: Effort = FULL) -> dict[str, float]:

@@ -16,6 +16,7 @@ import ithaca
 from ithaca.attention.kernels import flash4
 from ithaca.base import torch_private
 from ithaca.parallel.loopback import Loopback
+from tests.nursery import Nursery
 
 PACKAGE = Path(ithaca.__file__).parent
 
@@ -34,6 +35,17 @@ def test_dispatch_mode_sees_operations() -> None:
     with Counting() as counting:
         torch.ones(2) + 1
     assert counting.calls == 2
+
+
+def abort() -> None:
+    assert dist.is_initialized()
+    torch_private.abort_groups()
+    assert not dist.is_initialized()
+
+
+def test_groups_are_left_at_once(nursery: Nursery) -> None:
+    ended = nursery.job(abort, ranks=2)
+    assert [one.code for one in ended] == [0, 0], ended
 
 
 def test_tree_leaves() -> None:

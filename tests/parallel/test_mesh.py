@@ -1,6 +1,7 @@
 """Meshes that do not fit, and ranks that do not agree: the same sentence on every rank, no hang."""
 
 import gc
+import sys
 import weakref
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ithaca
+from ithaca.parallel import mesh
 from ithaca.parallel.agree import least, same_everywhere, together
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.loopback import start_loopback
@@ -236,3 +238,17 @@ def groups_of_a_job() -> None:
 def test_groups_end_with_their_job(nursery: Nursery) -> None:
     (end,) = nursery.job(groups_of_a_job)
     assert end.code == 0, end.err
+
+
+@pytest.mark.parametrize("uncaught", [False, True])
+def test_a_job_is_left_without_waiting_after_an_error(uncaught: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NCCL a rank that raised would wait for messages of the others for ever."""
+    calls = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
+    monkeypatch.setattr(mesh, "abort_groups", lambda: calls.append("aborted"))
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    if not uncaught:
+        monkeypatch.delattr(sys, "last_value")
+    mesh._leave()
+    assert calls == ["aborted" if uncaught else "destroyed"]

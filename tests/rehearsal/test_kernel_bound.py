@@ -50,3 +50,11 @@ def test_the_median_leaves_out_the_first_call_and_the_earlier_half(monkeypatch: 
     monkeypatch.setattr(kernel_bound, "seconds_of", lambda work, _: work() or next(taken))
     assert kernel_bound.median_seconds(lambda: calls.append(None), 0.0, CPU) == 3.0
     assert len(calls) == 1 + 3
+
+
+def test_the_fastest_call_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    taken = iter((9.0, *[4.0] * 17, 2.0, 5.0))
+    monkeypatch.setattr(kernel_bound, "seconds_of", lambda work, _: work() or next(taken))
+    assert kernel_bound.fastest_seconds(lambda: calls.append(None), 0.0, CPU) == 2.0
+    assert len(calls) == 1 + 20

@@ -108,10 +108,15 @@ def test_the_others_end_and_the_run_goes_on(
         if rank != 1:
             assert f"error: {said.format(ranks)}" in end.said, end.said
             assert end.at - died < BOUND
+    ended = max(end.at for rank, end in enumerate(ends) if rank != 1) - died
+    print(f"{ranks} ranks, {death}: the others ended {ended:.1f} s later")
     for name in ("run", "one"):  # the note says that the rank has died, so in "run" it does not die again
+        began = time.time()
         again = run_ranks(tmp_path / name, model, device, ranks, *([death] if name == "run" else []))
+        print(f"{name}: started again, ended {time.time() - began:.1f} s later" if name == "run" else "undisturbed")
         assert [end.code for end in again] == [0] * ranks, again
     found, wanted = losses(tmp_path / "run" / "run"), losses(tmp_path / "one" / "run")
+    print("losses:", *(f"{loss:.4f}/{other:.4f}" for (_, loss, _), (_, other, _) in zip(found, wanted, strict=True)))
     assert [step for step, *_ in found] == list(range(1, 10))
     if device == "cpu":
         assert found == wanted
