@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ithaca import __version__
+from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.sizes import format_count
 from ithaca.doctor import devices, disk, links, meaning, recipes, step, versions
@@ -63,6 +64,7 @@ def check(options: Options) -> None:
 
 def examine_ranks(options: Options) -> None:
     """Run the examination as one rank of this job. Raise RunError if something is wrong."""
+    use_expandable_segments()  # as training does, so that the memory of a step is that of training
     grid = mesh(device=options.device, share_gpus=options.share_gpus)
     exam = begin(grid, options.quick, options.model, options.disk)
     say = _print_section if exam.first and not options.as_json else lambda *_: None
