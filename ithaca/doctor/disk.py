@@ -25,7 +25,7 @@ def examine(exam: Exam) -> Found:
         return {}
     device, effort, size = exam.grid.device, exam.sizes.effort, exam.sizes.disk
     work, flops = products(device, effort)
-    file = TapeFile(str(exam.disk), size)
+    file = TapeFile((str(exam.disk),), size)
     try:
         exam.begin_together()
         alone = flops / median_seconds(work, effort.copy_seconds, device)
