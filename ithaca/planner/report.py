@@ -331,7 +331,7 @@ def as_object(question: Question, answer: Answer, most: int, limit: str) -> dict
         "host_bytes": answer.memory.host * gpus,
         "disk_bytes": answer.memory.disk * gpus,
         "seconds_per_step": seconds.step,
-        "seconds_by_part": {name: value for name, value in vars(seconds).items() if name != "step"},
+        "seconds_by_part": {name: value for name, value in vars(seconds).items() if name not in ("step", "passes")},
         "tokens_per_second_per_gpu": answer.rate,
         "mfu_causal": mfu(question, answer),
         "assumed": [

@@ -7,7 +7,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from ithaca.base.errors import ConfigError, PlanError, suggestion
 from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
 from ithaca.model.spec import Spec
-from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, place_layers, read_places
+from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, place_layers, read_places, split_folders
 from ithaca.plans.recipes import RECIPES, TILE, Recipe
 
 CHECKPOINTS = ("none", "selective", "full")
@@ -188,7 +188,7 @@ class Plan:
     @property
     def folders(self) -> tuple[str, ...]:
         """The folders that tapes on disk are striped over."""
-        return tuple(folder.strip() for folder in self.disk.split(",")) if self.disk else ()
+        return split_folders(self.disk) if self.disk else ()
 
     @property
     def named_layers(self) -> int:

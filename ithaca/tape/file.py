@@ -54,6 +54,7 @@ class TapeFile:
             self.close()
             raise
         self.direct = all(part.direct for part in self._parts)
+        self.folders = len(folders)
 
     def read(self, place: int, target: memoryview) -> None:
         self._move(os.preadv, "read from", place, target)
