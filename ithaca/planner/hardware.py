@@ -30,6 +30,7 @@ HERE = "measured by --measure"  # the source of a number that was measured on th
 DIRECTIONS = ("forward", "backward", "forward_64", "backward_64")
 OLD_KERNEL = "cudnn+flash"  # the kernel of rates that name none
 OLD_RATES = {"attention_forward": "forward", "attention_backward": "backward"}
+ASSUMED_DISK = "assumed: `ithaca doctor --disk FOLDER` measures it"
 DISK_NUMBERS = ("disk_read", "disk_write")
 NARROW = 64  # features of a head: up to here the rates of head size 64 count
 AMPERE = 8.0
@@ -175,7 +176,7 @@ def _gpu(name: str, table: Mapping[str, Any], measured: Gpu | None) -> Gpu:
         elif number == "launches" and measured:
             numbers[number], sources[number] = measured.launches, f"assumed: the host of the {MEASURED_ON}"
         elif number in DISK_NUMBERS:
-            numbers[number], sources[number] = DISK_RATE, "assumed: `ithaca doctor --disk FOLDER` measures it"
+            numbers[number], sources[number] = DISK_RATE, ASSUMED_DISK
         else:
             raise PlanError(f"GPU '{name}' has no {number}: {NEEDED}")
     known = (*NUMBERS, "capability", "attention")

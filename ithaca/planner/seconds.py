@@ -60,8 +60,9 @@ class PassSeconds:
         return max(self.host, self.disk)
 
     @property
-    def total(self) -> float:
-        return max(self.computing, self.copies)
+    def waits(self) -> float:
+        """Seconds that computing waits for copies."""
+        return max(self.copies - self.computing, 0.0)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine, disks: int = 1) -> Sec
         PassSeconds(without_copies - first - loss, work.host.backward.most / gpu.host, disk[1]),
     )
     copies = sum(each.copies for each in passes)
-    step = optimizer + loss + sum(each.total for each in passes)
+    step = optimizer + without_copies + sum(each.waits for each in passes)
     return Seconds(forward, backward, linear, launching, ulysses + ring, copies, weights, optimizer, step, passes)
 
 
