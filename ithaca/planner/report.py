@@ -5,7 +5,7 @@ Numbers that a user can check are printed as arithmetic.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ithaca.base import owners
@@ -18,7 +18,8 @@ from ithaca.planner.assumptions import assumptions, kernel_text, used_numbers
 from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import MOST_GPUS, Cluster, causal_mfu
 from ithaca.planner.next_command import Trial, next_command, next_lines, plan_options, plan_settings
-from ithaca.planner.search import LEAST_MEMORY, STEP, Answer, binding, longest, search
+from ithaca.planner.search import LEAST_MEMORY, STEP, Answer, binding, longest, pass_job, search
+from ithaca.planner.slow_disk import slow_disk, slow_disk_line
 from ithaca.plans.places import REBUILD, RECOMPUTE
 from ithaca.plans.recipes import RECIPES
 
@@ -197,7 +198,16 @@ def _time_lines(question: Question, answer: Answer) -> list[str]:
         f"{format_number(answer.rate)} tokens/s per GPU, {100 * mfu(question, answer):.1f} % causal MFU",
         f"  Computing: {_parts(computing, seconds.step)}",
     ]
-    return [*lines, f"  {together}"] if any(beside.values()) else lines
+    lines += [f"  {together}"] if any(beside.values()) else []
+    return [*lines, *_slow_disk_lines(question, answer)]
+
+
+def _slow_disk_lines(question: Question, answer: Answer) -> list[str]:
+    """That the disk sets the pace, if it does."""
+    cluster, plan = question.cluster, replace(answer.plan, kernel=answer.kernel)
+    job = pass_job(question.spec, plan, answer.tokens, answer.rows, answer.axes, question.documents)
+    slow = slow_disk(job, cluster.gpu, cluster.machine)
+    return [f"  {slow_disk_line(slow, cluster.gpu)}"] if slow else []
 
 
 def _parts(seconds: dict[str, float], step: float) -> str:
@@ -331,7 +341,7 @@ def as_object(question: Question, answer: Answer, most: int, limit: str) -> dict
         "host_bytes": answer.memory.host * gpus,
         "disk_bytes": answer.memory.disk * gpus,
         "seconds_per_step": seconds.step,
-        "seconds_by_part": {name: value for name, value in vars(seconds).items() if name != "step"},
+        "seconds_by_part": {name: value for name, value in vars(seconds).items() if name not in ("step", "passes")},
         "tokens_per_second_per_gpu": answer.rate,
         "mfu_causal": mfu(question, answer),
         "assumed": [

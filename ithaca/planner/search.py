@@ -116,9 +116,13 @@ def pass_seconds(
     spec: Spec, cluster: Cluster, plan: Plan, tokens: int, rows: int, axes: Axes, documents: Documents | None
 ) -> Seconds:
     """The time of a pass over several sequences, which do not attend to each other."""
+    return predict_seconds(pass_job(spec, plan, tokens, rows, axes, documents), cluster.gpu, cluster.machine)
+
+
+def pass_job(spec: Spec, plan: Plan, tokens: int, rows: int, axes: Axes, documents: Documents | None) -> Job:
+    """A pass over several sequences."""
     lengths = documents.lengths(tokens) if documents else (tokens,)
-    job = Job(spec=spec, plan=plan, tokens=rows * tokens, documents=rows * lengths, axes=axes)
-    return predict_seconds(job, cluster.gpu, cluster.machine)
+    return Job(spec=spec, plan=plan, tokens=rows * tokens, documents=rows * lengths, axes=axes)
 
 
 def _refined(spec: Spec, cluster: Cluster, answer: Answer, documents: Documents | None) -> Answer:

@@ -6,7 +6,8 @@
                  every GPU operation
     launching    the host, which launches one operation after the other; hidden behind all but small models
     exchange     messages between ranks that share a sequence, by link; the schedule says how much of it is hidden
-    copies       tapes in host memory and on disk, in the busier direction; hidden behind the rest
+    copies       tapes in host memory and on disk, the slower of the two; hidden behind the rest of the same pass. The
+                 link to the host has a lane for each direction; reading and writing share a disk, as GPUs of a node do
     weights      gathered for each pass, gradients reduced in fp32, over all ranks; hidden behind all but short blocks.
                  On one rank they are only copied, which nothing hides; under ZeRO-1 and 2, without FSDP2, once a step
     optimizer    clips, reads and writes 48 bytes per parameter of the shard, or copies moments from the host and back
@@ -33,7 +34,7 @@ from ithaca.parallel.layout import Layout
 from ithaca.planner.attention_rates import attention_seconds
 from ithaca.planner.hardware import Gpu, Machine
 from ithaca.plans.plan import Plan
-from ithaca.schedule.costs import Message, Peers, Work, traffic
+from ithaca.schedule.costs import Copies, Message, Peers, Work, forward_flops, loss_flops, traffic
 from ithaca.schedule.job import BF16, FP32, Job
 
 SHARDED = 10  # FSDP2's hooks in a layer take the host as long as so many operations, beside those that they launch
@@ -44,7 +45,24 @@ UPDATE = 48  # clipping and AdamW; AdamW alone reads and writes 28
 SHARDING = 48  # FSDP2 on one rank: casts, copies to and from its buffers, both ways
 CAST = 6  # one rank without it reads each weight in fp32 and writes it in bf16, once a step
 BETWEEN = 1.06  # the time of a block's products with everything between them, over the products and bytes alone
-DISK = 4e9  # bytes/s that a node's disk writes, and as many that it reads: assumed
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """One pass over all layers, forward or backward: what it takes without copies, and its copies beside."""
+
+    computing: float
+    host: float  # over the link to the host
+    disk: float
+
+    @property
+    def copies(self) -> float:
+        return max(self.host, self.disk)
+
+    @property
+    def waits(self) -> float:
+        """Seconds that computing waits for copies."""
+        return max(self.copies - self.computing, 0.0)
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,7 @@ class Seconds:
     weights: float
     optimizer: float
     step: float
+    passes: tuple[PassSeconds, PassSeconds]  # forward, backward; the loss lies between them
 
     @property
     def computing(self) -> float:
@@ -67,22 +86,37 @@ class Seconds:
         return self.attention_forward + self.attention_backward + self.linear
 
 
-def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
-    """The time of a step of a job on some GPUs."""
+def predict_seconds(job: Job, gpu: Gpu, machine: Machine, disks: int = 1) -> Seconds:
+    """The time of a step of a job on some GPUs, with tapes striped over so many disks of each node."""
     work = job.costs.work(job)
     forward, backward = attention_seconds(job, work, gpu)
     merging = work.merged / gpu.bandwidth
-    forward, backward = work.attention_runs * (forward + merging), backward + merging
+    once = forward + merging
+    forward, backward = work.attention_runs * once, backward + merging
     linear = BETWEEN * (work.linear / gpu.matmul + work.moved / gpu.bandwidth) + LEAST * work.launches
     launching = host_operations(job, work) / gpu.launches
     ulysses, ring = exchange_seconds(job, machine)
-    copies = max(work.host.most / gpu.host, work.disk.most * machine.gpus / DISK)
     weights = _weights(job.spec, job.plan, machine)
     optimizer = _optimizer(job.spec, job.plan, gpu, machine)
     computing = forward + backward + linear + _sharding(job, gpu, machine)
     exposed = job.costs.exposed(job, max(computing, launching), ulysses, ring)
-    step = optimizer + max(exposed, copies, ulysses + ring, weights)
-    return Seconds(forward, backward, linear, launching, ulysses + ring, copies, weights, optimizer, step)
+    without_copies = max(exposed, ulysses + ring, weights)
+    # What is not computing is spread evenly over it
+    first = without_copies * (once + linear * forward_flops(job) / work.linear) / computing
+    loss = without_copies * linear * loss_flops(job) / work.linear / computing
+    disk = [_disk(copied, gpu, machine, disks) for copied in (work.disk.forward, work.disk.backward)]
+    passes = (
+        PassSeconds(first, work.host.forward.most / gpu.host, disk[0]),
+        PassSeconds(without_copies - first - loss, work.host.backward.most / gpu.host, disk[1]),
+    )
+    copies = sum(each.copies for each in passes)
+    step = optimizer + without_copies + sum(each.waits for each in passes)
+    return Seconds(forward, backward, linear, launching, ulysses + ring, copies, weights, optimizer, step, passes)
+
+
+def _disk(copied: Copies, gpu: Gpu, machine: Machine, disks: int) -> float:
+    """Seconds in which all GPUs of a node read and write its disks, one after the other."""
+    return machine.gpus * (copied.into / gpu.disk_read + copied.out / gpu.disk_write) / disks
 
 
 def host_operations(job: Job, work: Work) -> float:

@@ -1,18 +1,20 @@
 """A Plan is a value: it says everything that decides memory and speed."""
 
+import os
 import warnings
 from dataclasses import InitVar, dataclass, field, replace
 
-from ithaca.base.errors import PlanError, suggestion
+from ithaca.base.errors import ConfigError, PlanError, suggestion
 from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
 from ithaca.model.spec import Spec
-from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, place_layers, read_places
+from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, place_layers, read_places, split_folders
 from ithaca.plans.recipes import RECIPES, TILE, Recipe
 
 CHECKPOINTS = ("none", "selective", "full")
 CHUNK = 64 * 2**10  # tokens: attention kernels run at their best from here on
 TRAVELS = ("around", "gather")
-RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "tile", "x", "o", "lse", "residual", "kv")
+PLACED = ("x", "o", "lse", "residual", "kv")  # the options that say where a tape lives
+RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "tile", *PLACED)
 MLP_NUMBERS = TILE * (5 * 14336 + 3 * 4096)  # of an MLP's backward pass over a tile of Llama3-8B; 1.4 GB in bf16
 
 
@@ -24,6 +26,14 @@ def mlp_tile(spec: Spec) -> int:
     """
     tokens = MLP_NUMBERS // (5 * spec.mlp + 3 * spec.hidden)
     return min(max(tokens // 1024 * 1024, TILE), CHUNK)
+
+
+def read_folders(value: object) -> str:
+    """Folders as a configuration names them, '/a, /b' or ["/a", "/b"], as one text."""
+    items = value if isinstance(value, list) else [value]
+    if not items or not all(isinstance(item, str) for item in items):
+        raise ConfigError(f"{value!r} names no folder: write '/scratch', or several as '/nvme0, /nvme1'")
+    return ", ".join(items)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +77,14 @@ class Plan:
     list, as for x. (sweep)"""
 
     lse: str | None = None
-    """Where the log-sum-exps of attention are saved: `device` or `host`. (sweep)"""
+    """Where the log-sum-exps of attention are saved: `device`, `host` or `disk`. (sweep)"""
 
     residual: str | None = None
-    """Where the residual between blocks lives, x forward and its gradient backward: `device` or `host`. (sweep)"""
+    """Where the residual between blocks lives, x forward and its gradient backward: `device`, `host` or `disk`.
+    (sweep)"""
 
     kv: str | None = None
-    """Where K and V of a block, and their gradients, live while it runs: `device` or `host`. (sweep)"""
+    """Where K and V of a block, and their gradients, live while it runs: `device`, `host` or `disk`. (sweep)"""
 
     zero: int = 3
     """What is sharded over ranks. 1: optimizer states. 2: gradients too. 3: parameters too."""
@@ -91,8 +102,9 @@ class Plan:
     """Host memory of a node that tapes may take, as 96GB. Default: what is free, within the limit of the control group.
     Optimizer states come on top."""
 
-    disk: str | None = None
-    """The folder on each node's own disk for x and o with the word `disk`. Nothing is left there after the run."""
+    disk: str | None = field(default=None, metadata={"read": read_folders})
+    """The folder on each node's own disk for tensors with the word `disk`; several, as `/nvme0, /nvme1`, share them
+    evenly. Nothing is left there after the run."""
 
     gradient: InitVar[str | None] = None
     """The old name of `residual`."""
@@ -114,7 +126,7 @@ class Plan:
         self._check_words("checkpoint", CHECKPOINTS)
         self._check_words("travel", TRAVELS)
         for name in ("lse", "residual", "kv"):
-            self._check_words(name, IN_MEMORY)
+            self._check_words(name, KEPT)
         self._words("x")
         self._words("o")
         numbers = {"heads": 8, "chunk": CHUNK, "tile": TILE, "loss_tile": 4096, "host_memory": 64 * 10**9}
@@ -166,6 +178,17 @@ class Plan:
     def placement(self, layers: int) -> Placement:
         """Where each layer's x and o are saved. Under `whole`, `checkpoint` decides about o instead."""
         return place_layers(self._words("x"), self._words("o") if self.sweeps else (RECOMPUTE,), layers)
+
+    @property
+    def on_disk(self) -> tuple[str, ...]:
+        """The options that put something on the disk."""
+        lists = {name: self._words(name) for name in ("x", "o")}
+        return tuple(name for name in PLACED if "disk" in lists.get(name, (getattr(self, name),)))
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders that tapes on disk are striped over."""
+        return split_folders(self.disk) if self.disk else ()
 
     @property
     def named_layers(self) -> int:
@@ -226,9 +249,12 @@ class Plan:
             raise PlanError(f"tile={self.tile} is longer than chunk={self.chunk}: a tile of {self.chunk} fits")
 
     def _check_disk(self) -> None:
-        if self.disk is not None and (not isinstance(self.disk, str) or not self.disk):
+        if self.disk is not None and (not isinstance(self.disk, str) or not all(self.folders) or not self.disk):
             raise PlanError(f"disk={self.disk!r} is no folder: '/scratch' would be one")
-        using = next((name for name in ("x", "o") if "disk" in self._words(name)), None)
+        names = [os.path.normpath(folder) for folder in self.folders]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise PlanError(f"disk='{self.disk}' names '{twice}' twice: name it once, or a folder on another disk")
+        using = next(iter(self.on_disk), None)
         if using and self.disk is None:
             raise PlanError(
                 f"{using}='{getattr(self, using)}' needs a folder on a disk: name it, as disk='/scratch', or use 'host'"

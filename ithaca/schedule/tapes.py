@@ -18,7 +18,7 @@ from ithaca.tape.disk import Disk, DiskTape
 from ithaca.tape.engine import Engine
 from ithaca.tape.file import TapeFile
 from ithaca.tape.slab import Slab
-from ithaca.tape.spec import STAGED, Stretch, TapeSpec, disk_bytes, staging_bytes, stretch_bytes, whole_blocks
+from ithaca.tape.spec import Stretch, TapeSpec, disk_bytes, staging_pieces, stretch_bytes, whole_blocks
 from ithaca.tape.tape import DeviceTape, HostTape, Slots, StandIn, Tape
 
 
@@ -34,10 +34,10 @@ class Tapes:
         engine: Engine,
         say: Callable[[str], None],
         held: int | None = None,
-        folder: str | None = None,
+        folders: tuple[str, ...] = (),
     ):
         """`held`: tiles of each host or disk tape that are in memory and stand for all of them; None: all are there.
-        `folder`: where the disk's file is made."""
+        `folders`: where the disk's file is made."""
         self.tiles, self._dtype, self._engine, self._rebuilds, self._held = tiles, dtype, engine, rebuilds, held
         self._host_tape = StandIn if held else HostTape
         self._in_slab = ("host", "disk") if held else ("host",)
@@ -45,8 +45,8 @@ class Tapes:
         sizes = [self._host_rows(spec.tiles(tiles)) * spec.row for spec in hosted for _ in spec.layers]
         on_disk = 0 if held else disk_bytes(specs, tiles)
         # Before the slab, which takes its time: a full disk is an error at once
-        file = _open(folder, on_disk, say) if on_disk else None
-        staging = STAGED * [staging_bytes(specs, tiles) // STAGED] if file else []
+        file = _open(folders, on_disk, say) if on_disk else None
+        staging = staging_pieces(specs, tiles) if file else []
         with owned_by(HOST):
             slab = Slab(sizes + staging, engine.device, say)
         self._close_slab = slab.belong_to(self, engine)
@@ -143,11 +143,11 @@ class Tapes:
         self._slots.clear()
 
 
-def _open(folder: str | None, size: int, say: Callable[[str], None]) -> TapeFile:
-    assert folder is not None
-    file = TapeFile(folder, size)
+def _open(folders: tuple[str, ...], size: int, say: Callable[[str], None]) -> TapeFile:
+    file = TapeFile(folders, size)
     if not file.direct:
-        say(f"plan.disk='{folder}' is on a file system that reads and writes through the page cache only: slower")
+        named = ", ".join(folders)
+        say(f"plan.disk='{named}' is on a file system that reads and writes through the page cache only: slower")
     return file
 
 

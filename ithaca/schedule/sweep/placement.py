@@ -22,9 +22,9 @@ from ithaca.plans.plan import Plan
 from ithaca.schedule.job import BF16, Job
 from ithaca.schedule.sweep.cost import passing_bytes
 from ithaca.schedule.sweep.rebuild import fewest_kept, layers_to_keep, rebuild_passes
-from ithaca.tape.spec import STAGED, Budget, device_bytes, disk_bytes, host_bytes, staged_bytes
+from ithaca.tape.spec import DISK_RATE, STAGED, Budget, device_bytes, disk_bytes, host_bytes, staged_bytes
 
-DISK_COST = 75_000  # multiplications a rank does while a byte goes to a disk or comes back: 300 T/s against 4 GB/s
+DISK_COST = int(300e12 / DISK_RATE)  # multiplications a rank does while a byte goes to a disk or comes back
 FEW = 16  # choices that are enough to compare Plans by
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}  # bytes of a number
 
@@ -88,8 +88,9 @@ def fill(
 ) -> Plan | None:
     """The Plan with the cheapest of these choices that fits the budgets; None if none does."""
     _check_sweep(plan)
-    folder = folder if free.disk else None
-    job = Job(spec=spec, plan=replace(plan, x="host", o="host", disk=None), tokens=tokens, axes=axes, itemsize=itemsize)
+    folder = folder if free.disk else plan.disk
+    hosted = _placed(plan, folder, ("host",), ("host",))
+    job = Job(spec=spec, plan=hosted, tokens=tokens, axes=axes, itemsize=itemsize)
     best, least = None, float("inf")
     choices = [*_possible(job, free, choices)]
     works = [_work_again(spec, tokens, *saved) for saved in choices]
@@ -202,8 +203,9 @@ def _fill(
 
 
 def _placed(plan: Plan, folder: str | None, x: Sequence[str], o: Sequence[str]) -> Plan:
-    """The Plan with these words; a folder is named only where one of them is the disk."""
-    return replace(plan, x=spell(x), o=spell(o), disk=folder if "disk" in (*x, *o) else None)
+    """The Plan with these words; a folder is named only if something is on the disk."""
+    words = *x, *o, plan.lse, plan.residual, plan.kv
+    return replace(plan, x=spell(x), o=spell(o), disk=folder if "disk" in words else None)
 
 
 def _used(job: Job, plan: Plan) -> Budget:
