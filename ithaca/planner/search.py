@@ -5,13 +5,14 @@ the ways that its schedule offers (schedule/variants.py). It compares the Plans 
 (seconds.py). `longest` grows the context until nothing fits, and `binding` finds out which memory limits it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ithaca.attention.kernels.facts import gpu_kernel
 from ithaca.base.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
+from ithaca.planner.balance import least_chunks
 from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import Cluster
 from ithaca.planner.meshes import SAME as SAME_MESH
@@ -21,7 +22,7 @@ from ithaca.plans.plan import Plan
 from ithaca.plans.recipes import RECIPES
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import Memory
-from ithaca.schedule.variants import SHORTEST, Effort, recipe_fits, refit
+from ithaca.schedule.variants import SHORTEST, Effort, fitting_plans, recipe_variants, refit, with_zero
 
 SAME = 1.02  # rates within this factor count as equal: then the recipe that comes first in the table is taken
 HARDLY = 1.002  # rates of one recipe within this factor count as equal
@@ -98,18 +99,76 @@ def fitting(
     rows: int = 1,
     documents: Documents | None = None,
 ) -> Iterator[Answer]:
-    """The ways in which a recipe fits on one mesh; `rows`: sequences for each group of GPUs that share them."""
+    """The ways in which a recipe fits on one mesh; `rows`: sequences for each group of GPUs that share them.
+
+    Ways that cannot be faster than one before them by more than `HARDLY` are left out.
+    """
+    axes = _axes(cluster, mesh)
+    copied, kernel = replace(axes, replicate=cluster.copies), _kernel(spec, cluster)
+    timed = _Timed(spec, cluster, tokens, rows, axes, documents)
+    best = float("inf")
+    for variant in _variants(spec, cluster, rows * tokens, recipe, copied, effort):
+        if best < float("inf") and timed.bound(variant) * HARDLY >= best:
+            continue
+        for plan, memory in fitting_plans(variant, spec, copied, rows * tokens, cluster.budget, effort, timed.cost):
+            seconds = timed(plan)
+            best = min(best, seconds.step)
+            # A run chooses the kernel again: where it trains, other packages may be installed
+            named = replace(plan, kernel="auto")
+            answer = Answer(named, tokens, axes, rows, rows * axes.shard, memory, seconds, kernel)
+            yield answer
+            if plan.entry.tries and not answer.recomputed(spec):
+                return  # the tries that follow use less memory and are no faster
+
+
+def fits(spec: Spec, cluster: Cluster, tokens: int, recipe: str, mesh: tuple[int, int], effort: Effort) -> bool:
+    """Whether any Plan of a recipe fits on one mesh, without asking how fast."""
+    copied = replace(_axes(cluster, mesh), replicate=cluster.copies)
+    variants = _variants(spec, cluster, tokens, recipe, copied, effort)
+    return any(next(fitting_plans(plan, spec, copied, tokens, cluster.budget, effort), None) for plan in variants)
+
+
+def _axes(cluster: Cluster, mesh: tuple[int, int]) -> Axes:
     ulysses, ring = mesh
-    axes = Axes(shard=cluster.count // (ulysses * ring), ring=ring, ulysses=ulysses)
-    kernel = gpu_kernel(spec.head_size, cluster.gpu.capability).name
-    copied = replace(axes, replicate=cluster.copies)
-    for plan, memory in recipe_fits(recipe, spec, copied, rows * tokens, cluster.budget, effort, kernel):
-        seconds = pass_seconds(spec, cluster, plan, tokens, rows, axes, documents)
-        # A run chooses the kernel again: where it trains, other packages may be installed
-        answer = Answer(replace(plan, kernel="auto"), tokens, axes, rows, rows * axes.shard, memory, seconds, kernel)
-        yield answer
-        if not answer.recomputed(spec):
-            return  # the variants that follow use less memory and are no faster
+    return Axes(shard=cluster.count // (ulysses * ring), ring=ring, ulysses=ulysses)
+
+
+def _kernel(spec: Spec, cluster: Cluster) -> str:
+    return gpu_kernel(spec.head_size, cluster.gpu.capability).name
+
+
+def _variants(spec: Spec, cluster: Cluster, tokens: int, recipe: str, axes: Axes, effort: Effort) -> list[Plan]:
+    kernel = _kernel(spec, cluster)
+    limits = least_chunks(spec, axes, cluster.gpu, cluster.machine, kernel)
+    return recipe_variants(recipe, spec, axes, tokens, cluster.budget, effort, kernel, limits)
+
+
+class _Timed:
+    """The seconds of Plans for one question."""
+
+    def __init__(
+        self, spec: Spec, cluster: Cluster, tokens: int, rows: int, axes: Axes, documents: Documents | None
+    ) -> None:
+        self._asked = spec, cluster, tokens, rows, axes, documents
+        self._found: dict[Plan, Seconds] = {}
+
+    def __call__(self, plan: Plan) -> Seconds:
+        if plan not in self._found:
+            spec, cluster, tokens, rows, axes, documents = self._asked
+            self._found[plan] = pass_seconds(spec, cluster, plan, tokens, rows, axes, documents)
+        return self._found[plan]
+
+    def cost(self, plan: Plan) -> tuple[float, float]:
+        """The seconds of a step, and those if copies took no time."""
+        seconds = self(plan)
+        return seconds.step, seconds.step - seconds.copies_exposed
+
+    def bound(self, plan: Plan) -> float:
+        """Seconds that no placement of a variant's tensors goes below: nothing is computed again, nothing copied."""
+        if plan.entry.tries:
+            return 0.0
+        here = dict.fromkeys(("x", "o", "lse", "residual", "kv", "optimizer"), "device")
+        return self(with_zero(replace(plan, **here, disk=None), self._asked[4])[0]).step
 
 
 def pass_seconds(
@@ -125,12 +184,12 @@ def _refined(spec: Spec, cluster: Cluster, answer: Answer, documents: Documents 
     """The same answer with every choice of saved tensors tried."""
     named = replace(answer.plan, kernel=answer.kernel)
     axes = replace(answer.axes, replicate=cluster.copies)
-    found = refit(named, spec, axes, answer.rows * answer.tokens, cluster.budget)
+    timed = _Timed(spec, cluster, answer.tokens, answer.rows, answer.axes, documents)
+    found = refit(named, spec, axes, answer.rows * answer.tokens, cluster.budget, timed.cost)
     if found is None:
         return answer
     plan, memory = found
-    seconds = pass_seconds(spec, cluster, plan, answer.tokens, answer.rows, answer.axes, documents)
-    return replace(answer, plan=replace(plan, kernel="auto"), memory=memory, seconds=seconds)
+    return replace(answer, plan=replace(plan, kernel="auto"), memory=memory, seconds=timed(plan))
 
 
 def best_of(
@@ -168,12 +227,19 @@ def _best_on(
         if found and not _runs_once(spec, next(once, None)):
             continue
         answers = fitting(spec, cluster, tokens, recipe, mesh, Effort.FEW, rows, documents)
-        best = max(answers, key=lambda answer: answer.rate, default=None)
+        best = _fastest(answers)
         if best and (found is None or best.rate > SAME_MESH * found.rate):
             found = best
         if _runs_once(spec, found):
             break
     return found
+
+
+def _fastest(answers: Iterable[Answer]) -> Answer | None:
+    """The first of those that hardly differ from the fastest: with the larger chunk, and more on the device."""
+    found = [*answers]
+    least = min((answer.seconds.step for answer in found), default=0.0)
+    return next((answer for answer in found if answer.seconds.step <= HARDLY * least), None)
 
 
 def _runs_once(spec: Spec, answer: Answer | None) -> bool:
@@ -217,13 +283,13 @@ def longest(
     most = 0
     for mesh in next((meshes for meshes in every if meshes), ()):
 
-        def fits(tokens: int) -> bool:
-            return next(fitting(spec, cluster, tokens, plan.recipe, mesh, effort), None) is not None  # noqa: B023
+        def fits_here(tokens: int) -> bool:
+            return fits(spec, cluster, tokens, plan.recipe, mesh, effort)  # noqa: B023
 
         # A mesh is looked at only if it takes a longer context than the meshes before it
         longer = min(most + max(most // ACCURACY, min(most, STEP)), LONGEST) if most else from_
-        if longer > most and (longer == STEP or fits(longer)):
-            most = max(most, _longest(fits, from_))
+        if longer > most and (longer == STEP or fits_here(longer)):
+            most = max(most, _longest(fits_here, from_))
     return most
 
 

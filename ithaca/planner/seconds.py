@@ -6,7 +6,9 @@
                  every GPU operation
     launching    the host, which launches one operation after the other; hidden behind all but small models
     exchange     messages between ranks that share a sequence, by link; the schedule says how much of it is hidden
-    copies       tapes in host memory and on disk, in the busier direction; hidden behind the rest
+    copies       tapes in host memory and on disk, in the busier direction, at the rate of a GPU's link while all GPUs
+                 of its node copy; hidden behind the rest. K and V are hidden behind attention alone, which visits a
+                 tile while the next one comes: with chunks below the balance chunk (balance.py) it waits for them
     weights      gathered for each pass, gradients reduced in fp32, over all ranks; hidden behind all but short blocks.
                  On one rank they are only copied, which nothing hides; under ZeRO-1 and 2, without FSDP2, once a step
     optimizer    clips, reads and writes 48 bytes per parameter of the shard, or copies moments from the host and back
@@ -59,6 +61,7 @@ class Seconds:
     copies: float
     weights: float
     optimizer: float
+    copies_exposed: float  # of `copies`: what the step waits for
     step: float
 
     @property
@@ -72,17 +75,42 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
     work = job.costs.work(job)
     forward, backward = attention_seconds(job, work, gpu)
     merging = work.merged / gpu.bandwidth
-    forward, backward = work.attention_runs * (forward + merging), backward + merging
+    once, forward, backward = forward + merging, work.attention_runs * (forward + merging), backward + merging
     linear = BETWEEN * (work.linear / gpu.matmul + work.moved / gpu.bandwidth) + LEAST * work.launches
     launching = host_operations(job, work) / gpu.launches
     ulysses, ring = exchange_seconds(job, machine)
-    copies = max(work.host.most / gpu.host, work.disk.most * machine.gpus / DISK)
+    copies = max(work.host.most / gpu.host, work.disk.most / disk_rate(machine))
+    link = link_rate(job.plan.kv, gpu, machine)
+    attending = once, forward - once + backward  # in the forward and in the backward pass
+    waits = sum(max(kv.most / link - beside, 0.0) for kv, beside in zip(work.kv, attending, strict=True))
     weights = _weights(job.spec, job.plan, machine)
     optimizer = _optimizer(job.spec, job.plan, gpu, machine)
     computing = forward + backward + linear + _sharding(job, gpu, machine)
-    exposed = job.costs.exposed(job, max(computing, launching), ulysses, ring)
-    step = optimizer + max(exposed, copies, ulysses + ring, weights)
-    return Seconds(forward, backward, linear, launching, ulysses + ring, copies, weights, optimizer, step)
+    beside = max(ulysses + ring, weights)
+    others = max(job.costs.exposed(job, max(computing, launching), ulysses, ring), beside)
+    step = max(job.costs.exposed(job, max(computing + waits, launching), ulysses, ring), beside, copies)
+    return Seconds(
+        attention_forward=forward,
+        attention_backward=backward,
+        linear=linear,
+        launching=launching,
+        exchange=ulysses + ring,
+        copies=copies,
+        weights=weights,
+        optimizer=optimizer,
+        copies_exposed=step - others,
+        step=optimizer + step,
+    )
+
+
+def disk_rate(machine: Machine) -> float:
+    """Bytes/s that each GPU of a node has of its disk, in each direction."""
+    return DISK / machine.gpus
+
+
+def link_rate(place: str | None, gpu: Gpu, machine: Machine) -> float:
+    """Bytes/s between the device and a place, in each direction, while all GPUs of the node copy."""
+    return min(gpu.host, disk_rate(machine)) if place == "disk" else gpu.host
 
 
 def host_operations(job: Job, work: Work) -> float:

@@ -95,6 +95,9 @@ class Copies:
     def __add__(self, other: "Copies") -> "Copies":
         return Copies(self.into + other.into, self.out + other.out)
 
+    def times(self, number: float) -> "Copies":
+        return Copies(number * self.into, number * self.out)
+
     @property
     def most(self) -> float:
         """Of the busier direction: each has a link of its own."""
@@ -115,6 +118,7 @@ class Work:
     python: float  # what else the host does, as so many operations
     host: Copies  # over the link to the host: tapes in host memory and on disk
     disk: Copies
+    kv: tuple[Copies, Copies] = (Copies(), Copies())  # of these, K and V and their gradients, forward and backward
 
 
 # The host beside launching: steps of SmolLM2-135M, 16K tokens, on the machine of an H200, without 30 µs an operation

@@ -246,6 +246,7 @@ def work(job: "Job") -> Work:
         python=spec.layers * job.chunks * (PYTHON + (PYTHON_OF_COPIES if copied.most else 0)),
         host=copied,
         disk=copies(job, ("disk",)),
+        kv=(Copies(), Copies()) if job.plan.kv == "device" else _kv_copies(job),
     )
 
 
@@ -305,7 +306,8 @@ def copies(job: "Job", places: tuple[str, ...]) -> Copies:
         # Every block, the loss, the embedding
         total += Copies(into=again * (spec.layers + 2) * x, out=(spec.layers + 2) * x)
     if plan.kv in places:
-        total += _kv_copies(job)
+        forward, backward = _kv_copies(job)
+        total += forward + backward
     return total + _rebuild_copies(job, places)
 
 
@@ -318,8 +320,11 @@ def _backward_reads(job: "Job", layer: int) -> float:
     return 1 + max(job.chunks - first, 0) / job.chunks
 
 
-def _kv_copies(job: "Job") -> Copies:
-    """K and V, and the sums of their gradients, of all layers: each chunk visits those of all chunks before it."""
+def _kv_copies(job: "Job") -> tuple[Copies, Copies]:
+    """K and V of all layers, and backward also the sums of their gradients, if they live off the device.
+
+    Each chunk visits those of all chunks before it.
+    """
     layers, visits = job.spec.layers, visits_of(job).count / job.chunks  # visits to other tiles, by each tile
     kv = 2 * local_tokens(job) * job.axes.ulysses * len(job.heads.kv) * job.spec.head_size * job.itemsize
     sums = kv * job.high // job.itemsize
@@ -329,9 +334,8 @@ def _kv_copies(job: "Job") -> Copies:
     recomputed = job.plan.placement(layers).o.count(RECOMPUTE) / layers
     backward += Copies(into=(visits + 1) * kv * recomputed)  # a chunk attends twice, and reads its own tile again
     gradients = (visits + 1) * sums * (job.chunks > 1)  # those of a single chunk need no tape
-    gradients = Copies(into=gradients, out=gradients)
-    layer = forward + backward + gradients
-    return Copies(layers * layer.into, layers * layer.out)
+    backward += Copies(into=gradients, out=gradients)
+    return forward.times(layers), backward.times(layers)
 
 
 def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:

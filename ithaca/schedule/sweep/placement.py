@@ -1,23 +1,29 @@
-"""Placement from budgets: saved tensors go to the device, then to the host, then to the disk; the rest is recomputed.
+"""Placement from budgets: tapes go to the device, then to the host, then to the disk; the rest is recomputed.
+
+Of the tapes that all layers share, K and V are where the Plan says. A residual or log-sum-exps that the Plan leaves
+open are placed here with x and o.
 
 What is cheapest to compute again is given up first: x of some layers (output projection and MLP, linear in the tokens),
 and only then o, from the first layer on (attention, at long contexts nearly all of a step). Not saving an o frees
 little, because the next layer's x can then no longer be rebuilt and must be saved.
 
 A disk is slow, so going there counts as work: at long contexts o goes to the disk before it is given up, x hardly ever.
-To the disk go first the o, which are written and read once in a step (an x is read three times: by the next layer, for
-K and V, and for its chunk), and of those the first layers', which backward needs last.
+To the disk go first the tapes that move least for each byte they keep: o and log-sum-exps are written and read once in
+a step, an x is read three times (by the next layer, for K and V, and for its chunk), the residual is read and written
+by every layer. Of the o, those of the first layers go first, which backward needs last.
+
+Choices are compared by a cost: for the planner the predicted seconds of a step, otherwise multiplications.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ithaca.base.errors import PlanError, suggestion
 from ithaca.base.sizes import format_bytes, parse_bytes, parse_tokens
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
-from ithaca.plans.places import REBUILD, RECOMPUTE, Placement, spell
+from ithaca.plans.places import IN_MEMORY, REBUILD, RECOMPUTE, Placement, spell
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import BF16, Job
 from ithaca.schedule.sweep.cost import passing_bytes
@@ -28,7 +34,11 @@ DISK_COST = 75_000  # multiplications a rank does while a byte goes to a disk or
 FEW = 16  # choices that are enough to compare Plans by
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}  # bytes of a number
 
+SHARED_PLACES = IN_MEMORY  # where tapes that all layers share can live: K and V, log-sum-exps, the residual
+
 Saved = tuple[set[int], set[int]]  # layers that save x, and layers that save o
+Words = dict[str, list[str]]  # by option of the Plan; a word for each layer, or one for all
+Cost = Callable[[Plan], tuple[float, float]]  # what a Plan costs, and what it would cost if copies took no time
 
 
 def place(
@@ -55,6 +65,7 @@ def place(
     tokens, axes = parse_tokens(tokens), Axes(ring=ring, ulysses=ulysses)
     free = Budget(*(parse_bytes(given) if given else 0 for given in (device, host, disk)))
     folder = folder or plan.disk
+    plan = replace(plan, lse=plan.lse or plan.settled().lse) if plan.sweeps else plan
     if free.disk and folder is None:
         raise PlanError(f"disk={format_bytes(free.disk)} is of no use without a folder: name one, as folder='/scratch'")
     _check_sweep(plan)
@@ -85,21 +96,35 @@ def fill(
     choices: list[Saved],
     folder: str | None,
     itemsize: int = BF16,
+    cost: Cost | None = None,
 ) -> Plan | None:
-    """The Plan with the cheapest of these choices that fits the budgets; None if none does."""
+    """The Plan with the cheapest of these choices that fits the budgets; None if none does.
+
+    `cost`: what a Plan costs; not given, the multiplications that it does again or could do while it waits for a disk.
+    """
     _check_sweep(plan)
     folder = folder if free.disk else None
-    job = Job(spec=spec, plan=replace(plan, x="host", o="host", disk=None), tokens=tokens, axes=axes, itemsize=itemsize)
+    job = Job(
+        spec=spec,
+        plan=_placed(plan, folder, {"x": ["host"], "o": ["host"]}),
+        tokens=tokens,
+        axes=axes,
+        itemsize=itemsize,
+    )
     best, least = None, float("inf")
     choices = [*_possible(job, free, choices)]
     works = [_work_again(spec, tokens, *saved) for saved in choices]
     for work, saved in sorted(zip(works, choices, strict=True), key=lambda pair: pair[0]):
-        if work >= least:
+        if cost is None and work >= least:
             break  # even without a byte on the disk
-        placed, used = _fill(plan, job, free, folder, *saved)
-        cost = work + _disk_work(placed, spec, itemsize)
-        if used.within(free) and cost < least:
-            best, least = placed, cost
+        placed = _fill(plan, job, free, folder, *saved)
+        if placed is None:
+            continue
+        found, at_best = cost(placed) if cost else (work + _disk_work(placed, spec, itemsize), work)
+        if found < least:
+            best, least = placed, found
+        if at_best >= least:
+            break  # the choices that follow compute more
     return best
 
 
@@ -162,48 +187,86 @@ def _placement(spec: Spec, saved_x: set[int], saved_o: set[int], place: str = "h
     )
 
 
-def _fill(
-    plan: Plan, job: Job, free: Budget, folder: str | None, saved_x: set[int], saved_o: set[int]
-) -> tuple[Plan, Budget]:
-    """Save these on the device while it has room: first the residual tape, which every layer reads and writes, unless
-    the Plan says where; then from the last layer down, because what is read soonest gains most. What the host has no
-    room for goes to the disk."""
-    spec, tiles = job.spec, job.tiles
-    placement = _placement(spec, saved_x, saved_o, "device")
-    placed = _placed(replace(plan, residual=plan.residual or "device"), folder, placement.x, placement.o)
-    if (used := _used(job, placed)).device <= free.device:
-        return placed, used  # first, because with nothing on the host no slots are needed
-    placement = _placement(spec, saved_x, saved_o)
-    placed = _placed(plan, folder, placement.x, placement.o)
-    if plan.residual is None:
-        beside = replace(placed, residual="device")
-        placed = beside if _used(job, beside).device <= free.device else placed
-    x, o = list(placement.x), list(placement.o)
-    rows = {tape.name: tape.row for tape in replace(job, plan=placed).tapes}
-    sizes = {name: row * tiles.length for name, row in rows.items()}
-    left = free.device - _used(job, placed).device
-    for layer in reversed(range(spec.layers)):
-        for words, size in ((o, sizes.get("o", 0)), (x, sizes["x"])):
-            if words[layer] == "host" and size <= left:
-                words[layer] = "device"
-                left -= size
-    placed = _placed(placed, folder, x, o)
-    used = _used(job, placed)
-    if folder is None or used.host <= free.host:
+def _fill(plan: Plan, job: Job, free: Budget, folder: str | None, saved_x: set[int], saved_o: set[int]) -> Plan | None:
+    """The Plan that saves these, on the device while it has room; None if they do not fit.
+
+    Log-sum-exps and residual come first, unless the Plan says where; then x and o.
+    """
+    shared = [*_shared_places(plan)]
+    placement = _placement(job.spec, saved_x, saved_o, "device")
+    placed = _placed(plan, folder, {**shared[0], "x": [*placement.x], "o": [*placement.o]})
+    if _used(job, placed).within(free):
+        return placed  # first, because with nothing on the host no slots are needed
+    placement = _placement(job.spec, saved_x, saved_o)
+    for places in shared:
+        words = {**places, "x": [*placement.x], "o": [*placement.o]}
+        placed, used = _fill_layers(plan, job, free, folder, words)
+        if used.within(free):
+            return placed
+    return None
+
+
+def _fill_layers(plan: Plan, job: Job, free: Budget, folder: str | None, words: Words) -> tuple[Plan, Budget]:
+    """Move x and o from the host to the device from the last layer down, because what is read soonest gains most. What
+    the host has no room for goes to the disk."""
+    placed = _placed(plan, folder, words)
+    if (used := _used(job, placed)).device > free.device:
         return placed, used
-    left = free.host - used.host - STAGED * max(staged_bytes(tiles, rows.get(name, 0)) for name in ("x", "o"))
-    for words, row in ((o, rows.get("o", 0)), (x, rows["x"])):
-        for layer, word in enumerate(words):
-            if word == "host" and left < 0:
-                words[layer] = "disk"
-                left += row * tiles.length
-    placed = _placed(placed, folder, x, o)
-    return placed, _used(job, placed)
+    sizes = _sizes(replace(job, plan=placed))
+    left = free.device - used.device
+    for layer in reversed(range(job.spec.layers)):
+        for name in ("o", "x"):
+            if words[name][layer] == "host" and sizes[name] <= left:
+                words[name][layer] = "device"
+                left -= sizes[name]
+    placed = _placed(plan, folder, words)
+    used = _used(job, placed)
+    if folder is not None and used.host > free.host:
+        _spill(replace(job, plan=placed), _movable(plan, words), free.host - used.host)
+        placed = _placed(plan, folder, words)
+        used = _used(job, placed)
+    return placed, used
 
 
-def _placed(plan: Plan, folder: str | None, x: Sequence[str], o: Sequence[str]) -> Plan:
-    """The Plan with these words; a folder is named only where one of them is the disk."""
-    return replace(plan, x=spell(x), o=spell(o), disk=folder if "disk" in (*x, *o) else None)
+def _shared_places(plan: Plan) -> Iterator[Words]:
+    """Where log-sum-exps and residual can live, from the device to the host; where the Plan says, if it does."""
+    for lse in (plan.lse,) if plan.lse else IN_MEMORY:
+        for residual in (plan.residual,) if plan.residual else IN_MEMORY:
+            yield {"lse": [lse], "residual": [residual]}
+
+
+def _movable(plan: Plan, words: Words) -> Words:
+    """What may go to the disk, in this order. x and o may; the others if the Plan leaves them open."""
+    names = [name for name in ("o", "lse", "x", "residual") if name in ("x", "o") or not getattr(plan, name)]
+    return {name: words[name] for name in names if name in ("x", "o") or "disk" in SHARED_PLACES}
+
+
+def _spill(job: Job, words: Words, left: int) -> None:
+    """Move tapes from the host to the disk until the host has room. `left`: its room, below zero."""
+    tapes = [tape for tape in job.tapes if tape.name in words]
+    left -= STAGED * max(staged_bytes(tape.tiles(job.tiles), tape.row) for tape in tapes)
+    sizes = _sizes(job)
+    for name, places in words.items():
+        for index, place in enumerate(places):
+            if place == "host" and left < 0:
+                places[index] = "disk"
+                left += sizes[name]
+
+
+def _sizes(job: Job) -> dict[str, int]:
+    """Bytes of a tape by name: of one layer's x or o, or of all that one word of the Plan places."""
+    sizes = dict.fromkeys(("x", "o", "lse"), 0)
+    for tape in job.tapes:
+        size = tape.row * tape.ranks * job.tiles.length
+        sizes[tape.name] = size if tape.name in ("x", "o") else size * len(tape.layers)
+    return sizes
+
+
+def _placed(plan: Plan, folder: str | None, words: Words) -> Plan:
+    """The Plan with these words; a folder is named only where one of them, or that of K and V, is the disk."""
+    uses_disk = plan.kv == "disk" or any("disk" in places for places in words.values())
+    places = {name: spell(found) for name, found in words.items()}
+    return replace(plan, **places, disk=folder if uses_disk else None)
 
 
 def _used(job: Job, plan: Plan) -> Budget:

@@ -1,0 +1,65 @@
+"""The balance chunk: the chunk at which fetching a tile of K and V takes as long as attending to it. No torch.
+
+Where K and V live off the device, a chunk of T tokens fetches the tiles of all chunks before it, one while it attends
+to another. Bytes of a tile grow with T, FLOPs of a visit with T²: from the balance chunk on, fetching is hidden.
+The idea is FPDT's, whose authors found 64K by trying.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from ithaca.model.spec import Spec
+from ithaca.parallel.axes import Axes
+from ithaca.planner.attention_rates import job_kernel, kernel_rates
+from ithaca.planner.hardware import Gpu, Machine
+from ithaca.planner.seconds import link_rate
+from ithaca.plans.plan import Plan
+from ithaca.schedule.job import Job
+from ithaca.schedule.sweep.placement import SHARED_PLACES
+
+
+@dataclass(frozen=True)
+class Balance:
+    """A visit of one chunk to the K and V of another, in the direction that needs the larger chunk to balance."""
+
+    chunk: int  # tokens, at which both take as long
+    fetch: float  # seconds for each token of the chunk
+    attend: float  # seconds for each token of the chunk, squared
+
+
+def balance(job: Job, gpu: Gpu, machine: Machine) -> Balance:
+    """The balance chunk of a job whose K and V live off the device.
+
+    With hq query and hkv key/value heads of size D on a rank, b bytes a number, f bytes a sum (fp32), chunks of T
+    tokens, A FLOP/s of the attention kernel and B bytes/s of the link in each direction:
+
+        forward    fetch  K, V in                2 hkv D b T / B          attend   4 hq D T² / A
+        backward   fetch  K, V, dK, dV in        2 hkv D (b + f) T / B    attend  10 hq D T² / A
+                          (dK, dV out are less)
+
+        T = hkv b A / (2 hq B) forward,  hkv (b + f) A / (5 hq B) backward; the larger of both
+
+    Over R ring ranks a tile has T / R tokens and T queries visit it, so R cancels.
+    """
+    hq, hkv, size = len(job.heads.q), len(job.heads.kv), job.spec.head_size
+    link = link_rate(job.plan.kv, gpu, machine)
+    found = []
+    rates = kernel_rates(gpu, job_kernel(job, gpu).name).of(size)
+    for rate, moved, flops in zip(rates, (job.itemsize, job.itemsize + job.high), (4, 10), strict=True):
+        fetch, attend = 2 * hkv * size * moved / link, flops * hq * size / rate
+        found.append(Balance(ceil(fetch / attend), fetch / job.axes.ring, attend / job.axes.ring))
+    return max(found, key=lambda one: one.chunk)
+
+
+def least_chunks(spec: Spec, axes: Axes, gpu: Gpu, machine: Machine, kernel: str) -> Mapping[str, int]:
+    """For each place off the device where K and V can live, the balance chunk."""
+    return {
+        place: balance(Job(spec=spec, plan=_plan(place, kernel), tokens=1, axes=axes), gpu, machine).chunk
+        for place in SHARED_PLACES
+        if place != "device"
+    }
+
+
+def _plan(place: str, kernel: str) -> Plan:
+    return Plan(recipe="sweep", kv=place, kernel=kernel, disk="/" if place == "disk" else None)
