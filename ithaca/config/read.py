@@ -11,7 +11,7 @@ from ithaca.base.files import read_small
 from ithaca.config.build import build
 from ithaca.config.sections import AUTO, Config, ModelSection
 from ithaca.plans.places import REBUILD
-from ithaca.plans.plan import RECIPE_OPTIONS
+from ithaca.plans.plan import PLACED, RECIPE_OPTIONS
 from ithaca.plans.recipes import RECIPES
 
 RENAMED = {  # old option -> new option; the old one still works
@@ -115,7 +115,7 @@ def _change_recipe(content: dict[str, Any], recipe: Any, tell: Callable[[str], N
             tell(f"Ignoring plan.{name}={plan.pop(name)}: recipe '{recipe}' has no such option")
         elif name == "x" and REBUILD in str(plan[name]) and RECIPES[recipe].schedule != "sweep":
             tell(f"Ignoring plan.x={plan.pop(name)}: recipe '{recipe}' cannot rebuild x")
-    if "disk" in plan and not any("disk" in str(plan.get(name)) for name in ("x", "o")):
+    if "disk" in plan and not any("disk" in str(plan.get(name)) for name in PLACED):
         tell(f"Ignoring plan.disk={plan.pop('disk')}: recipe '{recipe}' writes nothing to disk")
 
 

@@ -7,6 +7,7 @@ the ways that its schedule offers (schedule/variants.py). It compares the Plans 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ithaca.attention.kernels.facts import gpu_kernel
 from ithaca.base.errors import PlanError
@@ -18,7 +19,7 @@ from ithaca.planner.hardware import Cluster
 from ithaca.planner.meshes import SAME as SAME_MESH
 from ithaca.planner.meshes import Shapes, ranked_meshes
 from ithaca.planner.seconds import Seconds, predict_seconds
-from ithaca.plans.plan import Plan
+from ithaca.plans.plan import PLACED, Plan
 from ithaca.plans.recipes import RECIPES
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import Memory
@@ -26,6 +27,7 @@ from ithaca.schedule.variants import SHORTEST, Effort, fitting_plans, recipe_var
 
 SAME = 1.02  # rates within this factor count as equal: then the recipe that comes first in the table is taken
 HARDLY = 1.002  # rates of one recipe within this factor count as equal
+DISK_COUNTS = 0.1  # a second that a disk is busy while the GPU computes: it may be slower than assumed, and it wears
 LONGEST = 2**32  # the most tokens that can be planned for
 STEP = 2**16  # tokens: the longest context is found in whole steps
 ACCURACY = 256  # the longest context is right to one part in so many
@@ -50,6 +52,11 @@ class Answer:
     def rate(self) -> float:
         """Tokens per second and GPU."""
         return self.sequences * self.tokens / self.seconds.step / self.axes.size
+
+    @property
+    def worth(self) -> float:
+        """The rate that answers are compared by."""
+        return self.rate * self.seconds.step / _cost(self.seconds)
 
     def recomputed(self, spec: Spec) -> int:
         """Layers whose attention runs again in backward."""
@@ -112,7 +119,7 @@ def fitting(
             continue
         for plan, memory in fitting_plans(variant, spec, copied, rows * tokens, cluster.budget, effort, timed.cost):
             seconds = timed(plan)
-            best = min(best, seconds.step)
+            best = min(best, _cost(seconds))
             # A run chooses the kernel again: where it trains, other packages may be installed
             named = replace(plan, kernel="auto")
             answer = Answer(named, tokens, axes, rows, rows * axes.shard, memory, seconds, kernel)
@@ -143,6 +150,10 @@ def _variants(spec: Spec, cluster: Cluster, tokens: int, recipe: str, axes: Axes
     return recipe_variants(recipe, spec, axes, tokens, cluster.budget, effort, kernel, limits)
 
 
+def _cost(seconds: Seconds) -> float:
+    return seconds.step + DISK_COUNTS * seconds.disk
+
+
 class _Timed:
     """The seconds of Plans for one question."""
 
@@ -159,15 +170,15 @@ class _Timed:
         return self._found[plan]
 
     def cost(self, plan: Plan) -> tuple[float, float]:
-        """The seconds of a step, and those if copies took no time."""
+        """What a Plan is compared by, the seconds of a step; and those if copies took no time."""
         seconds = self(plan)
-        return seconds.step, seconds.step - seconds.copies_exposed
+        return _cost(seconds), seconds.step - seconds.copies_exposed
 
     def bound(self, plan: Plan) -> float:
         """Seconds that no placement of a variant's tensors goes below: nothing is computed again, nothing copied."""
         if plan.entry.tries:
             return 0.0
-        here = dict.fromkeys(("x", "o", "lse", "residual", "kv", "optimizer"), "device")
+        here: dict[str, Any] = dict.fromkeys((*PLACED, "optimizer"), "device")
         return self(with_zero(replace(plan, **here, disk=None), self._asked[4])[0]).step
 
 
@@ -228,7 +239,7 @@ def _best_on(
             continue
         answers = fitting(spec, cluster, tokens, recipe, mesh, Effort.FEW, rows, documents)
         best = _fastest(answers)
-        if best and (found is None or best.rate > SAME_MESH * found.rate):
+        if best and (found is None or best.worth > SAME_MESH * found.worth):
             found = best
         if _runs_once(spec, found):
             break
@@ -238,8 +249,8 @@ def _best_on(
 def _fastest(answers: Iterable[Answer]) -> Answer | None:
     """The first of those that hardly differ from the fastest: with the larger chunk, and more on the device."""
     found = [*answers]
-    least = min((answer.seconds.step for answer in found), default=0.0)
-    return next((answer for answer in found if answer.seconds.step <= HARDLY * least), None)
+    least = min((_cost(answer.seconds) for answer in found), default=0.0)
+    return next((answer for answer in found if _cost(answer.seconds) <= HARDLY * least), None)
 
 
 def _runs_once(spec: Spec, answer: Answer | None) -> bool:
@@ -260,13 +271,13 @@ def _preferred(answers: list[Answer]) -> Answer | None:
 
     Of one recipe, where it hardly matters, the answer with the fewest sequences at a time.
     """
-    fastest = max((answer.rate for answer in answers), default=0.0)
-    good = [answer for answer in answers if answer.rate * SAME >= fastest]
+    fastest = max((answer.worth for answer in answers), default=0.0)
+    good = [answer for answer in answers if answer.worth * SAME >= fastest]
     first = next((name for name in RECIPES if any(answer.plan.recipe == name for answer in good)), None)
     good = [answer for answer in good if answer.plan.recipe == first]
-    fastest = max((answer.rate for answer in good), default=0.0)
-    equal = [answer for answer in good if answer.rate * HARDLY >= fastest]
-    return min(equal, key=lambda answer: (answer.sequences, -answer.rate), default=None)
+    fastest = max((answer.worth for answer in good), default=0.0)
+    equal = [answer for answer in good if answer.worth * HARDLY >= fastest]
+    return min(equal, key=lambda answer: (answer.sequences, -answer.worth), default=None)
 
 
 def longest(

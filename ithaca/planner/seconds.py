@@ -61,6 +61,7 @@ class Seconds:
     copies: float
     weights: float
     optimizer: float
+    disk: float  # of `copies`: over the disk
     copies_exposed: float  # of `copies`: what the step waits for
     step: float
 
@@ -79,7 +80,8 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
     linear = BETWEEN * (work.linear / gpu.matmul + work.moved / gpu.bandwidth) + LEAST * work.launches
     launching = host_operations(job, work) / gpu.launches
     ulysses, ring = exchange_seconds(job, machine)
-    copies = max(work.host.most / gpu.host, work.disk.most / disk_rate(machine))
+    disk = work.disk.most / disk_rate(machine)
+    copies = max(work.host.most / gpu.host, disk)
     link = link_rate(job.plan.kv, gpu, machine)
     attending = once, forward - once + backward  # in the forward and in the backward pass
     waits = sum(max(kv.most / link - beside, 0.0) for kv, beside in zip(work.kv, attending, strict=True))
@@ -98,6 +100,7 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
         copies=copies,
         weights=weights,
         optimizer=optimizer,
+        disk=disk,
         copies_exposed=step - others,
         step=optimizer + step,
     )

@@ -12,7 +12,8 @@ from ithaca.plans.recipes import RECIPES, TILE, Recipe
 CHECKPOINTS = ("none", "selective", "full")
 CHUNK = 64 * 2**10  # tokens: attention kernels run at their best from here on
 TRAVELS = ("around", "gather")
-RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "tile", "x", "o", "lse", "residual", "kv")
+PLACED = ("x", "o", "lse", "residual", "kv")  # the options that say where a tape lives
+RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "tile", *PLACED)
 MLP_NUMBERS = TILE * (5 * 14336 + 3 * 4096)  # of an MLP's backward pass over a tile of Llama3-8B; 1.4 GB in bf16
 
 
@@ -67,13 +68,14 @@ class Plan:
     list, as for x. (sweep)"""
 
     lse: str | None = None
-    """Where the log-sum-exps of attention are saved: `device` or `host`. (sweep)"""
+    """Where the log-sum-exps of attention are saved: `device`, `host` or `disk`. (sweep)"""
 
     residual: str | None = None
-    """Where the residual between blocks lives, x forward and its gradient backward: `device` or `host`. (sweep)"""
+    """Where the residual between blocks lives, x forward and its gradient backward: `device`, `host` or `disk`.
+    (sweep)"""
 
     kv: str | None = None
-    """Where K and V of a block, and their gradients, live while it runs: `device` or `host`. (sweep)"""
+    """Where K and V of a block, and their gradients, live while it runs: `device`, `host` or `disk`. (sweep)"""
 
     zero: int = 3
     """What is sharded over ranks. 1: optimizer states. 2: gradients too. 3: parameters too."""
@@ -92,7 +94,7 @@ class Plan:
     Optimizer states come on top."""
 
     disk: str | None = None
-    """The folder on each node's own disk for x and o with the word `disk`. Nothing is left there after the run."""
+    """The folder on each node's own disk for tensors with the word `disk`. Nothing is left there after the run."""
 
     gradient: InitVar[str | None] = None
     """The old name of `residual`."""
@@ -114,7 +116,7 @@ class Plan:
         self._check_words("checkpoint", CHECKPOINTS)
         self._check_words("travel", TRAVELS)
         for name in ("lse", "residual", "kv"):
-            self._check_words(name, IN_MEMORY)
+            self._check_words(name, KEPT)
         self._words("x")
         self._words("o")
         numbers = {"heads": 8, "chunk": CHUNK, "tile": TILE, "loss_tile": 4096, "host_memory": 64 * 10**9}
@@ -166,6 +168,12 @@ class Plan:
     def placement(self, layers: int) -> Placement:
         """Where each layer's x and o are saved. Under `whole`, `checkpoint` decides about o instead."""
         return place_layers(self._words("x"), self._words("o") if self.sweeps else (RECOMPUTE,), layers)
+
+    @property
+    def on_disk(self) -> tuple[str, ...]:
+        """The options that put something on the disk."""
+        lists = {name: self._words(name) for name in ("x", "o")}
+        return tuple(name for name in PLACED if "disk" in lists.get(name, (getattr(self, name),)))
 
     @property
     def named_layers(self) -> int:
@@ -228,7 +236,7 @@ class Plan:
     def _check_disk(self) -> None:
         if self.disk is not None and (not isinstance(self.disk, str) or not self.disk):
             raise PlanError(f"disk={self.disk!r} is no folder: '/scratch' would be one")
-        using = next((name for name in ("x", "o") if "disk" in self._words(name)), None)
+        using = next(iter(self.on_disk), None)
         if using and self.disk is None:
             raise PlanError(
                 f"{using}='{getattr(self, using)}' needs a folder on a disk: name it, as disk='/scratch', or use 'host'"

@@ -18,7 +18,7 @@ from ithaca.tape.disk import Disk, DiskTape
 from ithaca.tape.engine import Engine
 from ithaca.tape.file import TapeFile
 from ithaca.tape.slab import Slab
-from ithaca.tape.spec import STAGED, Stretch, TapeSpec, disk_bytes, staging_bytes, stretch_bytes, whole_blocks
+from ithaca.tape.spec import Stretch, TapeSpec, disk_bytes, staging_pieces, stretch_bytes, whole_blocks
 from ithaca.tape.tape import DeviceTape, HostTape, Slots, StandIn, Tape
 
 
@@ -46,7 +46,7 @@ class Tapes:
         on_disk = 0 if held else disk_bytes(specs, tiles)
         # Before the slab, which takes its time: a full disk is an error at once
         file = _open(folder, on_disk, say) if on_disk else None
-        staging = STAGED * [staging_bytes(specs, tiles) // STAGED] if file else []
+        staging = staging_pieces(specs, tiles) if file else []
         with owned_by(HOST):
             slab = Slab(sizes + staging, engine.device, say)
         self._close_slab = slab.belong_to(self, engine)

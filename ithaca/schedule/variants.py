@@ -69,7 +69,7 @@ def recipe_variants(
         chunks = {kv: sizes[-1:] for kv, sizes in chunks.items()}  # the smallest takes the least memory
     return [
         Plan(**named, chunk=size, tile=min(tile, size), optimizer=optimizer, kv=kv, disk=_folder_of(kv))
-        for size in sorted({size for sizes in chunks.values() for size in sizes}, reverse=True)
+        for size in dict.fromkeys(size for sizes in chunks.values() for size in sizes)
         for kv, sizes in chunks.items()
         for optimizer in IN_MEMORY
         if size in sizes

@@ -66,7 +66,7 @@ class Disk:
 
     def fetch(self, place: int, tile: Tensor, free: Mark | None) -> "Fetching":
         """Begin to read a tile from a place in the file into a slot, which is free at the mark."""
-        piece = self._take()
+        piece = self._take(tile)
         before = self._written.get(place)
         read = self._in.submit(_read, self._engine, self._file, place, piece.blocks(tile), before)
         fetching = Fetching(self._engine, read, piece.shaped(tile), tile, free)
@@ -75,18 +75,20 @@ class Disk:
 
     def store(self, place: int, tile: Tensor, stays: bool) -> Mark:
         """Begin to write a tile to a place in the file; its slot is free at the returned mark, unless it stays."""
-        piece = self._take()
+        piece = self._take(tile)
         copied = self._engine.copy_out(piece.shaped(tile), tile, after=(self._engine.computed(),), stays=stays)
         written = self._out.submit(_write, self._engine, self._file, place, piece.blocks(tile), copied)
         piece.use, self._written[place] = _Storing(written), written
         return copied
 
-    def _take(self) -> _Piece:
-        """A free piece of staging. If none is free, wait for the one that was taken first."""
+    def _take(self, tile: Tensor) -> _Piece:
+        """The smallest free piece of staging for a tile. If none is free, wait for the one that was taken first."""
         for piece in self._pieces:
             if piece.use is not None and piece.use.over:
                 _free(piece)
-        piece = next((piece for piece in self._pieces if piece.use is None), self._pieces[0])
+        fitting = [piece for piece in self._pieces if len(piece.memory) >= whole_blocks(tile.nbytes)]
+        free = (piece for piece in fitting if piece.use is None)
+        piece = min(free, key=lambda piece: len(piece.memory), default=fitting[0])
         _free(piece)
         self._pieces.remove(piece)
         self._pieces.append(piece)

@@ -13,6 +13,7 @@ from ithaca.base.tiles import Tiles
 
 BLOCK = 4096  # bytes; a disk reads and writes this much at a time, or a part of it
 STAGED = 6  # tiles of a rank in host memory on their way to or from the disk: three of a chunk, three of the next
+KV_STAGED = 8  # the same of K and V: both, and the sums of both gradients, of a visit and of the next
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,15 @@ def disk_bytes(tapes: Iterable[TapeSpec], tiles: Tiles) -> int:
 
 def staging_bytes(tapes: Iterable[TapeSpec], tiles: Tiles) -> int:
     """Host memory that tiles pass through on their way to the disk and back."""
-    staged = (staged_bytes(tape.tiles(tiles), tape.row) for tape in tapes if tape.place == "disk")
-    return STAGED * max(staged, default=0)
+    return sum(staging_pieces(tapes, tiles))
+
+
+def staging_pieces(tapes: Iterable[TapeSpec], tiles: Tiles) -> list[int]:
+    """The sizes of the pieces that staging is cut into. K and V have pieces of their own: they move at every visit."""
+    sizes: dict[int, list[int]] = {STAGED: [], KV_STAGED: []}
+    for tape in (tape for tape in tapes if tape.place == "disk"):
+        sizes[KV_STAGED if tape.option == "kv" else STAGED].append(staged_bytes(tape.tiles(tiles), tape.row))
+    return [max(group) for count, group in sizes.items() if group for _ in range(count)]
 
 
 def device_bytes(tapes: Sequence[TapeSpec], tiles: Tiles) -> int:

@@ -101,8 +101,9 @@ def open_model(folder: Path, plan: ithaca.Plan, sizes: dict[str, int]) -> ithaca
 def context_step(
     folder: Path, plan: ithaca.Plan, sizes: dict[str, int], batches: list[Rows], late: int | None = None
 ) -> Outcome:
-    """A step in every rank; `late` seeds random delays of copies."""
+    """A step in every rank; `late` seeds random delays of copies and of the disk."""
     model = open_model(folder, plan, sizes)
     if late is not None:
         model.engine.before_copy = random_delays(late + model.mesh.rank)
+        model.engine.before_disk = random_delays(late + model.mesh.rank + 1)
     return model_step(model, batches)

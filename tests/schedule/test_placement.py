@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 import ithaca
 from ithaca.assemble import Substitutes
 from ithaca.base.errors import PlanError, RunError
-from ithaca.plans.places import IN_MEMORY, Placement, spell
+from ithaca.plans.places import KEPT, Placement, spell
+from ithaca.plans.plan import PLACED
 from ithaca.tape.spec import disk_bytes
 from tests.models import make_model, save
 from tests.sampling import sampled
@@ -45,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def sweep(folder: Path, **options) -> ithaca.Plan:
     """With a folder for what goes to the disk, where something does."""
-    on_disk = any("disk" in options.get(name, "") for name in ("x", "o"))
+    on_disk = any("disk" in options.get(name, "") for name in PLACED)
     return ithaca.Plan(recipe="sweep", disk=str(folder) if on_disk else None, **options)
 
 
@@ -106,7 +107,7 @@ def test_hard_ones(folders, plain_hard, tmp_path: Path, kind: str, x: str, o: st
 def test_every_mix_gives_the_same_bits(
     folders, tmp_path_factory, kind: str, placement: Placement, others, seed: int
 ) -> None:
-    places = {name: others.draw(st.sampled_from(IN_MEMORY)) for name in ("lse", "residual", "kv")}
+    places = {name: others.draw(st.sampled_from(KEPT)) for name in ("lse", "residual", "kv")}
     chunk = others.draw(st.sampled_from((4, 9, 30)))
     batches = [random_batch(1, 30, documents=True, ignored=0.2, seed=seed), random_batch(1, 23, True, 0.2, seed + 1)]
     cut = {"chunk": min(chunk, 23), "tile": min(chunk, 5)}
@@ -286,7 +287,8 @@ REFUSED = [
     ({"disk": "/tmp"}, "disk='/tmp' does nothing without x='disk' or o='disk': use one, or leave it out"),
     ({"o": "disk", "disk": ""}, "disk='' is no folder: '/scratch' would be one"),
     ({"o": "disk", "disk": "/nowhere"}, "plan.disk='/nowhere' is not a folder that a file can be made in .No such"),
-    ({"lse": "disk", "disk": "/tmp"}, "lse=disk does not exist: known are device, host"),
+    ({"lse": "disk"}, "lse='disk' needs a folder on a disk: name it, as disk='/scratch', or use 'host'"),
+    ({"kv": "disc", "disk": "/tmp"}, "kv=disc does not exist: did you mean 'disk'?"),
     ({"optimizer": "disk", "disk": "/tmp"}, "optimizer=disk does not exist: known are device, host"),
     (
         {"recipe": "dense", "x": "disk", "disk": "/tmp", "checkpoint": "none"},

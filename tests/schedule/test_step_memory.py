@@ -24,12 +24,13 @@ from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import mesh
-from ithaca.plans.plan import Plan
+from ithaca.plans.plan import CHUNK, Plan
 from ithaca.rehearsal import rehearse
 from ithaca.rehearsal.fake_kernels import FakeKernel
 from ithaca.rehearsal.memory_meter import Meter
 from ithaca.schedule.job import BF16, Job
 from ithaca.schedule.step_memory import Memory, block_parameters, host_states, phases, resident, step_memory
+from ithaca.tape.spec import KV_STAGED, STAGED
 from tests.nursery import Nursery
 
 K, M = 2**10, 2**20
@@ -219,6 +220,12 @@ def test_what_is_kept_where() -> None:
     on_disk = llama(Plan(recipe="sweep", o="disk", disk="/scratch"))
     assert on_disk.disk == local * 4096 * 2 * 32
     assert on_disk.host == pytest.approx(local * 4096 * 2 * 33, rel=0.1)  # and what passes through
+    all_on_disk = llama(
+        Plan(recipe="sweep", disk="/scratch", **dict.fromkeys(("x", "o", "lse", "residual", "kv"), "disk"))
+    )
+    assert all_on_disk.disk == hosted.host + lse + hosted.parts[KEYS]
+    tile, keys = CHUNK // 8 * 4096 * 2, CHUNK * 128 * 4  # of x, and of the sums of a gradient of K
+    assert all_on_disk.host == STAGED * tile + KV_STAGED * keys
     selective = llama(Plan(recipe="ulysses", checkpoint="selective"))
     full = llama(Plan(recipe="ulysses", checkpoint="full"))
     assert selective.total > full.total

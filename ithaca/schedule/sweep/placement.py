@@ -18,13 +18,14 @@ Choices are compared by a cost: for the planner the predicted seconds of a step,
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from ithaca.base.errors import PlanError, suggestion
 from ithaca.base.sizes import format_bytes, parse_bytes, parse_tokens
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
-from ithaca.plans.places import IN_MEMORY, REBUILD, RECOMPUTE, Placement, spell
-from ithaca.plans.plan import Plan
+from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, spell
+from ithaca.plans.plan import PLACED, Plan
 from ithaca.schedule.job import BF16, Job
 from ithaca.schedule.sweep.cost import passing_bytes
 from ithaca.schedule.sweep.rebuild import fewest_kept, layers_to_keep, rebuild_passes
@@ -34,7 +35,7 @@ DISK_COST = 75_000  # multiplications a rank does while a byte goes to a disk or
 FEW = 16  # choices that are enough to compare Plans by
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}  # bytes of a number
 
-SHARED_PLACES = IN_MEMORY  # where tapes that all layers share can live: K and V, log-sum-exps, the residual
+SHARED_PLACES = KEPT  # where tapes that all layers share can live: K and V, log-sum-exps, the residual
 
 Saved = tuple[set[int], set[int]]  # layers that save x, and layers that save o
 Words = dict[str, list[str]]  # by option of the Plan; a word for each layer, or one for all
@@ -103,21 +104,22 @@ def fill(
     `cost`: what a Plan costs; not given, the multiplications that it does again or could do while it waits for a disk.
     """
     _check_sweep(plan)
-    folder = folder if free.disk else None
-    job = Job(
-        spec=spec,
-        plan=_placed(plan, folder, {"x": ["host"], "o": ["host"]}),
-        tokens=tokens,
-        axes=axes,
-        itemsize=itemsize,
-    )
+    folder = folder if free.disk else plan.disk
+    hosted = _placed(plan, folder, {"x": ["host"], "o": ["host"]})
+    job = Job(spec=spec, plan=hosted, tokens=tokens, axes=axes, itemsize=itemsize)
+    shared = [
+        words
+        for words in _shared_places(plan)
+        if _used(replace(job, plan=_placed(hosted, folder, words))).device <= free.device
+    ]
     best, least = None, float("inf")
     choices = [*_possible(job, free, choices)]
     works = [_work_again(spec, tokens, *saved) for saved in choices]
     for work, saved in sorted(zip(works, choices, strict=True), key=lambda pair: pair[0]):
         if cost is None and work >= least:
             break  # even without a byte on the disk
-        placed = _fill(plan, job, free, folder, *saved)
+        placed = _all_on_device(plan, job, free, folder, *saved)
+        placed = placed or _fill(plan, job, free, folder, shared, *saved)
         if placed is None:
             continue
         found, at_best = cost(placed) if cost else (work + _disk_work(placed, spec, itemsize), work)
@@ -187,19 +189,35 @@ def _placement(spec: Spec, saved_x: set[int], saved_o: set[int], place: str = "h
     )
 
 
-def _fill(plan: Plan, job: Job, free: Budget, folder: str | None, saved_x: set[int], saved_o: set[int]) -> Plan | None:
+def _all_on_device(
+    plan: Plan, job: Job, free: Budget, folder: str | None, saved_x: set[int], saved_o: set[int]
+) -> Plan | None:
+    """The Plan that saves these on the device, where tapes need no slots; None if they do not fit."""
+    sizes = _sizes(job)
+    if len(saved_x) * sizes["x"] + len(saved_o) * sizes["o"] > free.device:
+        return None
+    placement = _placement(job.spec, saved_x, saved_o, "device")
+    first = next(_shared_places(plan))
+    placed = _placed(plan, folder, {**first, "x": [*placement.x], "o": [*placement.o]})
+    return placed if _used(replace(job, plan=placed)).within(free) else None
+
+
+def _fill(
+    plan: Plan,
+    job: Job,
+    free: Budget,
+    folder: str | None,
+    shared: list[Words],
+    saved_x: set[int],
+    saved_o: set[int],
+) -> Plan | None:
     """The Plan that saves these, on the device while it has room; None if they do not fit.
 
-    Log-sum-exps and residual come first, unless the Plan says where; then x and o.
+    `shared`: places of log-sum-exps and residual that leave room on the device, the fastest first.
     """
-    shared = [*_shared_places(plan)]
-    placement = _placement(job.spec, saved_x, saved_o, "device")
-    placed = _placed(plan, folder, {**shared[0], "x": [*placement.x], "o": [*placement.o]})
-    if _used(job, placed).within(free):
-        return placed  # first, because with nothing on the host no slots are needed
     placement = _placement(job.spec, saved_x, saved_o)
     for places in shared:
-        words = {**places, "x": [*placement.x], "o": [*placement.o]}
+        words = {name: [*found] for name, found in places.items()} | {"x": [*placement.x], "o": [*placement.o]}
         placed, used = _fill_layers(plan, job, free, folder, words)
         if used.within(free):
             return placed
@@ -209,23 +227,23 @@ def _fill(plan: Plan, job: Job, free: Budget, folder: str | None, saved_x: set[i
 def _fill_layers(plan: Plan, job: Job, free: Budget, folder: str | None, words: Words) -> tuple[Plan, Budget]:
     """Move x and o from the host to the device from the last layer down, because what is read soonest gains most. What
     the host has no room for goes to the disk."""
-    placed = _placed(plan, folder, words)
-    if (used := _used(job, placed)).device > free.device:
-        return placed, used
-    sizes = _sizes(replace(job, plan=placed))
+    placed = replace(job, plan=_placed(plan, folder, words))
+    if (used := _used(placed)).device > free.device:
+        return placed.plan, used
+    sizes = _sizes(placed)
     left = free.device - used.device
     for layer in reversed(range(job.spec.layers)):
         for name in ("o", "x"):
             if words[name][layer] == "host" and sizes[name] <= left:
                 words[name][layer] = "device"
                 left -= sizes[name]
-    placed = _placed(plan, folder, words)
-    used = _used(job, placed)
+    placed = replace(job, plan=_placed(plan, folder, words))
+    used = _used(placed)
     if folder is not None and used.host > free.host:
-        _spill(replace(job, plan=placed), _movable(plan, words), free.host - used.host)
-        placed = _placed(plan, folder, words)
-        used = _used(job, placed)
-    return placed, used
+        _spill(placed, _movable(plan, words), free.host - used.host)
+        placed = replace(job, plan=_placed(plan, folder, words))
+        used = _used(placed)
+    return placed.plan, used
 
 
 def _shared_places(plan: Plan) -> Iterator[Words]:
@@ -263,13 +281,13 @@ def _sizes(job: Job) -> dict[str, int]:
 
 
 def _placed(plan: Plan, folder: str | None, words: Words) -> Plan:
-    """The Plan with these words; a folder is named only where one of them, or that of K and V, is the disk."""
-    uses_disk = plan.kv == "disk" or any("disk" in places for places in words.values())
-    places = {name: spell(found) for name, found in words.items()}
-    return replace(plan, **places, disk=folder if uses_disk else None)
+    """The Plan with these words; a folder is named only if something is on the disk."""
+    places: dict[str, Any] = {name: spell(found) for name, found in words.items()}
+    everywhere = ({name: getattr(plan, name) for name in PLACED} | places).values()
+    on_disk = any("disk" in word for word in everywhere if word)
+    return replace(plan, **places, disk=folder if on_disk else None)
 
 
-def _used(job: Job, plan: Plan) -> Budget:
-    job = replace(job, plan=plan)
+def _used(job: Job) -> Budget:
     device = device_bytes(job.tapes, job.tiles) + passing_bytes(job)
     return Budget(device, host_bytes(job.tapes, job.tiles, gpu=True), disk_bytes(job.tapes, job.tiles))

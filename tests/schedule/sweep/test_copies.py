@@ -1,5 +1,6 @@
 """The bytes that a step's tapes copy to the device and from it are those that the sweep's cost states, to the byte."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import ithaca
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
 from ithaca.schedule.sweep.cost import copies
+from ithaca.tape.disk import Disk
 from ithaca.tape.engine import Mark
 
 TOKENS, CHUNK = 128, 32
@@ -57,6 +59,36 @@ def test_copies_of_a_step(name: str, chunk: int) -> None:
     assert (stated.into, stated.out) == (into, out)
     assert copies(job, ("disk",)).most == 0
     assert job.costs.work(job).host == stated
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, TOKENS])
+@pytest.mark.parametrize(
+    "places",
+    [
+        *({name: "disk"} for name in DEVICE),
+        {"x": "disk", "o": "recompute", "kv": "disk"},
+        {"x": "disk, rebuild*3", "o": "disk, host", "residual": "disk"},
+        dict.fromkeys(DEVICE, "disk"),
+    ],
+    ids=str,
+)
+def test_what_the_disk_moves(places: dict[str, str], chunk: int, tmp_path: Path, monkeypatch) -> None:
+    moved = {"fetch": 0, "store": 0}
+
+    def counting(name: str, move: Any) -> Any:
+        def counts(disk: Disk, place: Any, tile: Tensor, *more: Any) -> Any:
+            moved[name] += tile.nbytes
+            return move(disk, place, tile, *more)
+
+        return counts
+
+    for name in moved:
+        monkeypatch.setattr(Disk, name, counting(name, getattr(Disk, name)))
+    plan = Plan(recipe="sweep", chunk=chunk, tile=8, disk=str(tmp_path), **DEVICE | places)
+    into, out, job = counted(plan)
+    stated = job.costs.work(job)
+    assert (stated.disk.into, stated.disk.out) == (moved["fetch"], moved["store"])
+    assert (stated.host.into, stated.host.out) == (into, out)
 
 
 def test_the_busier_direction_counts() -> None:
