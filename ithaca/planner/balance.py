@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
+from ithaca.base.sizes import format_seconds, format_tokens
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.attention_rates import job_kernel, kernel_rates
@@ -50,6 +51,16 @@ def balance(job: Job, gpu: Gpu, machine: Machine) -> Balance:
         fetch, attend = 2 * hkv * size * moved / link, flops * hq * size / rate
         found.append(Balance(ceil(fetch / attend), fetch / job.axes.ring, attend / job.axes.ring))
     return max(found, key=lambda one: one.chunk)
+
+
+def describe(found: Balance, chunk: int) -> str:
+    """'Chunks of 64K: fetching a tile of K and V takes 1.2 ms, attending to it 36 ms; they balance at 3K'"""
+    fetch, attend = (format_seconds(seconds) for seconds in (found.fetch * chunk, found.attend * chunk**2))
+    at = format_tokens(-(-found.chunk // 1024) * 1024)
+    return (
+        f"Chunks of {format_tokens(chunk)}: fetching a tile of K and V takes {fetch}, attending to it {attend}; they "
+        f"balance at {at}"
+    )
 
 
 def least_chunks(spec: Spec, axes: Axes, gpu: Gpu, machine: Machine, kernel: str) -> Mapping[str, int]:

@@ -47,11 +47,17 @@ class Answer:
     memory: Memory
     seconds: Seconds
     kernel: str  # the attention kernel that `plan.kernel=auto` is on this GPU, here
+    passes: int = 1  # of a step, one after the other; `seconds` are those of all
+
+    @property
+    def batch(self) -> int:
+        """Sequences in a step, over all GPUs."""
+        return self.passes * self.sequences
 
     @property
     def rate(self) -> float:
         """Tokens per second and GPU."""
-        return self.sequences * self.tokens / self.seconds.step / self.axes.size
+        return self.batch * self.tokens / self.seconds.step / self.axes.size
 
     @property
     def worth(self) -> float:
@@ -60,8 +66,13 @@ class Answer:
 
     def recomputed(self, spec: Spec) -> int:
         """Layers whose attention runs again in backward."""
-        job = Job(spec=spec, plan=self.plan, tokens=self.rows * self.tokens, axes=self.axes)
+        job = self.job(spec)
         return round((job.costs.work(job).attention_runs - 1) * spec.layers)
+
+    def job(self, spec: Spec, documents: Documents | None = None) -> Job:
+        """One pass of a rank, with the kernel that is assumed."""
+        plan = replace(self.plan, kernel=self.kernel)
+        return _job(spec, plan, self.tokens, self.rows, self.axes, documents)
 
 
 def search(
@@ -186,9 +197,12 @@ def pass_seconds(
     spec: Spec, cluster: Cluster, plan: Plan, tokens: int, rows: int, axes: Axes, documents: Documents | None
 ) -> Seconds:
     """The time of a pass over several sequences, which do not attend to each other."""
+    return predict_seconds(_job(spec, plan, tokens, rows, axes, documents), cluster.gpu, cluster.machine)
+
+
+def _job(spec: Spec, plan: Plan, tokens: int, rows: int, axes: Axes, documents: Documents | None) -> Job:
     lengths = documents.lengths(tokens) if documents else (tokens,)
-    job = Job(spec=spec, plan=plan, tokens=rows * tokens, documents=rows * lengths, axes=axes)
-    return predict_seconds(job, cluster.gpu, cluster.machine)
+    return Job(spec=spec, plan=plan, tokens=rows * tokens, documents=rows * lengths, axes=axes)
 
 
 def _refined(spec: Spec, cluster: Cluster, answer: Answer, documents: Documents | None) -> Answer:
@@ -288,20 +302,25 @@ def longest(
     If one step does not fit, the largest half, quarter … of it that does; 0 if none. Recipes that can save attention
     outputs save all of them, unless `recomputing` allows attention to run again. `from_`: a length that fits.
     """
-    plan, effort = Plan(recipe=recipe or LEAST_MEMORY), Effort.LEAST if recomputing else Effort.LEAST_ONCE
-    sizes = [*reversed(cluster.sharing())] if plan.shares else [1]
-    every = (ranked_meshes(spec, cluster, plan.recipe, from_, sharing) for sharing in sizes)
+    name, effort = recipe or LEAST_MEMORY, Effort.LEAST if recomputing else Effort.LEAST_ONCE
     most = 0
-    for mesh in next((meshes for meshes in every if meshes), ()):
+    for mesh in widest_meshes(spec, cluster, name, from_):
 
         def fits_here(tokens: int) -> bool:
-            return fits(spec, cluster, tokens, plan.recipe, mesh, effort)  # noqa: B023
+            return fits(spec, cluster, tokens, name, mesh, effort)  # noqa: B023
 
         # A mesh is looked at only if it takes a longer context than the meshes before it
         longer = min(most + max(most // ACCURACY, min(most, STEP)), LONGEST) if most else from_
         if longer > most and (longer == STEP or fits_here(longer)):
             most = max(most, _longest(fits_here, from_))
     return most
+
+
+def widest_meshes(spec: Spec, cluster: Cluster, recipe: str, tokens: int) -> Shapes:
+    """The meshes on which as many GPUs as possible share a sequence, the best first."""
+    sizes = [*reversed(cluster.sharing())] if Plan(recipe=recipe).shares else [1]
+    every = (ranked_meshes(spec, cluster, recipe, tokens, sharing) for sharing in sizes)
+    return next((meshes for meshes in every if meshes), ())
 
 
 def _longest(fits: Callable[[int], bool], from_: int) -> int:

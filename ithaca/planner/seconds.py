@@ -70,6 +70,12 @@ class Seconds:
         """Attention and matrix products."""
         return self.attention_forward + self.attention_backward + self.linear
 
+    def repeated(self, passes: int) -> "Seconds":
+        """The seconds of a step of several such passes, which share one update."""
+        parts = {name: passes * value for name, value in vars(self).items()}
+        parts["step"] -= (passes - 1) * self.optimizer
+        return Seconds(**{**parts, "optimizer": self.optimizer})
+
 
 def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
     """The time of a step of a job on some GPUs."""
@@ -114,6 +120,17 @@ def disk_rate(machine: Machine) -> float:
 def link_rate(place: str | None, gpu: Gpu, machine: Machine) -> float:
     """Bytes/s between the device and a place, in each direction, while all GPUs of the node copy."""
     return min(gpu.host, disk_rate(machine)) if place == "disk" else gpu.host
+
+
+def bare_seconds(job: Job, gpu: Gpu) -> float:
+    """Seconds of the attention kernels and matrix products of a pass alone: no schedule that runs them is faster.
+
+    As `ithaca rehearse --bare` counts: what the schedule runs again is among them; merges, norms, gates, launches,
+    messages, copies and the optimizer are not.
+    """
+    work = job.costs.work(job)
+    forward, backward = attention_seconds(job, work, gpu)
+    return work.attention_runs * forward + backward + work.linear / gpu.matmul
 
 
 def host_operations(job: Job, work: Work) -> float:
