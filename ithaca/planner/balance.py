@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from ithaca.base.sizes import format_seconds, format_tokens
+from ithaca.base.sizes import format_number, format_tokens
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.attention_rates import job_kernel, kernel_rates
@@ -55,7 +55,7 @@ def balance(job: Job, gpu: Gpu, machine: Machine) -> Balance:
 
 def describe(found: Balance, chunk: int) -> str:
     """'Chunks of 64K: fetching a tile of K and V takes 1.2 ms, attending to it 36 ms; they balance at 3K'"""
-    fetch, attend = (format_seconds(seconds) for seconds in (found.fetch * chunk, found.attend * chunk**2))
+    fetch, attend = (f"{format_number(1e3 * time)} ms" for time in (found.fetch * chunk, found.attend * chunk**2))
     at = format_tokens(-(-found.chunk // 1024) * 1024)
     return (
         f"Chunks of {format_tokens(chunk)}: fetching a tile of K and V takes {fetch}, attending to it {attend}; they "

@@ -133,7 +133,7 @@ def plan_batch(
     one = search(spec, cluster, tokens, recipe, sequences=1, documents=documents)
     if sequences is not None:
         found = _in_passes(spec, cluster, tokens, sequences, recipe, documents)
-        return found and Batch(found, one)
+        return Batch(found, one) if found else None
     most = most_sequences(spec, cluster, tokens, recipe)
     answer = search(spec, cluster, tokens, recipe, sequences=most, documents=documents) if most else None
     if answer is None:

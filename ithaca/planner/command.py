@@ -14,7 +14,7 @@ from ithaca.model.extend import beyond_context
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import Spec
-from ithaca.planner.batch import plan_batch, read_batch
+from ithaca.planner.batch import most_sequences, plan_batch, read_batch
 from ithaca.planner.documents import read_documents
 from ithaca.planner.hardware import MOST_ON_A_NODE, Cluster, Gpu, Machine, parse_gpus, read_gpus
 from ithaca.planner.lean import leanest
@@ -83,6 +83,12 @@ def run(
     elif wanted:
         answer = search(spec, cluster, wanted, recipe, documents=packed)
     answer = beside.answer if beside else answer
+    if answer is None and sequences and most >= wanted:
+        at_once = most_sequences(spec, cluster, wanted, recipe)
+        raise PlanError(
+            f"{sequences} sequences of {tokens} tokens of {model} on {question.gpus} do not fit: passes that follow "
+            f"others keep their gradients; --batch {at_once} fits in one pass"
+        )
     if answer is None:
         _refuse(question, most, output.as_json)
     elif output.meshes:

@@ -13,7 +13,6 @@ from ithaca.base.errors import PlanError
 from ithaca.base.shell import set_options
 from ithaca.base.sizes import format_bytes, format_count, format_number, format_seconds, format_tokens
 from ithaca.model.spec import Spec
-from ithaca.parallel.axes import Axes
 from ithaca.planner.assumptions import assumptions, kernel_text, used_numbers
 from ithaca.planner.balance import Balance, balance, describe
 from ithaca.planner.batch import Batch
@@ -100,7 +99,7 @@ def explain(
     """
     return [
         f"{question.model} at {format_tokens(answer.tokens)} tokens on {question.gpus}: fits with recipe "
-        f"'{answer.plan.recipe}'{_sharing(answer.axes)}",
+        f"'{answer.plan.recipe}'{_sharing(answer)}",
         *([f"Documents: {question.documents.describe(answer.tokens)}"] if question.documents else []),
         *(beside.lines() if beside else []),
         "",
@@ -117,12 +116,14 @@ def explain(
     ]
 
 
-def _sharing(axes: Axes) -> str:
+def _sharing(answer: Answer) -> str:
     """'; 8 GPUs share each sequence'"""
+    axes = answer.axes
     if axes.context == 1:
-        return "; each GPU has its own sequence" if axes.data > 1 else ""
+        own = "its own sequence" if answer.rows == 1 else f"{answer.rows} sequences of its own"
+        return f"; each GPU has {own}" if axes.data > 1 else ""
     mesh = f" ({axes.ulysses} Ulysses × {axes.ring} ring ranks)" if axes.ring > 1 else ""
-    several = f", {axes.data} sequences at a time" if axes.data > 1 else ""
+    several = f", {answer.sequences} sequences at a time" if answer.sequences > 1 else ""
     return f"; {axes.context} GPUs share each sequence{mesh}{several}"
 
 
