@@ -10,6 +10,7 @@ pass, or to fewer recomputations, whichever is faster.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from ithaca.schedule.variants import Effort
 
 EXAMPLES = "write 32 (sequences), 4M-tokens, or max"
 MOST = 2**20  # sequences in a step
+AT_ONCE = 2**10  # sequences of a group of GPUs in a pass: more would hardly be faster
+DOCUMENTS = 2**16  # the same of documents
 TRIED = 8  # numbers of sequences in a pass
 
 
@@ -36,6 +39,7 @@ class Batch:
     one: Answer | None  # one sequence in a step; None if it does not fit
     most: int | None = None  # the most sequences that fit at once, if that was asked
     faster: Answer | None = None  # fewer sequences with a higher rate
+    capped: bool = False  # more may fit than are planned for
 
     @property
     def over_one(self) -> float | None:
@@ -49,9 +53,9 @@ class Batch:
             rates = f"{format_number(self.answer.rate)} against {format_number(self.one.rate)} tokens/s per GPU"
             found.append(f"  {self.over_one:.3g} × the rate of one sequence a step: {rates}")
         if self.most:
-            found.append(
-                f"  {self.most} are the most that fit at once; more take several passes (--batch {2 * self.most})"
-            )
+            known = "planned for" if self.capped else "that fit"
+            more = f"more take several passes (--batch {2 * self.most})"
+            found.append(f"  {self.most} are the most {known} at once; {more}")
         if self.faster:
             gain = self.faster.rate / self.answer.rate
             found.append(f"  Faster: {format_count(self.faster.sequences, 'sequence')} at once, {gain:.3g} × this rate")
@@ -130,71 +134,73 @@ def plan_batch(
     documents: Documents | None = None,
 ) -> Batch | None:
     """The fastest way to a step of so many sequences (None: the most that fit at once); None if none fits."""
-    one = search(spec, cluster, tokens, recipe, sequences=1, documents=documents)
+
+    def planned(count: int, passes: int = 1) -> Answer | None:
+        several = replace(cluster, passes=passes)
+        answer = search(spec, several, tokens, recipe, sequences=count, documents=documents)
+        return answer and replace(answer, passes=passes, seconds=answer.seconds.repeated(passes))
+
+    one = planned(1)
+    most = most_sequences(spec, cluster, tokens, recipe, documents)
     if sequences is not None:
-        found = _in_passes(spec, cluster, tokens, sequences, recipe, documents)
-        return Batch(found, one) if found else None
-    most = most_sequences(spec, cluster, tokens, recipe)
-    answer = search(spec, cluster, tokens, recipe, sequences=most, documents=documents) if most else None
+        answer = _in_passes(planned, sequences, max(most, 1))
+        return Batch(answer, one) if answer else None
+    answer = planned(most) if most else None
     if answer is None:
         return None
-    fewer = (search(spec, cluster, tokens, recipe, sequences=count, documents=documents) for count in _fewer(most))
-    fastest = max((other for other in fewer if other), key=lambda other: other.worth, default=answer)
-    return Batch(answer, one, most, fastest if fastest.worth > HARDLY * answer.worth else None)
+    powers = [2**power for power in range(most.bit_length()) if 2**power < most]
+    fewer = [other for count in powers[-TRIED:] if (other := planned(count))]
+    fastest = max(fewer, key=lambda other: other.worth, default=answer)
+    faster = fastest if fastest.worth > HARDLY * answer.worth else None
+    return Batch(answer, one, most, faster, answer.rows >= _at_once(tokens, documents))
 
 
-def _fewer(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length()) if 2**power < most][-TRIED:]
-
-
-def _in_passes(
-    spec: Spec, cluster: Cluster, tokens: int, sequences: int, recipe: str | None, documents: Documents | None
-) -> Answer | None:
-    """The fastest number of sequences in a pass; where it hardly matters, the largest."""
-    most = max(most_sequences(spec, cluster, tokens, recipe), 1)
+def _in_passes(planned: Callable[[int, int], Answer | None], sequences: int, most: int) -> Answer | None:
+    """The fastest number of sequences in a pass; where it hardly matters, the largest. `most`: of a pass."""
     numbers = [count for count in range(min(most, sequences), 0, -1) if sequences % count == 0][:TRIED]
-    found = []
-    for count in numbers:
-        passes = sequences // count
-        several = replace(cluster, passes=passes)
-        if answer := search(spec, several, tokens, recipe, sequences=count, documents=documents):
-            found.append(replace(answer, passes=passes, seconds=answer.seconds.repeated(passes)))
+    found = [answer for count in numbers if (answer := planned(count, sequences // count))]
     fastest = max((answer.worth for answer in found), default=0.0)
     return next((answer for answer in found if answer.worth * HARDLY >= fastest), None)
 
 
-def most_sequences(spec: Spec, cluster: Cluster, tokens: int, recipe: str | None = None) -> int:
-    """The most sequences that fit at once, over all GPUs: without recomputing attention, if one fits so."""
+def most_sequences(
+    spec: Spec, cluster: Cluster, tokens: int, recipe: str | None = None, documents: Documents | None = None
+) -> int:
+    """The most sequences that fit at once, over all GPUs: without recomputing attention, if one fits so.
+
+    A group of GPUs has at most `AT_ONCE`, and fewer if they have many documents.
+    """
     name = recipe or LEAST_MEMORY
     sizes = cluster.sharing() if Plan(recipe=name).shares else [1]
+    at_once = _at_once(tokens, documents)
     for effort in (Effort.LEAST_ONCE, Effort.LEAST):
         most = 0
         for sharing in sizes:
             groups = cluster.count // sharing
             for mesh in ranked_meshes(spec, cluster, name, tokens, sharing):
-                # A mesh is looked at only if it takes more than those before it
-                if _fit(spec, cluster, tokens, name, mesh, effort, most // groups + 1):
-                    rows = _most_rows(spec, cluster, tokens, name, mesh, effort, most // groups + 1)
-                    most = max(most, rows * groups)
+
+                def fit(rows: int) -> bool:
+                    return fits(spec, cluster, rows * tokens, name, mesh, effort)  # noqa: B023
+
+                most = max(most, groups * _most(fit, most // groups, at_once))
         if most:
             return most
     return 0
 
 
-def _fit(
-    spec: Spec, cluster: Cluster, tokens: int, recipe: str, mesh: tuple[int, int], effort: Effort, rows: int
-) -> bool:
-    return rows * tokens <= LONGEST and fits(spec, cluster, rows * tokens, recipe, mesh, effort)
+def _at_once(tokens: int, documents: Documents | None) -> int:
+    """The most sequences of a group of GPUs that are planned for."""
+    pieces = len(documents.lengths(tokens)) if documents else 1
+    return max(min(AT_ONCE, DOCUMENTS // pieces, LONGEST // tokens), 1)
 
 
-def _most_rows(
-    spec: Spec, cluster: Cluster, tokens: int, recipe: str, mesh: tuple[int, int], effort: Effort, low: int
-) -> int:
-    """The most sequences of a group of GPUs, of which `low` fit."""
-    high = 2 * low
-    while _fit(spec, cluster, tokens, recipe, mesh, effort, high):
+def _most(fit: Callable[[int], bool], known: int, limit: int) -> int:
+    """The most that fit, up to a limit; `known` if not even one more does."""
+    low, high = known, known + 1
+    while high <= limit and fit(high):
         low, high = high, 2 * high
+    high = min(high, limit + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _fit(spec, cluster, tokens, recipe, mesh, effort, middle) else (low, middle)
+        low, high = (middle, high) if fit(middle) else (low, middle)
     return low
