@@ -351,7 +351,9 @@ def doctor(
         int | None, typer.Option(help="Processes on this machine. Default: one per GPU, or 2 on a CPU.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is a GPU.")] = None,
-    disk: Annotated[Path | None, typer.Option(metavar="DIR", help="Also measure the disk of this folder.")] = None,
+    disk: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Also measure the disk of this folder, or of several: /a,/b.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write what was measured, for --hardware of ithaca plan.")
     ] = None,

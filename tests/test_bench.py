@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from bench import kernels, live_line, operations, overlap, peers, points, recipes
+from bench import disk, kernels, live_line, operations, overlap, peers, points, recipes
 from ithaca.attention.documents import Pieces
 from tests.nursery import Nursery
 
@@ -194,6 +194,18 @@ def test_recipes(run: Run, capsys: pytest.CaptureFixture) -> None:
     assert row["best"] == min(ran, key=lambda name: ran[name])
     assert row["picked_over_best"] == ran[row["picked"]] / min(ran.values())
     assert "fresh: 1 points" in capsys.readouterr().out
+
+
+def test_disk(run: Run, tmp_path: Path) -> None:
+    rows = run(disk.main, "--smoke", "--folder", str(tmp_path), "--move", "o", "--move", "kv")
+    assert [row["point"] for row in rows] == ["256-o", "256-kv"]
+    for row in rows:
+        assert row["same_first_loss"]
+        assert row["largest_loss_difference"] == 0
+        assert row["host"]["disk_bytes_read"] == 0 < row["disk"]["disk_bytes_read"]
+        assert row["disk_rates"].keys() == {"write", "read", "both", "direct", "devices"}
+        predicted = row["disk"]["seconds_predicted"] / row["host"]["seconds_predicted"]
+        assert row["slowdown_predicted"] == predicted >= 1
 
 
 def test_peers(run: Run) -> None:

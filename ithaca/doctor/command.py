@@ -19,6 +19,7 @@ from ithaca.doctor.exam import Exam, Found, Section, begin, run_sections
 from ithaca.doctor.rates import Tables, gpus_option, measured_tables
 from ithaca.model.config_json import find_config
 from ithaca.parallel.mesh import mesh
+from ithaca.plans.places import split_folders
 from ithaca.rehearsal.measure import write_rates
 
 SECTIONS = (
@@ -37,7 +38,7 @@ class Options:
     """The options of the command."""
 
     model: str | None = None
-    disk: Path | None = None
+    disk: str | None = None  # a folder, or several with commas
     out: Path | None = None
     quick: bool = False
     as_json: bool = False
@@ -53,8 +54,9 @@ def check(options: Options) -> None:
         raise ConfigError(f"--device {options.device} is not known: cpu and cuda are")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a CUDA GPU, and there is none here: --device cpu works")
-    if options.disk is not None and not (options.disk.is_dir() and os.access(options.disk, os.W_OK)):
-        raise ConfigError(f"--disk {options.disk} is no folder that a file can be made in: name one, as --disk /tmp")
+    for folder in _folders(options):
+        if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+            raise ConfigError(f"--disk {folder} is no folder that a file can be made in: name one, as --disk /tmp")
     # Only the first rank writes, and other nodes may not have the folder
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     if first and options.out and (options.out.is_dir() or not os.access(options.out.parent, os.W_OK)):
@@ -64,7 +66,7 @@ def check(options: Options) -> None:
 def examine_ranks(options: Options) -> None:
     """Run the examination as one rank of this job. Raise RunError if something is wrong."""
     grid = mesh(device=options.device, share_gpus=options.share_gpus)
-    exam = begin(grid, options.quick, options.model, options.disk)
+    exam = begin(grid, options.quick, options.model, _folders(options))
     say = _print_section if exam.first and not options.as_json else lambda *_: None
     if exam.first and not options.as_json:
         print(_title(exam), flush=True)
@@ -83,6 +85,10 @@ def examine_ranks(options: Options) -> None:
         raise RunError(f"not all is right: {format_count(len(bad), 'section')} of {len(findings)}, {', '.join(bad)}")
     if not options.as_json:
         print("\nAll is right.")
+
+
+def _folders(options: Options) -> tuple[str, ...]:
+    return split_folders(options.disk) if options.disk is not None else ()
 
 
 def not_right(findings: dict[str, Found]) -> list[str]:

@@ -5,35 +5,34 @@ First the disk works alone, then beside matrix products on the device. A disk th
 busy CPU, and without direct access the copies take cores from the computation.
 """
 
-import mmap
 import threading
-import time
 
 from ithaca.base.sizes import format_bytes
 from ithaca.doctor.exam import Exam, Found, Section
 from ithaca.doctor.units import columns, format_rate
 from ithaca.rehearsal.kernel_bound import median_seconds, seconds_of
 from ithaca.rehearsal.measure import products
+from ithaca.tape.devices import count_devices
 from ithaca.tape.file import TapeFile
+from ithaca.tape.rate import write_and_read
 
-TILE = 32 * 2**20  # bytes of a write or read
 RATES = ("write", "read", "write_beside", "read_beside")
 
 
 def examine(exam: Exam) -> Found:
-    if exam.disk is None:
+    if not exam.disk:
         return {}
     device, effort, size = exam.grid.device, exam.sizes.effort, exam.sizes.disk
     work, flops = products(device, effort)
-    file = TapeFile(str(exam.disk), size)
+    file = TapeFile(exam.disk, size)
     try:
         exam.begin_together()
         alone = flops / median_seconds(work, effort.copy_seconds, device)
         exam.begin_together()
-        found = _write_and_read(file, size)
+        found = write_and_read(file, size)
         exam.begin_together()
         beside: dict[str, float] = {}
-        disk = threading.Thread(target=lambda: beside.update(_write_and_read(file, size)))
+        disk = threading.Thread(target=lambda: beside.update(write_and_read(file, size)))
         disk.start()
         spent = calls = 0.0
         while disk.is_alive() or not calls:
@@ -45,26 +44,16 @@ def examine(exam: Exam) -> Found:
     return {"direct": file.direct, "computing": alone, "computing_beside": calls * flops / spent, **found}
 
 
-def _write_and_read(file: TapeFile, size: int) -> dict[str, float]:
-    """Bytes a second of one pass over the file, tile after tile."""
-    memory, rates = memoryview(mmap.mmap(-1, TILE)), {}
-    for name, move in (("write", file.write), ("read", file.read)):
-        began = time.perf_counter()
-        for place in range(0, size, TILE):
-            move(place, memory[: size - place])
-        rates[name] = size / (time.perf_counter() - began)
-    return rates
-
-
 def conclude(exam: Exam, told: list[Found], findings: dict[str, Found]) -> Found:  # noqa: ARG001
-    if exam.disk is None:
+    if not exam.disk:
         return {"skipped": "no folder on a disk was named: --disk FOLDER measures it"}
     nodes = {
         node: [found for rank, found in enumerate(told) if exam.nodes[rank] == node]
         for node in dict.fromkeys(exam.nodes)
     }
     return {
-        "folder": str(exam.disk),
+        "folder": ", ".join(exam.disk),
+        "devices": count_devices(exam.disk),
         "direct": all(found["direct"] for found in told),
         "bytes": exam.sizes.disk,
         **{name: min(sum(found[name] for found in ranks) for ranks in nodes.values()) for name in RATES},

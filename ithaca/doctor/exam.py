@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,7 +84,7 @@ class Exam:
     label: str  # sets the keys of this examination apart in the store
     sizes: Sizes
     model: str  # whose longest context is of interest
-    disk: Path | None = None  # the folder whose disk is measured
+    disk: tuple[str, ...] = ()  # the folders whose disks are measured
 
     @property
     def first(self) -> bool:
@@ -133,7 +132,7 @@ class Exam:
         return told
 
 
-def begin(grid: Mesh, quick: bool, model: str | None, disk: Path | None) -> Exam:
+def begin(grid: Mesh, quick: bool, model: str | None, disk: tuple[str, ...] = ()) -> Exam:
     """Begin an examination of the ranks of a grid. Collective."""
     set_timeout(grid.groups, COLLECTIVE_SECONDS)
     _, nodes = together_with(grid.group, socket.gethostname, lambda name: name)

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 
 from ithaca.base.sizes import format_bytes, format_seconds, format_tokens
 from ithaca.doctor.exam import Exam, Found, Section
-from ithaca.doctor.rates import cluster, gpus_option, known_gpus, measured_tables
+from ithaca.doctor.rates import cluster, disk_rates, gpus_option, known_gpus, measured_tables
 from ithaca.doctor.units import columns, format_rate, rate_title
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.planner.hardware import Gpu
 from ithaca.planner.search import longest, search
-from ithaca.planner.seconds import DISK
 
 TITLES = {
     "matmul": ("matrix products", "FLOP/s"),
@@ -25,7 +24,8 @@ TITLES = {
     "across": ("to other nodes", "B/s"),
     "memory": ("memory of a rank's device", "B"),
     "ram": ("host memory of a rank", "B"),
-    "disk": ("disk of a node, beside products", "B/s"),
+    "disk_write": ("disk of a node, written beside products", "B/s"),
+    "disk_read": ("disk of a node, read beside products", "B/s"),
 }
 
 
@@ -58,16 +58,13 @@ def _table(gpus: dict[str, Gpu], findings: dict[str, Found]) -> list[Found]:
     """Each number: what the planner assumes, with the source, and what was measured."""
     rates, links = findings["devices"].get("slowest", {}), findings["links"]
     names = [*(name for name in TITLES if name in rates or name in links), "memory", "ram"]
+    names += disk_rates(findings["disk"])
     rows = [_row(name, {kind: getattr(gpu, name) for kind, gpu in gpus.items()}, gpus) for name in names]
     for name, rate in rates.items():
         if name.startswith("attention."):
             _, kernel, number = name.split(".")
             known = gpus["assumed"].rates(kernel) if "assumed" in gpus else None
             rows.append(_row(name, {"assumed": getattr(known, number, None), "measured": rate}, gpus))
-    disk = findings["disk"]
-    if "write_beside" in disk:
-        slower = min(disk["write_beside"], disk["read_beside"])
-        rows.append({"name": "disk", "assumed": DISK, "source": "assumed", "measured": slower})
     return rows
 
 

@@ -51,6 +51,9 @@ def measured_tables(exam: Exam, findings: Mapping[str, Found]) -> Tables:
     for where in ("inside", "across"):
         if rate := link_rate(links, where):
             numbers[where] = (rate, f"measured by ithaca doctor: {FOR_PLANNER}, {devices['device']}")
+    for name, rate in disk_rates(findings.get("disk", {})).items():
+        folder = findings["disk"]["folder"]
+        numbers[name] = (rate, f"measured by ithaca doctor: {folder}, beside products, all ranks of a node at once")
     kernels = {kernel: kernel for kernel in KERNELS}
     if gpu is None:
         kernels |= _stand_ins(exam, devices, numbers)
@@ -64,6 +67,13 @@ def measured_tables(exam: Exam, findings: Mapping[str, Found]) -> Tables:
             key.removeprefix(begin): (rate, said) for key, rate in rates.items()
         }
     return tables
+
+
+def disk_rates(disk: Found) -> dict[str, float]:
+    """Bytes a second of one disk of a node, as the planner counts them; nothing if none was measured."""
+    if "write_beside" not in disk:
+        return {}
+    return {f"disk_{way}": disk[f"{way}_beside"] / disk["devices"] for way in ("read", "write")}
 
 
 def _stand_ins(exam: Exam, devices: Found, numbers: dict[str, tuple[float, str]]) -> dict[str, str]:

@@ -6,9 +6,8 @@ from ithaca.attention.kernels.facts import gpu_kernels
 from ithaca.base.sizes import format_bytes, format_seconds
 from ithaca.model.spec import Spec
 from ithaca.planner.documents import Documents
-from ithaca.planner.hardware import HERE, MARGIN, RUNTIME, Cluster, Gpu, rate_names
+from ithaca.planner.hardware import DISK_NUMBERS, HERE, MARGIN, RUNTIME, Cluster, Gpu, rate_names
 from ithaca.planner.search import Answer, pass_seconds
-from ithaca.planner.seconds import DISK
 from ithaca.tape.budget import KEPT_BACK
 
 
@@ -35,14 +34,14 @@ def assumptions(spec: Spec, cluster: Cluster, answer: Answer) -> list[str]:
         *found,
         f"{format_bytes(RUNTIME)} of each GPU for the driver and NCCL, {MARGIN:.0%} of it for errors of prediction",
         f"{KEPT_BACK:.0%} of host memory kept free",
-        f"{DISK / 1e9:g} GB/s to and from each node's disk",
     ]
 
 
 def used_numbers(spec: Spec, cluster: Cluster, answer: Answer) -> list[str]:
     """The numbers of the GPU that an answer depends on: of attention, those of its kernel and head size."""
     own = {f"attention.{answer.kernel}.{number}" for number in rate_names(spec.head_size)}
-    return [name for name in cluster.gpu.sources if not name.startswith("attention.") or name in own]
+    names = [name for name in cluster.gpu.sources if not name.startswith("attention.") or name in own]
+    return [name for name in names if answer.memory.disk or name not in DISK_NUMBERS]
 
 
 def _figure(gpu: Gpu, name: str) -> str:

@@ -14,8 +14,9 @@ from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.attention_rates import job_kernel, kernel_rates
 from ithaca.planner.hardware import Gpu, Machine
-from ithaca.planner.seconds import link_rate
+from ithaca.planner.seconds import copy_seconds
 from ithaca.plans.plan import Plan
+from ithaca.schedule.costs import Copies
 from ithaca.schedule.job import Job
 from ithaca.schedule.sweep.placement import SHARED_PLACES
 
@@ -33,22 +34,24 @@ def balance(job: Job, gpu: Gpu, machine: Machine) -> Balance:
     """The balance chunk of a job whose K and V live off the device.
 
     With hq query and hkv key/value heads of size D on a rank, b bytes a number, f bytes a sum (fp32), chunks of T
-    tokens, A FLOP/s of the attention kernel and B bytes/s of the link in each direction:
+    tokens, A FLOP/s of the attention kernel and B bytes/s of the link to the host in each direction:
 
-        forward    fetch  K, V in                2 hkv D b T / B          attend   4 hq D T² / A
-        backward   fetch  K, V, dK, dV in        2 hkv D (b + f) T / B    attend  10 hq D T² / A
+        forward    fetch  K, V in                 2 hkv D b T / B          attend   4 hq D T² / A
+        backward   fetch  K, V, dK, dV in         2 hkv D (b + f) T / B    attend  10 hq D T² / A
                           (dK, dV out are less)
 
         T = hkv b A / (2 hq B) forward,  hkv (b + f) A / (5 hq B) backward; the larger of both
 
-    Over R ring ranks a tile has T / R tokens and T queries visit it, so R cancels.
+    On a disk that n GPUs share, with R and W bytes/s to read and to write, fetching takes n (in / R + out / W). Over
+    several ring ranks a tile has fewer tokens and all queries visit it, so their number cancels.
     """
     hq, hkv, size = len(job.heads.q), len(job.heads.kv), job.spec.head_size
-    link = link_rate(job.plan.kv, gpu, machine)
+    tile, sums = 2 * hkv * size * job.itemsize, 2 * hkv * size * job.high  # bytes of a token
+    moved = Copies(into=tile), Copies(into=tile + sums, out=sums)
     found = []
     rates = kernel_rates(gpu, job_kernel(job, gpu).name).of(size)
-    for rate, moved, flops in zip(rates, (job.itemsize, job.itemsize + job.high), (4, 10), strict=True):
-        fetch, attend = 2 * hkv * size * moved / link, flops * hq * size / rate
+    for rate, copied, flops in zip(rates, moved, (4, 10), strict=True):
+        fetch, attend = copy_seconds(copied, job.plan.kv, gpu, machine), flops * hq * size / rate
         found.append(Balance(ceil(fetch / attend), fetch / job.axes.ring, attend / job.axes.ring))
     return max(found, key=lambda one: one.chunk)
 

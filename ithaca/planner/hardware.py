@@ -20,7 +20,7 @@ from ithaca.base.files import read_small
 from ithaca.model.spec import Spec
 from ithaca.planner.relatives import suggest_gpu
 from ithaca.tape.budget import KEPT_BACK
-from ithaca.tape.spec import Budget
+from ithaca.tape.spec import DISK_RATE, Budget
 
 MEASURED_ON = "H200-141GB"
 EXAMPLE = '["H200-141GB".attention.flash4]'
@@ -30,6 +30,8 @@ HERE = "measured by --measure"  # the source of a number that was measured on th
 DIRECTIONS = ("forward", "backward", "forward_64", "backward_64")
 OLD_KERNEL = "cudnn+flash"  # the kernel of rates that name none
 OLD_RATES = {"attention_forward": "forward", "attention_backward": "backward"}
+ASSUMED_DISK = "assumed: `ithaca doctor --disk FOLDER` measures it"
+DISK_NUMBERS = ("disk_read", "disk_write")
 NARROW = 64  # features of a head: up to here the rates of head size 64 count
 AMPERE = 8.0
 
@@ -69,6 +71,8 @@ class Gpu:
     ram: float
     matmul: float
     launches: float
+    disk_read: float
+    disk_write: float
     capability: tuple[int, int]  # CUDA compute capability
     attention: tuple[AttentionRates, ...]
     sources: Mapping[str, str] = field(compare=False)
@@ -171,6 +175,8 @@ def _gpu(name: str, table: Mapping[str, Any], measured: Gpu | None) -> Gpu:
             sources[number] = _assumed(measured.matmul / measured.flops)
         elif number == "launches" and measured:
             numbers[number], sources[number] = measured.launches, f"assumed: the host of the {MEASURED_ON}"
+        elif number in DISK_NUMBERS:
+            numbers[number], sources[number] = DISK_RATE, ASSUMED_DISK
         else:
             raise PlanError(f"GPU '{name}' has no {number}: {NEEDED}")
     known = (*NUMBERS, "capability", "attention")

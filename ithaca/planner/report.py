@@ -22,6 +22,7 @@ from ithaca.planner.lean import Lean
 from ithaca.planner.next_command import Trial, next_command, next_lines, plan_options, plan_settings
 from ithaca.planner.search import LEAST_MEMORY, STEP, Answer, binding, longest, search
 from ithaca.planner.seconds import bare_seconds
+from ithaca.planner.slow_disk import slow_disk, slow_disk_line
 from ithaca.plans.places import REBUILD, RECOMPUTE
 from ithaca.plans.recipes import RECIPES
 
@@ -226,7 +227,15 @@ def _time_lines(question: Question, answer: Answer) -> list[str]:
         f"{format_number(answer.rate)} tokens/s per GPU, {100 * mfu(question, answer):.1f} % causal MFU",
         f"  Computing: {_parts(computing, seconds.step)}",
     ]
-    return [*lines, f"  {together}"] if any(beside.values()) else lines
+    lines += [f"  {together}"] if any(beside.values()) else []
+    return [*lines, *_slow_disk_lines(question, answer)]
+
+
+def _slow_disk_lines(question: Question, answer: Answer) -> list[str]:
+    """That the disk sets the pace, if it does."""
+    cluster, job = question.cluster, answer.job(question.spec, question.documents)
+    slow = slow_disk(job, cluster.gpu, cluster.machine, passes=answer.passes)
+    return [f"  {slow_disk_line(slow, cluster.gpu)}"] if slow else []
 
 
 def _parts(seconds: dict[str, float], step: float) -> str:
@@ -365,7 +374,7 @@ def as_object(
         "host_bytes": answer.memory.host * gpus,
         "disk_bytes": answer.memory.disk * gpus,
         "seconds_per_step": seconds.step,
-        "seconds_by_part": {name: value for name, value in vars(seconds).items() if name != "step"},
+        "seconds_by_part": {name: value for name, value in vars(seconds).items() if name not in ("step", "passes")},
         "tokens_per_second_per_gpu": answer.rate,
         "mfu_causal": mfu(question, answer),
         "bare_seconds": bare,

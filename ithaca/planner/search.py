@@ -72,7 +72,7 @@ class Answer:
     def job(self, spec: Spec, documents: Documents | None = None) -> Job:
         """One pass of a rank, with the kernel that is assumed."""
         plan = replace(self.plan, kernel=self.kernel)
-        return _job(spec, plan, self.tokens, self.rows, self.axes, documents)
+        return pass_job(spec, plan, self.tokens, self.rows, self.axes, documents)
 
 
 def search(
@@ -183,7 +183,7 @@ class _Timed:
     def cost(self, plan: Plan) -> tuple[float, float]:
         """What a Plan is compared by, the seconds of a step; and those if copies took no time."""
         seconds = self(plan)
-        return _cost(seconds), seconds.step - seconds.copies_exposed
+        return _cost(seconds), seconds.step - seconds.waits
 
     def bound(self, plan: Plan) -> float:
         """Seconds that no placement of a variant's tensors goes below: nothing is computed again, nothing copied."""
@@ -197,10 +197,11 @@ def pass_seconds(
     spec: Spec, cluster: Cluster, plan: Plan, tokens: int, rows: int, axes: Axes, documents: Documents | None
 ) -> Seconds:
     """The time of a pass over several sequences, which do not attend to each other."""
-    return predict_seconds(_job(spec, plan, tokens, rows, axes, documents), cluster.gpu, cluster.machine)
+    return predict_seconds(pass_job(spec, plan, tokens, rows, axes, documents), cluster.gpu, cluster.machine)
 
 
-def _job(spec: Spec, plan: Plan, tokens: int, rows: int, axes: Axes, documents: Documents | None) -> Job:
+def pass_job(spec: Spec, plan: Plan, tokens: int, rows: int, axes: Axes, documents: Documents | None) -> Job:
+    """A pass over several sequences."""
     lengths = documents.lengths(tokens) if documents else (tokens,)
     return Job(spec=spec, plan=plan, tokens=rows * tokens, documents=rows * lengths, axes=axes)
 

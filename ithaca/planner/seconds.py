@@ -6,9 +6,10 @@
                  every GPU operation
     launching    the host, which launches one operation after the other; hidden behind all but small models
     exchange     messages between ranks that share a sequence, by link; the schedule says how much of it is hidden
-    copies       tapes in host memory and on disk, in the busier direction, at the rate of a GPU's link while all GPUs
-                 of its node copy; hidden behind the rest. K and V are hidden behind attention alone, which visits a
-                 tile while the next one comes: with chunks below the balance chunk (balance.py) it waits for them
+    copies       tapes in host memory and on disk, the slower of the two; hidden behind the rest of the same pass. The
+                 link to the host has a lane for each direction, at the rate of a GPU while all GPUs of its node copy;
+                 reading and writing share a disk, as GPUs of a node do. K and V are hidden behind attention alone,
+                 which visits a tile while the next one comes: with chunks below the balance chunk (balance.py) it waits
     weights      gathered for each pass, gradients reduced in fp32, over all ranks; hidden behind all but short blocks.
                  On one rank they are only copied, which nothing hides; under ZeRO-1 and 2, without FSDP2, once a step
     optimizer    clips, reads and writes 48 bytes per parameter of the shard, or copies moments from the host and back
@@ -35,7 +36,7 @@ from ithaca.parallel.layout import Layout
 from ithaca.planner.attention_rates import attention_seconds
 from ithaca.planner.hardware import Gpu, Machine
 from ithaca.plans.plan import Plan
-from ithaca.schedule.costs import Message, Peers, Work, traffic
+from ithaca.schedule.costs import Copies, Message, Peers, Work, forward_flops, loss_flops, traffic
 from ithaca.schedule.job import BF16, FP32, Job
 
 SHARDED = 10  # FSDP2's hooks in a layer take the host as long as so many operations, beside those that they launch
@@ -46,7 +47,26 @@ UPDATE = 48  # clipping and AdamW; AdamW alone reads and writes 28
 SHARDING = 48  # FSDP2 on one rank: casts, copies to and from its buffers, both ways
 CAST = 6  # one rank without it reads each weight in fp32 and writes it in bf16, once a step
 BETWEEN = 1.06  # the time of a block's products with everything between them, over the products and bytes alone
-DISK = 4e9  # bytes/s that a node's disk writes, and as many that it reads: assumed
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """One pass over all layers, forward or backward: what it takes without copies, and its copies beside."""
+
+    computing: float
+    host: float  # over the link to the host
+    disk: float
+    attending: float = 0.0  # of `computing`: attention
+    fetching: float = 0.0  # of the copies: K and V, which only attention hides
+
+    @property
+    def copies(self) -> float:
+        return max(self.host, self.disk)
+
+    @property
+    def waits(self) -> float:
+        """Seconds that computing waits for copies."""
+        return max(self.copies - self.computing, self.fetching - self.attending, 0.0)
 
 
 @dataclass(frozen=True)
@@ -61,65 +81,76 @@ class Seconds:
     copies: float
     weights: float
     optimizer: float
-    disk: float  # of `copies`: over the disk
-    copies_exposed: float  # of `copies`: what the step waits for
     step: float
+    passes: tuple[PassSeconds, PassSeconds]  # forward, backward; the loss lies between them
 
     @property
     def computing(self) -> float:
         """Attention and matrix products."""
         return self.attention_forward + self.attention_backward + self.linear
 
-    def repeated(self, passes: int) -> "Seconds":
-        """The seconds of a step of several such passes, which share one update."""
-        parts = {name: passes * value for name, value in vars(self).items()}
-        parts["step"] -= (passes - 1) * self.optimizer
-        return Seconds(**{**parts, "optimizer": self.optimizer})
+    @property
+    def disk(self) -> float:
+        """Of `copies`: over the disk."""
+        return sum(each.disk for each in self.passes)
+
+    @property
+    def waits(self) -> float:
+        """Of `copies`: what the step waits for."""
+        return sum(each.waits for each in self.passes)
+
+    def repeated(self, times: int) -> "Seconds":
+        """The seconds of a step that does all this so many times and updates once (micro-batches)."""
+        parts = {name: times * value for name, value in vars(self).items() if name not in ("optimizer", "passes")}
+        parts["step"] -= (times - 1) * self.optimizer
+        forward, backward = (PassSeconds(*(times * value for value in vars(each).values())) for each in self.passes)
+        return Seconds(**parts, optimizer=self.optimizer, passes=(forward, backward))
 
 
-def predict_seconds(job: Job, gpu: Gpu, machine: Machine) -> Seconds:
-    """The time of a step of a job on some GPUs."""
+def predict_seconds(job: Job, gpu: Gpu, machine: Machine, disks: int = 1) -> Seconds:
+    """The time of a step of a job on some GPUs, with tapes striped over so many disks of each node."""
     work = job.costs.work(job)
     forward, backward = attention_seconds(job, work, gpu)
     merging = work.merged / gpu.bandwidth
-    once, forward, backward = forward + merging, work.attention_runs * (forward + merging), backward + merging
+    once = forward + merging
+    forward, backward = work.attention_runs * once, backward + merging
     linear = BETWEEN * (work.linear / gpu.matmul + work.moved / gpu.bandwidth) + LEAST * work.launches
     launching = host_operations(job, work) / gpu.launches
     ulysses, ring = exchange_seconds(job, machine)
-    disk = work.disk.most / disk_rate(machine)
-    copies = max(work.host.most / gpu.host, disk)
-    link = link_rate(job.plan.kv, gpu, machine)
-    attending = once, forward - once + backward  # in the forward and in the backward pass
-    waits = sum(max(kv.most / link - beside, 0.0) for kv, beside in zip(work.kv, attending, strict=True))
     weights = _weights(job.spec, job.plan, machine)
     optimizer = _optimizer(job.spec, job.plan, gpu, machine)
     computing = forward + backward + linear + _sharding(job, gpu, machine)
-    beside = max(ulysses + ring, weights)
-    others = max(job.costs.exposed(job, max(computing, launching), ulysses, ring), beside)
-    step = max(job.costs.exposed(job, max(computing + waits, launching), ulysses, ring), beside, copies)
-    return Seconds(
-        attention_forward=forward,
-        attention_backward=backward,
-        linear=linear,
-        launching=launching,
-        exchange=ulysses + ring,
-        copies=copies,
-        weights=weights,
-        optimizer=optimizer,
-        disk=disk,
-        copies_exposed=step - others,
-        step=optimizer + step,
+    exposed = job.costs.exposed(job, max(computing, launching), ulysses, ring)
+    without_copies = max(exposed, ulysses + ring, weights)
+    # What is not computing is spread evenly over it
+    first = without_copies * (once + linear * forward_flops(job) / work.linear) / computing
+    loss = without_copies * linear * loss_flops(job) / work.linear / computing
+    disk = [_disk(copied, gpu, machine, disks) for copied in (work.disk.forward, work.disk.backward)]
+    kv = [copy_seconds(copied, job.plan.kv, gpu, machine, disks) for copied in (work.kv.forward, work.kv.backward)]
+    passes = (
+        PassSeconds(first, work.host.forward.most / gpu.host, disk[0], once, kv[0]),
+        PassSeconds(
+            without_copies - first - loss,
+            work.host.backward.most / gpu.host,
+            disk[1],
+            forward - once + backward,
+            kv[1],
+        ),
     )
+    copies = sum(each.copies for each in passes)
+    step = optimizer + without_copies + sum(each.waits for each in passes)
+    return Seconds(forward, backward, linear, launching, ulysses + ring, copies, weights, optimizer, step, passes)
 
 
-def disk_rate(machine: Machine) -> float:
-    """Bytes/s that each GPU of a node has of its disk, in each direction."""
-    return DISK / machine.gpus
+def _disk(copied: Copies, gpu: Gpu, machine: Machine, disks: int) -> float:
+    """Seconds in which all GPUs of a node read and write its disks, one after the other."""
+    return machine.gpus * (copied.into / gpu.disk_read + copied.out / gpu.disk_write) / disks
 
 
-def link_rate(place: str | None, gpu: Gpu, machine: Machine) -> float:
-    """Bytes/s between the device and a place, in each direction, while all GPUs of the node copy."""
-    return min(gpu.host, disk_rate(machine)) if place == "disk" else gpu.host
+def copy_seconds(copied: Copies, place: str | None, gpu: Gpu, machine: Machine, disks: int = 1) -> float:
+    """Seconds of copies between the device and a place, while all GPUs of the node copy as much."""
+    over_host = copied.most / gpu.host
+    return max(over_host, _disk(copied, gpu, machine, disks)) if place == "disk" else over_host
 
 
 def bare_seconds(job: Job, gpu: Gpu) -> float:

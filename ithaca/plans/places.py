@@ -67,6 +67,11 @@ def over_layers(option: str, words: Sequence[str], layers: int) -> tuple[str, ..
     return tuple(islice(cycle(words), layers))
 
 
+def split_folders(text: str) -> tuple[str, ...]:
+    """'/nvme0, /nvme1' -> ('/nvme0', '/nvme1')."""
+    return tuple(folder.strip() for folder in text.split(","))
+
+
 def spell(words: Sequence[str]) -> str:
     """The shortest text that gives these words when it is repeated over as many layers."""
     return _spelled(tuple(words))

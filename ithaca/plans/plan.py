@@ -1,12 +1,13 @@
 """A Plan is a value: it says everything that decides memory and speed."""
 
+import os
 import warnings
 from dataclasses import InitVar, dataclass, field, replace
 
-from ithaca.base.errors import PlanError, suggestion
+from ithaca.base.errors import ConfigError, PlanError, suggestion
 from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
 from ithaca.model.spec import Spec
-from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, place_layers, read_places
+from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, place_layers, read_places, split_folders
 from ithaca.plans.recipes import RECIPES, TILE, Recipe
 
 CHECKPOINTS = ("none", "selective", "full")
@@ -25,6 +26,14 @@ def mlp_tile(spec: Spec) -> int:
     """
     tokens = MLP_NUMBERS // (5 * spec.mlp + 3 * spec.hidden)
     return min(max(tokens // 1024 * 1024, TILE), CHUNK)
+
+
+def read_folders(value: object) -> str:
+    """Folders as a configuration names them, '/a, /b' or ["/a", "/b"], as one text."""
+    items = value if isinstance(value, list) else [value]
+    if not items or not all(isinstance(item, str) for item in items):
+        raise ConfigError(f"{value!r} names no folder: write '/scratch', or several as '/nvme0, /nvme1'")
+    return ", ".join(items)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +102,9 @@ class Plan:
     """Host memory of a node that tapes may take, as 96GB. Default: what is free, within the limit of the control group.
     Optimizer states come on top."""
 
-    disk: str | None = None
-    """The folder on each node's own disk for tensors with the word `disk`. Nothing is left there after the run."""
+    disk: str | None = field(default=None, metadata={"read": read_folders})
+    """The folder on each node's own disk for tensors with the word `disk`; several, as `/nvme0, /nvme1`, share them
+    evenly. Nothing is left there after the run."""
 
     gradient: InitVar[str | None] = None
     """The old name of `residual`."""
@@ -176,6 +186,11 @@ class Plan:
         return tuple(name for name in PLACED if "disk" in lists.get(name, (getattr(self, name),)))
 
     @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders that tapes on disk are striped over."""
+        return split_folders(self.disk) if self.disk else ()
+
+    @property
     def named_layers(self) -> int:
         """How many layers x or o names one by one: a model needs at least as many."""
         return max(len(self._words("x")), len(self._words("o")))
@@ -234,8 +249,11 @@ class Plan:
             raise PlanError(f"tile={self.tile} is longer than chunk={self.chunk}: a tile of {self.chunk} fits")
 
     def _check_disk(self) -> None:
-        if self.disk is not None and (not isinstance(self.disk, str) or not self.disk):
+        if self.disk is not None and (not isinstance(self.disk, str) or not all(self.folders) or not self.disk):
             raise PlanError(f"disk={self.disk!r} is no folder: '/scratch' would be one")
+        names = [os.path.normpath(folder) for folder in self.folders]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise PlanError(f"disk='{self.disk}' names '{twice}' twice: name it once, or a folder on another disk")
         using = next(iter(self.on_disk), None)
         if using and self.disk is None:
             raise PlanError(

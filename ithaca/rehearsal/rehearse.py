@@ -40,6 +40,7 @@ from ithaca.rehearsal.kernel_bound import Products, attention_seconds, product_s
 from ithaca.rehearsal.memory_meter import Meter, mark_gradients
 from ithaca.schedule.job import ONE_RANK, Job
 from ithaca.schedule.step_memory import absent_layers, step_memory
+from ithaca.tape.devices import count_devices
 from ithaca.tape.spec import disk_bytes, host_bytes
 
 TILES_HELD = 2  # tiles of a host tape that stand for all of them
@@ -286,7 +287,8 @@ def _this_gpu(scene: Scene, device: torch.device) -> Gpu | None:
 def _predicted_seconds(scene: Scene, model: Model, gpu: Gpu) -> float:
     """Messages loop back through this GPU's memory, and no other rank shares its disk."""
     job, link = scene.job(model.spec, model.dtype, model.kernel.name), gpu.bandwidth / 2
-    return predict_seconds(job, gpu, Machine(nodes=scene.axes.size, gpus=1, inside=link, across=link)).step
+    machine, disks = Machine(nodes=scene.axes.size, gpus=1, inside=link, across=link), count_devices(job.plan.folders)
+    return predict_seconds(job, gpu, machine, max(disks, 1)).step
 
 
 def _speed(scene: Scene, model: Model, seconds: dict[str, float]) -> dict[str, float | None]:

@@ -95,12 +95,32 @@ class Copies:
     def __add__(self, other: "Copies") -> "Copies":
         return Copies(self.into + other.into, self.out + other.out)
 
-    def times(self, number: float) -> "Copies":
-        return Copies(number * self.into, number * self.out)
-
     @property
     def most(self) -> float:
         """Of the busier direction: each has a link of its own."""
+        return max(self.into, self.out)
+
+
+@dataclass(frozen=True)
+class StepCopies:
+    """The copies of a step by pass: a link that is idle forward does not help backward."""
+
+    forward: Copies = Copies()
+    backward: Copies = Copies()
+
+    def __add__(self, other: "StepCopies") -> "StepCopies":
+        return StepCopies(self.forward + other.forward, self.backward + other.backward)
+
+    @property
+    def into(self) -> float:
+        return self.forward.into + self.backward.into
+
+    @property
+    def out(self) -> float:
+        return self.forward.out + self.backward.out
+
+    @property
+    def most(self) -> float:
         return max(self.into, self.out)
 
 
@@ -116,9 +136,9 @@ class Work:
     moved: float  # device bytes that norms, gates, rotary and residuals read and write
     launches: float  # GPU operations
     python: float  # what else the host does, as so many operations
-    host: Copies  # over the link to the host: tapes in host memory and on disk
-    disk: Copies
-    kv: tuple[Copies, Copies] = (Copies(), Copies())  # of these, K and V and their gradients, forward and backward
+    host: StepCopies  # over the link to the host: tapes in host memory and on disk
+    disk: StepCopies
+    kv: StepCopies = StepCopies()  # of these, K and V and the sums of their gradients
 
 
 # The host beside launching: steps of SmolLM2-135M, 16K tokens, on the machine of an H200, without 30 µs an operation
@@ -186,8 +206,17 @@ def last_product(job: "Job") -> int:
 def linear_flops(job: "Job", again: float) -> float:
     """Matrix products of all layers and the loss; `again`: multiplications for a token and layer that are rerun."""
     spec = job.spec
-    per_token = spec.layers * (6 * sum(block_products(job)) + 2 * again) + 6 * spec.vocab * spec.hidden
-    return local_tokens(job) * per_token
+    return local_tokens(job) * spec.layers * (6 * sum(block_products(job)) + 2 * again) + loss_flops(job)
+
+
+def forward_flops(job: "Job") -> float:
+    """Matrix products of one forward pass over all layers."""
+    return local_tokens(job) * job.spec.layers * 2 * sum(block_products(job))
+
+
+def loss_flops(job: "Job") -> float:
+    """Matrix products of the loss with its gradients, between the passes."""
+    return local_tokens(job) * 6 * job.spec.vocab * job.spec.hidden
 
 
 NORM_WIDTH = 3072  # features below which the gradient of a norm's weight is no faster: 3 ns a row on an H200

@@ -1,8 +1,10 @@
 """Whether the tapes of a job fit this device, this node and its disk, checked before anything is allocated; and what
 they are, in words."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import torch
 
@@ -12,6 +14,7 @@ from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, spell
 from ithaca.schedule.job import Job
 from ithaca.schedule.sweep.rebuild import LONGEST_PASSING, layers_to_keep, passing_layers, rebuild_passes, rebuilds_of
 from ithaca.tape.budget import host_budget
+from ithaca.tape.devices import by_file_system, count_devices, is_memory
 from ithaca.tape.file import free_space
 from ithaca.tape.spec import TapeSpec, device_bytes, slot_bytes, staging_bytes
 
@@ -22,7 +25,7 @@ class NodeTapes:
 
     bytes: int
     ranks: int
-    disk: int = 0
+    disk: tuple[int, ...] = ()  # in each folder
 
 
 def check_memory(job: Job, tapes: Sequence[TapeSpec], device: torch.device, node: NodeTapes) -> None:
@@ -46,18 +49,35 @@ def check_memory(job: Job, tapes: Sequence[TapeSpec], device: torch.device, node
     ways += _move(job, tapes, "host", "device", node.ranks) if gpu else []
     ways += _to_disk(job, tapes, node.ranks)
     _refuse_over(node.bytes, fixed, budget, reason, ways, tokens, node.ranks)
-    if node.disk:
-        assert plan.disk is not None
-        ways = _move(job, tapes, "disk", "host", node.ranks)
-        reason = f"the free space of plan.disk='{plan.disk}'"
-        _refuse_over(node.disk, 0, free_space(plan.disk), reason, ways, tokens, node.ranks)
+    if any(node.disk):
+        _check_disks(job, tapes, node)
 
 
-def _refuse_over(needed: int, fixed: int, free: int, reason: str, ways: list[str], tokens: int, ranks: int = 1) -> None:
+def _check_disks(job: Job, tapes: Sequence[TapeSpec], node: NodeTapes) -> None:
+    """Raise an error if a folder cannot be used or its file system is too full. Folders on one share its space."""
+    folders, ways = job.plan.folders, _move(job, tapes, "disk", "host", node.ranks)
+    free = [free_space(folder) for folder in folders]
+    for one, other in combinations(folders, 2):
+        if os.path.samefile(one, other):
+            raise PlanError(
+                f"plan.disk='{job.plan.disk}' names one folder as '{one}' and '{other}': name it once, or a folder on "
+                "another disk"
+            )
+    for numbers in by_file_system(folders):
+        named = ", ".join(folders[number] for number in numbers)
+        together = " (one file system)" if len(numbers) > 1 else ""
+        reason, needed = f"the free space of plan.disk='{named}'{together}", sum(node.disk[n] for n in numbers)
+        there = f" in '{named}'" if len(numbers) < len(folders) else ""
+        _refuse_over(needed, 0, free[numbers[0]], reason, ways, job.layout.padded, node.ranks, there)
+
+
+def _refuse_over(
+    needed: int, fixed: int, free: int, reason: str, ways: list[str], tokens: int, ranks: int = 1, there: str = ""
+) -> None:
     """`fixed` of the bytes needed do not depend on the length of the sequence."""
     if needed <= free:
         return
-    text = f"tapes for {tokens} tokens need {format_bytes(needed)}"
+    text = f"tapes for {tokens} tokens need {format_bytes(needed)}{there}"
     text += f" for the {ranks} ranks of this node" if ranks > 1 else ""
     text += f", and {reason} is {format_bytes(free)}: {format_bytes(needed - free)} are missing"
     fitting = tokens * (free - fixed) // (needed - fixed)
@@ -111,6 +131,7 @@ def describe_tapes(job: Job) -> list[str]:
         f"Each pass: {tiles.length} tokens a rank in {format_count(tiles.count, 'tile')} "
         f"of {format_tokens(tiles.size)}",
         "Saved activations: " + "; ".join(f"{where[place]} {names}" for place, names in places.items()),
+        *_about_folders(job.plan.folders),
     ]
     if not job.plan.sweeps:
         return lines
@@ -129,6 +150,21 @@ def describe_tapes(job: Job) -> list[str]:
             )
     if missing := placement.o.count(RECOMPUTE):
         lines.append(f"Backward recomputes the attention of {missing} of {spec.layers} layers")
+    return lines
+
+
+def _about_folders(folders: tuple[str, ...]) -> list[str]:
+    """How tapes are striped over several folders, and which of them are no disk."""
+    lines = []
+    if len(folders) > 1:
+        devices = count_devices(folders)
+        fewer = f" on {format_count(devices, 'device')}: no faster than that many" if devices < len(folders) else ""
+        lines.append(f"Tapes on disk are striped over {len(folders)} folders, {', '.join(folders)}{fewer}")
+    lines += [
+        f"plan.disk='{folder}' is memory (tmpfs): tapes there take host memory; name a folder on a disk"
+        for folder in folders
+        if is_memory(folder)
+    ]
     return lines
 
 

@@ -22,6 +22,7 @@ from ithaca.schedule.memory_check import NodeTapes, check_memory, describe_tapes
 from ithaca.schedule.sweep.rebuild import rebuilds_of
 from ithaca.schedule.tapes import Tapes
 from ithaca.tape.engine import Engine
+from ithaca.tape.file import shares
 from ithaca.tape.spec import TapeSpec, disk_bytes, host_bytes
 
 BUSY = (
@@ -101,7 +102,7 @@ class Reservation:
             self._tapes[training] = together(
                 self._mesh.group,
                 lambda: Tapes(
-                    specs, rebuilds, tiles, self._dtype, self._engine, say, self._tiles_held, self._plan.disk
+                    specs, rebuilds, tiles, self._dtype, self._engine, say, self._tiles_held, self._plan.folders
                 ),
             )
 
@@ -128,9 +129,11 @@ class Reservation:
     def _check(self, tokens: int, specs: list[TapeSpec]) -> None:
         """Raise an error, on all ranks, if one of them has no room for these tapes."""
         job, group = self.job(tokens), self._mesh.group
-        mine = (0, 0)
+        hosted, on_disk = 0, 0
         if self._tiles_held is None:
-            mine = host_bytes(specs, job.tiles, self._mesh.gpu), disk_bytes(specs, job.tiles)
-        (memory, ranks), (disk, _) = (on_this_node(group, amount) for amount in mine)
-        node = NodeTapes(memory, ranks, disk)
+            hosted, on_disk = host_bytes(specs, job.tiles, self._mesh.gpu), disk_bytes(specs, job.tiles)
+        memory, ranks = on_this_node(group, hosted)
+        folders = len(self._plan.folders)
+        parts = shares(on_disk, folders) if folders else []
+        node = NodeTapes(memory, ranks, tuple(on_this_node(group, part)[0] for part in parts))
         together(group, lambda: check_memory(job, specs, self._mesh.device, node))

@@ -34,10 +34,10 @@ class Tapes:
         engine: Engine,
         say: Callable[[str], None],
         held: int | None = None,
-        folder: str | None = None,
+        folders: tuple[str, ...] = (),
     ):
         """`held`: tiles of each host or disk tape that are in memory and stand for all of them; None: all are there.
-        `folder`: where the disk's file is made."""
+        `folders`: where the disk's file is made."""
         self.tiles, self._dtype, self._engine, self._rebuilds, self._held = tiles, dtype, engine, rebuilds, held
         self._host_tape = StandIn if held else HostTape
         self._in_slab = ("host", "disk") if held else ("host",)
@@ -45,7 +45,7 @@ class Tapes:
         sizes = [self._host_rows(spec.tiles(tiles)) * spec.row for spec in hosted for _ in spec.layers]
         on_disk = 0 if held else disk_bytes(specs, tiles)
         # Before the slab, which takes its time: a full disk is an error at once
-        file = _open(folder, on_disk, say) if on_disk else None
+        file = _open(folders, on_disk, say) if on_disk else None
         staging = staging_pieces(specs, tiles) if file else []
         with owned_by(HOST):
             slab = Slab(sizes + staging, engine.device, say)
@@ -143,11 +143,11 @@ class Tapes:
         self._slots.clear()
 
 
-def _open(folder: str | None, size: int, say: Callable[[str], None]) -> TapeFile:
-    assert folder is not None
-    file = TapeFile(folder, size)
+def _open(folders: tuple[str, ...], size: int, say: Callable[[str], None]) -> TapeFile:
+    file = TapeFile(folders, size)
     if not file.direct:
-        say(f"plan.disk='{folder}' is on a file system that reads and writes through the page cache only: slower")
+        named = ", ".join(folders)
+        say(f"plan.disk='{named}' is on a file system that reads and writes through the page cache only: slower")
     return file
 
 

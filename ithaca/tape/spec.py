@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ithaca.base.tiles import Tiles
 
+DISK_RATE = 4e9  # bytes/s that a disk reads, and as many that it writes, where nothing was measured: assumed
 BLOCK = 4096  # bytes; a disk reads and writes this much at a time, or a part of it
 STAGED = 6  # tiles of a rank in host memory on their way to or from the disk: three of a chunk, three of the next
 KV_STAGED = 8  # the same of K and V: both, and the sums of both gradients, of a visit and of the next

@@ -29,6 +29,7 @@ from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.schedule.marks import OPTIMIZER, StepMarks, make_marks
 from ithaca.train.announce import describe_run
 from ithaca.train.conclusion import stopped_at_once, tell_conclusion
+from ithaca.train.disk import check_disks
 from ithaca.train.elastic import leave
 from ithaca.train.learning_rate import is_settled, learning_rate
 from ithaca.train.live_line import LiveLine
@@ -132,6 +133,7 @@ class TrainingRun:
         self.first = self.mesh.rank == 0
         check_rows(self._pass_size()[0], self.mesh)
         model.check_memory(*self._pass_size())
+        self.disk_seconds, slow = check_disks(model, config, data)
         # The tapes are allocated last: until then, nothing else may take their memory
         tape_bytes = model.host_bytes(*self._pass_size())
         options = config.train
@@ -142,7 +144,7 @@ class TrainingRun:
             weight_decay=options.weight_decay,
             reserved_bytes=tape_bytes,
         )
-        self.why, self.early_warnings = why, list[str]()  # printed when there is a log to print them to
+        self.why, self.early_warnings = why, slow  # printed when there is a log to print them to
         self.announced = False
         keep = config.run.keep
         self.checkpoints = Checkpoints(
@@ -219,7 +221,7 @@ class TrainingRun:
         if self.live_line:
             seconds_left, say = self.live_line.seconds_left, self.live_line.announce
         self.stop = StopRequest(self.mesh, launched, seconds_left, self._stopped_at_once, say)
-        self.timeout = self.config.run.timeout or timeout(self._step_seconds())
+        self.timeout = self.config.run.timeout or timeout(self._step_seconds() + self.disk_seconds)
         set_timeout(self.mesh.groups, self.timeout)
         self._announce()
         try:

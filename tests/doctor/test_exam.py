@@ -32,7 +32,7 @@ def examine() -> None:
     """Print what the first of the ranks concludes."""
     exams.COLLECTIVE_SECONDS = 2.0
     grid = mesh(device="cpu")
-    exam = begin(grid, True, None, None)
+    exam = begin(grid, True, None)
     found = run_sections(
         exam,
         (
@@ -73,7 +73,7 @@ def test_a_rank_that_fails_while_the_others_wait(nursery: Nursery) -> None:
 def tell_twice() -> list[list[Found] | None]:
     grid, told = mesh(device="cpu"), []
     for number in range(2):
-        exam = begin(grid, True, None, None)
+        exam = begin(grid, True, None)
         time.sleep(0.2 * grid.rank)  # what it told before must not be taken for this
         told.append(exam.tell("a section", {"number": number}))
     return told

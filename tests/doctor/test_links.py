@@ -21,7 +21,7 @@ def examine(nodes: str) -> tuple[Exam, Found, Found]:
     grid, honest = mesh(device="cpu"), socket.gethostname
     socket.gethostname = lambda: nodes[grid.rank]
     try:
-        exam = replace(begin(grid, True, None, None), sizes=SIZES)
+        exam = replace(begin(grid, True, None), sizes=SIZES)
     finally:
         socket.gethostname = honest
     found = links.examine(exam)

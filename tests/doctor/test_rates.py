@@ -40,7 +40,7 @@ def findings(exam: Any) -> dict[str, Found]:
     return {
         "devices": devices.conclude(exam, told, {}),
         "links": {"inside": sizes, "across": across},
-        "disk": {"write_beside": 3e9, "read_beside": 2e9},
+        "disk": {"folder": "/a, /b", "devices": 2, "write_beside": 3e9, "read_beside": 2e9},
     }
 
 
@@ -89,7 +89,8 @@ def test_what_it_means(exam: Any, findings: dict[str, Found]) -> None:
     assert found["step_seconds"]["measured"] > found["step_seconds"]["assumed"]
     table = {row["name"]: (row["assumed"], row["measured"]) for row in found["table"]}
     assert table["inside"] == (450e9, 200e9)
-    assert table["disk"] == (4e9, 2e9)
+    assert table["disk_write"] == (4e9, 1.5e9)  # of one of two disks
+    assert table["disk_read"] == (4e9, 1e9)
     assert table["attention.flash4.forward"] == (655e12, 640e12)
     text = "\n".join(meaning.lines(found))
     assert "2x8xH200-141GB" in text

@@ -9,7 +9,7 @@ from ithaca.planner.attention_rates import attention_seconds
 from ithaca.planner.balance import balance, describe, least_chunks
 from ithaca.planner.hardware import Cluster
 from ithaca.planner.search import HARDLY, Answer, _cost, fits, pass_seconds, search
-from ithaca.planner.seconds import link_rate, predict_seconds
+from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.plan import PLACED, Plan
 from ithaca.schedule.job import Job
 from ithaca.schedule.sweep.cost import copies
@@ -26,7 +26,7 @@ def every_way(model: str, there: Cluster, tokens: int, axes: Axes, kernel: str) 
 
     def cost(plan: Plan) -> tuple[float, float]:
         seconds = pass_seconds(spec, there, plan, tokens, 1, axes, None)
-        return _cost(seconds), seconds.step - seconds.copies_exposed
+        return _cost(seconds), seconds.step - seconds.waits
 
     for variant in recipe_variants("sweep", spec, axes, tokens, there.budget, Effort.FEW, kernel, limits):
         fitting = fitting_plans(variant, spec, axes, tokens, there.budget, Effort.FEW, cost)
@@ -85,8 +85,11 @@ def test_the_balance_chunk_is_where_predicted_times_meet(gpu: str, model: str, a
         one, two = (attention_seconds(job, replace(job.costs.work(job), call=64 * K), there.gpu) for job in jobs)
         attend = [(two[way] - 2 * one[way]) / spec.layers for way in (0, 1)]
         tile = {tape.name: sum(tape.row for _ in tape.layers) * chunk for tape in jobs[1].tapes}
-        link = link_rate(place, there.gpu, there.machine)
-        fetch = tile["kv"] / link, (tile["kv"] + tile["kv_gradients"]) / link
+        kv, sums = tile["kv"], tile["kv_gradients"]
+        if place == "host":
+            return [(each / there.gpu.host, seconds) for each, seconds in zip((kv, kv + sums), attend, strict=True)]
+        read, write = there.gpu.disk_read / there.count, there.gpu.disk_write / there.count
+        fetch = kv / read, (kv + sums) / read + sums / write
         return list(zip(fetch, attend, strict=True))
 
     job = Job(spec=spec, plan=plan, tokens=M, axes=axes)
@@ -121,7 +124,7 @@ def test_attention_waits_for_k_and_v_below_it() -> None:
 
     def waits(size: int) -> float:
         plan = replace(job.plan, chunk=size)
-        return predict_seconds(replace(job, plan=plan), there.gpu, there.machine).copies_exposed
+        return predict_seconds(replace(job, plan=plan), there.gpu, there.machine).waits
 
     assert waits(chunk) == 0
     assert waits(chunk // 8) > 2 * waits(chunk // 4) > 0
@@ -130,10 +133,9 @@ def test_attention_waits_for_k_and_v_below_it() -> None:
 def test_k_and_v_are_part_of_the_copies() -> None:
     job = Job(spec=spec_of("llama3-8b"), plan=Plan(recipe="sweep", kv="host"), tokens=M, axes=Axes(ulysses=8))
     work, without = job.costs.work(job), copies(replace(job, plan=Plan(recipe="sweep")), ("host", "disk"))
-    forward, backward = work.kv
-    assert work.host == without + forward + backward
-    assert forward.into < backward.into
-    assert 0 < backward.out < backward.into
+    assert work.host == without + work.kv
+    assert work.kv.forward.into < work.kv.backward.into
+    assert 0 < work.kv.backward.out < work.kv.backward.into
 
 
 def test_the_reason_is_printed() -> None:
@@ -156,4 +158,4 @@ def test_log_sum_exps_and_residual_go_to_the_disk_before_k_and_v() -> None:
     answer = found("llama3-8b", 90 * M, cluster(disk=28 * TB))
     assert answer.recomputed(spec_of("llama3-8b")) == 0
     assert (answer.plan.kv, answer.plan.residual) == ("host", "disk")
-    assert answer.seconds.copies_exposed == 0
+    assert answer.seconds.waits == 0

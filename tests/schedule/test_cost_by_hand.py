@@ -153,7 +153,32 @@ def seconds(plan: Plan, tokens: int = M, ulysses: int = 8, machine: Machine | No
 
 def test_a_disk_is_shared_by_the_gpus_of_a_node() -> None:
     found = seconds(Plan(recipe="sweep", o="disk", disk="/scratch"))
-    assert found.copies == pytest.approx(32 * M * Q * BF16 / 4e9)
+    assert [each.disk for each in found.passes] == pytest.approx(2 * [32 * M * Q * BF16 / 4e9])
+    assert found.copies == pytest.approx(2 * 32 * M * Q * BF16 / 4e9)  # written forward, read backward
+
+
+def test_reading_and_writing_share_a_disk() -> None:
+    """Forward, x is written by one layer and read by the next; 2 disks are twice as fast."""
+    job = Job(spec=LLAMA, plan=Plan(recipe="sweep", x="disk", disk="/scratch"), tokens=M, axes=Axes(ulysses=8))
+    gpu, machine = replace(GPU, disk_read=2e9, disk_write=1e9), Machine(nodes=1, gpus=8)
+    one, two = (predict_seconds(job, gpu, machine, disks) for disks in (1, 2))
+    x = 32 * M * E * BF16
+    assert one.passes[0].disk == pytest.approx(x / 1e9 + x / 2e9)
+    assert two.passes[0].disk == one.passes[0].disk / 2
+    assert two.passes[0].host == one.passes[0].host
+
+
+def test_a_disk_that_is_idle_forward_does_not_help_backward() -> None:
+    """A step whose disk has enough time on the whole waits for it forward, where attention runs for a third as long."""
+    job = Job(spec=LLAMA, plan=Plan(recipe="sweep", o="disk", disk="/scratch"), tokens=M, axes=Axes(ulysses=8))
+    free = predict_seconds(job, replace(GPU, disk_read=1e15, disk_write=1e15), Machine(nodes=1, gpus=8))
+    forward, backward = free.passes
+    assert forward.computing < backward.computing / 2
+    written = 32 * M * Q * BF16
+    rate = written / ((forward.computing + backward.computing) / 2)  # in both passes together there is time for it
+    found = predict_seconds(job, replace(GPU, disk_read=rate, disk_write=rate), Machine(nodes=1, gpus=8))
+    assert found.copies == pytest.approx(forward.computing + backward.computing)
+    assert found.step - free.step == pytest.approx(written / rate - forward.computing)
 
 
 def test_the_rank_with_most_heads_is_waited_for() -> None:

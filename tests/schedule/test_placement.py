@@ -144,7 +144,7 @@ def own_file(folder: Path, disk: Path) -> tuple[int, list[str]]:
     plan = ithaca.Plan(recipe="sweep", o="disk", disk=str(disk))
     model = ithaca.apply(ithaca.load_model(folder, "float64"), plan, ithaca.mesh())
     model.allocate(2, 64)
-    file = os.fstat(model.reservation._tapes[True]._disk._file._file)  # pyrefly: ignore
+    file = os.fstat(model.reservation._tapes[True]._disk._file._parts[0].file)  # pyrefly: ignore
     assert file.st_size == disk_bytes(model.reservation.specs(True), model.reservation._tapes[True].tiles)
     return file.st_ino, os.listdir(disk)
 

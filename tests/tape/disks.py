@@ -14,14 +14,17 @@ from ithaca.tape.spec import Stretch, staged_bytes, stretch_bytes, whole_blocks
 from ithaca.tape.tape import Slots, Tape
 
 
-def make_disk(tapes: int, tiles: Tiles, row: int, slots: Slots, folder: Path, staged: int) -> Disk:
+def make_disk(tapes: int, tiles: Tiles, row: int, slots: Slots, folder: Path | list[Path], staged: int) -> Disk:
     staging = Slab(staged * [staged_bytes(tiles, row)], slots.engine.device, lambda _: None)
-    disk = Disk(TapeFile(str(folder), tapes * stretch_bytes(tiles, row)), staging.parts, slots.engine)
+    folders = tuple(map(str, [folder] if isinstance(folder, Path) else folder))
+    disk = Disk(TapeFile(folders, tapes * stretch_bytes(tiles, row)), staging.parts, slots.engine)
     staging.belong_to(disk, slots.engine)
     return disk
 
 
-def disk_tapes(contents: list[Tensor], tiles: Tiles, slots: Slots, folder: Path, staged: int = 2) -> list[DiskTape]:
+def disk_tapes(
+    contents: list[Tensor], tiles: Tiles, slots: Slots, folder: Path | list[Path], staged: int = 2
+) -> list[DiskTape]:
     """One of each content, in one file."""
     row = contents[0][0].nbytes
     disk, tapes = make_disk(len(contents), tiles, row, slots, folder, staged), []

@@ -41,6 +41,7 @@ from ithaca.schedule.costs import (
     TO_TOKENS,
     Copies,
     Message,
+    StepCopies,
     Work,
     attention_flops,
     block_products,
@@ -246,7 +247,7 @@ def work(job: "Job") -> Work:
         python=spec.layers * job.chunks * (PYTHON + (PYTHON_OF_COPIES if copied.most else 0)),
         host=copied,
         disk=copies(job, ("disk",)),
-        kv=(Copies(), Copies()) if job.plan.kv == "device" else _kv_copies(job),
+        kv=StepCopies() if job.plan.kv == "device" else _kv_copies(job),
     )
 
 
@@ -284,31 +285,29 @@ def _visits(lengths: tuple[int, ...], size: int) -> Visits:
     return Visits(count, rows)
 
 
-def copies(job: "Job", places: tuple[str, ...]) -> Copies:
-    """Bytes that tapes in these places take to the device and from it in a step."""
+def copies(job: "Job", places: tuple[str, ...]) -> StepCopies:
+    """Bytes that tapes in these places take to the device and from it in a step. The loss counts as forward."""
     plan, spec, placement = job.plan, job.spec, job.plan.placement(job.spec.layers)
     local = local_tokens(job)
     x, o = job.hidden(local), job.queries(local)
     lse = local * job.axes.ulysses * len(job.heads.q) * job.high
     again = float(job.chunks > 1)  # a single tile that is read at once stays in its slot
-    total = Copies()
+    forward, backward = Copies(), _rebuild_copies(job, places)
     for layer in range(spec.layers):
         if placement.x[layer] in places:
-            # Written by the layer below, and read forward
-            total += Copies(into=(again + _backward_reads(job, layer)) * x, out=x)
+            forward += Copies(into=again * x, out=x)  # written by the layer below
+            backward += Copies(into=_backward_reads(job, layer) * x)
         elif placement.x[layer] not in KEPT and plan.residual in places:
-            total += Copies(into=again * x, out=x)  # it passes through the residual tape
+            forward += Copies(into=again * x, out=x)  # it passes through the residual tape
         if placement.o[layer] in places:
-            total += Copies(into=o, out=o)
+            forward, backward = forward + Copies(out=o), backward + Copies(into=o)
         if placement.o[layer] != RECOMPUTE and plan.lse in places:
-            total += Copies(into=lse, out=lse)
+            forward, backward = forward + Copies(out=lse), backward + Copies(into=lse)
     if plan.residual in places:
-        # Every block, the loss, the embedding
-        total += Copies(into=again * (spec.layers + 2) * x, out=(spec.layers + 2) * x)
-    if plan.kv in places:
-        forward, backward = _kv_copies(job)
-        total += forward + backward
-    return total + _rebuild_copies(job, places)
+        forward += Copies(into=again * x, out=2 * x)  # the last block's output, and its gradient by the loss
+        backward += Copies(into=again * (spec.layers + 1) * x, out=spec.layers * x)  # every block, the embedding
+    total = StepCopies(forward, backward)
+    return total + _kv_copies(job) if plan.kv in places else total
 
 
 def _backward_reads(job: "Job", layer: int) -> float:
@@ -320,11 +319,8 @@ def _backward_reads(job: "Job", layer: int) -> float:
     return 1 + max(job.chunks - first, 0) / job.chunks
 
 
-def _kv_copies(job: "Job") -> tuple[Copies, Copies]:
-    """K and V of all layers, and backward also the sums of their gradients, if they live off the device.
-
-    Each chunk visits those of all chunks before it.
-    """
+def _kv_copies(job: "Job") -> StepCopies:
+    """K and V, and the sums of their gradients, of all layers: each chunk visits those of all chunks before it."""
     layers, visits = job.spec.layers, visits_of(job).count / job.chunks  # visits to other tiles, by each tile
     kv = 2 * local_tokens(job) * job.axes.ulysses * len(job.heads.kv) * job.spec.head_size * job.itemsize
     sums = kv * job.high // job.itemsize
@@ -335,7 +331,7 @@ def _kv_copies(job: "Job") -> tuple[Copies, Copies]:
     backward += Copies(into=(visits + 1) * kv * recomputed)  # a chunk attends twice, and reads its own tile again
     gradients = (visits + 1) * sums * (job.chunks > 1)  # those of a single chunk need no tape
     backward += Copies(into=gradients, out=gradients)
-    return forward.times(layers), backward.times(layers)
+    return StepCopies(*(Copies(layers * each.into, layers * each.out) for each in (forward, backward)))
 
 
 def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:

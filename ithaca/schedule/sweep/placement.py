@@ -29,9 +29,9 @@ from ithaca.plans.plan import PLACED, Plan
 from ithaca.schedule.job import BF16, Job
 from ithaca.schedule.sweep.cost import passing_bytes
 from ithaca.schedule.sweep.rebuild import fewest_kept, layers_to_keep, rebuild_passes
-from ithaca.tape.spec import STAGED, Budget, device_bytes, disk_bytes, host_bytes, staged_bytes
+from ithaca.tape.spec import DISK_RATE, STAGED, Budget, device_bytes, disk_bytes, host_bytes, staged_bytes
 
-DISK_COST = 75_000  # multiplications a rank does while a byte goes to a disk or comes back: 300 T/s against 4 GB/s
+DISK_COST = int(300e12 / DISK_RATE)  # multiplications a rank does while a byte goes to a disk or comes back
 FEW = 16  # choices that are enough to compare Plans by
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}  # bytes of a number
 

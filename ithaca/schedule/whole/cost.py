@@ -47,6 +47,7 @@ from ithaca.schedule.costs import (
     TO_TOKENS,
     Copies,
     Message,
+    StepCopies,
     Work,
     attention_flops,
     block_products,
@@ -266,11 +267,11 @@ def _layer_launches(job: "Job") -> float:
     return CHECKPOINTED + again + PER_TILE * mlp_tiles(job) + PER_ROUND * rounds
 
 
-def _copies(job: "Job", places: Iterable[str]) -> Copies:
+def _copies(job: "Job", places: Iterable[str]) -> StepCopies:
     """Every saved x goes there and comes back once."""
     words = job.plan.placement(job.spec.layers).x
     size = sum(words.count(place) for place in places) * job.hidden(local_tokens(job))
-    return Copies(into=size, out=size)
+    return StepCopies(Copies(out=size), Copies(into=size))
 
 
 def exposed(job: "Job", computing: float, ulysses: float, ring: float) -> float:

@@ -46,9 +46,12 @@ def counted(plan: Plan) -> tuple[int, int, Job]:
         return counts
 
     engine.copy_in, engine.copy_out = counting("in", engine.copy_in), counting("out", engine.copy_out)  # pyrefly: ignore
-    row = torch.arange(TOKENS) % 256
-    model(model.shard(row, row)).backward()
-    return found["in"], found["out"], model.reservation.job(TOKENS)
+    row, job = torch.arange(TOKENS) % 256, model.reservation.job(TOKENS)
+    loss = model(model.shard(row, row))
+    forward = copies(job, ("host", "disk")).forward
+    assert (forward.into, forward.out) == (found["in"], found["out"])
+    loss.backward()
+    return found["in"], found["out"], job
 
 
 @pytest.mark.parametrize("chunk", [CHUNK, TOKENS])
