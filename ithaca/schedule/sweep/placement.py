@@ -91,6 +91,8 @@ def fill(
     folder = folder if free.disk else None
     job = Job(spec=spec, plan=replace(plan, x="host", o="host", disk=None), tokens=tokens, axes=axes, itemsize=itemsize)
     best, least = None, float("inf")
+    if plan.heads is not None:  # head rounds need every o
+        choices = [saved for saved in choices if len(saved[1]) == spec.layers]
     choices = [*_possible(job, free, choices)]
     works = [_work_again(spec, tokens, *saved) for saved in choices]
     for work, saved in sorted(zip(works, choices, strict=True), key=lambda pair: pair[0]):
