@@ -369,20 +369,17 @@ def _backward_reads(job: "Job", layer: int) -> float:
 def _kv_copies(job: "Job") -> Copies:
     """K and V, and the sums of their gradients, of all layers: each chunk visits those of all chunks before it."""
     layers, visits = job.spec.layers, visits_of(job).count / job.chunks  # visits to other tiles, by each tile
-    rounds = len(job.rounds)
-    heads = rounds * len(head_passes(job)[0].kv[job.ulysses_rank])  # a tape is as wide as the largest round
+    heads = len(head_passes(job)[0].kv[job.ulysses_rank])  # tapes are as wide as the largest round
     kv = 2 * local_tokens(job) * job.axes.ulysses * heads * job.spec.head_size * job.itemsize
     sums = kv * job.high // job.itemsize
-    forward = Copies(into=visits * kv, out=kv)
+    passes = layers * len(job.rounds)
+    forward = Copies(into=passes * visits * kv, out=passes * kv)
     # Backward computes them again, but for the last round of the last layer, which reads its own tiles instead
-    there = 1 / (layers * rounds)
-    backward = Copies(into=(visits + there) * kv, out=kv * (1 - there))
-    recomputed = job.plan.placement(layers).o.count(RECOMPUTE) / layers
+    backward = Copies(into=(passes * visits + 1) * kv, out=(passes - 1) * kv)
+    recomputed = job.plan.placement(layers).o.count(RECOMPUTE)
     backward += Copies(into=(visits + 1) * kv * recomputed)  # a chunk attends twice, and reads its own tile again
-    gradients = (visits + 1) * sums * (job.chunks > 1)  # those of a single chunk need no tape
-    gradients = Copies(into=gradients, out=gradients)
-    layer = forward + backward + gradients
-    return Copies(layers * layer.into, layers * layer.out)
+    gradients = passes * (visits + 1) * sums * (job.chunks > 1)  # those of a single chunk need no tape
+    return forward + backward + Copies(into=gradients, out=gradients)
 
 
 def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:
