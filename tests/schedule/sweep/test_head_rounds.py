@@ -127,7 +127,7 @@ def step(folder: Path, plan: ithaca.Plan, batches: list[Rows], late: int | None 
     return model_step(model, batches)
 
 
-@pytest.mark.parametrize(("name", "heads"), [("6/3", 4), pytest.param("4/4", 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("name", "heads"), [("8/8", 3), pytest.param("6/3", 2, marks=pytest.mark.full)])
 def test_where_tapes_are_changes_no_bit(folders, tmp_path: Path, name: str, heads: int) -> None:
     """Device, host and disk, x rebuilt on tapes and in passing, late copies, slots that are NaN when they are free."""
     batches = [packed(41, 4, random.Random(name)), random_batch(2, 13, documents=False, ignored=0.1, seed=2)]
