@@ -113,6 +113,8 @@ def fill(
         if _used(replace(job, plan=_placed(hosted, folder, words))).device <= free.device
     ]
     best, least = None, float("inf")
+    if plan.heads is not None:  # head rounds need every o
+        choices = [saved for saved in choices if len(saved[1]) == spec.layers]
     choices = [*_possible(job, free, choices)]
     works = [_work_again(spec, tokens, *saved) for saved in choices]
     for work, saved in sorted(zip(works, choices, strict=True), key=lambda pair: pair[0]):
