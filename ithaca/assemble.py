@@ -33,7 +33,7 @@ from ithaca.parallel.axes import Axes
 from ithaca.parallel.batch import Batch, RankBatch, gather_tokens, rank_batch, split_batch, whole_batch
 from ithaca.parallel.collectives import Group
 from ithaca.parallel.exchange import Alone, Ulysses
-from ithaca.parallel.head_split import describe_share, head_rounds, split_heads
+from ithaca.parallel.head_split import describe_share, split_heads
 from ithaca.parallel.layout import Layout, batch_range
 from ithaca.parallel.mesh import Mesh, alone, describe_crossing
 from ithaca.parallel.ring import Ring
@@ -82,7 +82,7 @@ class Model(nn.Module):
         self.exchange = Ulysses(Group(mesh.ulysses_group), segments) if mesh.ulysses_group else Alone()
         self.ring = Ring(Group(mesh.ring_group) if mesh.ring_group else None)
         self.split = split_heads(spec.heads, spec.kv_heads, mesh.ulysses)
-        self.rounds = head_rounds(self.split, plan.heads_at_once(mesh.ulysses))
+        self.rounds = plan.rounds(self.split)
         self.reservation = Reservation(
             spec,
             replace(self.plan, kernel=self.kernel.name),

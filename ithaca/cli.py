@@ -269,6 +269,10 @@ def plan(
     documents: Annotated[
         str | None, typer.Option(help="Packed documents, as 64x4K, 192K+64x1K or a token file. Default: one.")
     ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Sequences in a step: 32, 4M-tokens, or max (as many as fit at once).")
+    ] = None,
+    lean: Annotated[bool, typer.Option("--lean", help="The Plan with the least GPU memory, not the fastest.")] = False,
     recipe: Annotated[str | None, typer.Option(help="The recipe; by default the fastest that fits.")] = None,
     meshes: Annotated[
         bool, typer.Option("--meshes", help="Compare all meshes: which GPUs share a sequence, and what they send.")
@@ -296,7 +300,7 @@ def plan(
         found, hardware = measure_here(measure), measure
         gpus = f"8x{found}" if gpus is None else gpus
     output = Output(as_json=json, verbose=verbose, meshes=meshes, picture=picture)
-    run(model, gpus, tokens, host, disk, recipe, hardware, output, node_gpus, documents)
+    run(model, gpus, tokens, host, disk, recipe, hardware, output, node_gpus, documents, lean, batch)
 
 
 @app.command()

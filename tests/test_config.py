@@ -259,7 +259,7 @@ def test_sizes() -> None:
     assert [format_count(n, "pass") for n in (1, 2)] == ["1 pass", "2 passes"]
     assert [format_bytes(n) for n in (512, 1536, 15 * 2**30)] == ["512 B", "1.5 KiB", "15 GiB"]
     assert [format_bytes(n) for n in (1000, 1010 * 2**20, 2**60)] == ["1000 B", "1010 MiB", "1048576 TiB"]
-    assert [format_seconds(n) for n in (0.0012, 999 * 3600, 12345 * 3600)] == ["0.0012 s", "999 h", "12345 h"]
+    assert [format_seconds(n) for n in (0.0012, 47 * 3600, 999 * 3600)] == ["0.0012 s", "47 h", "41.6 days"]
     assert [format_seconds(n) for n in (2, 90, 600, 1431, 12600)] == ["2 s", "90 s", "10 min", "23.9 min", "3.5 h"]
 
 

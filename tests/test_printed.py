@@ -88,6 +88,37 @@ def test_plan(nursery: Nursery, folder: Path, recipe: str) -> None:
     assert config.train.batch == found["mesh"]["shard"]
 
 
+@pytest.mark.parametrize(("batch", "sizes"), [("6", (6, None)), ("1K-tokens", (4, None)), ("max", None)])
+def test_plan_of_a_batch(nursery: Nursery, folder: Path, batch: str, sizes: tuple[int, int | None] | None) -> None:
+    """As many sequences in a step as were asked for. The most that fit are too many for this machine to train."""
+    words = ("plan", "my model", "--gpus", "2xH100-80GB", "--tokens", "256", "--documents", "2026", "--batch", batch)
+    line, found = planned(nursery, folder, *words)
+    named = dict(text.split("=", 1) for text in settings(line))
+    assert int(named["train.batch"]) == found["batch"]["sequences"]
+    if sizes:
+        config = trained(nursery, folder, line)
+        assert (config.train.batch, config.train.micro_batch) == sizes
+        assert (found["batch"]["sequences"], found["batch"]["passes"]) == (sizes[0], 1)
+
+
+def test_plan_of_several_passes(nursery: Nursery, folder: Path) -> None:
+    """On a GPU with little memory."""
+    (folder / "small.toml").write_text('["RTX4090-24GB"]\nmemory = [1.65e9, "cut down"]\n')
+    words = ("plan", "my model", "--gpus", "RTX4090", "--tokens", "256", "--documents", "2026", "--host", "1MB")
+    line, found = planned(nursery, folder, *words, "--batch", "64", "--hardware", "small.toml")
+    batch = found["batch"]
+    assert batch["passes"] > 1
+    config = trained(nursery, folder, line)
+    assert (config.train.batch, config.train.micro_batch) == (64, batch["sequences_per_pass"])
+
+
+def test_plan_with_the_least_memory(nursery: Nursery, folder: Path) -> None:
+    words = ("plan", "my model", "--gpus", "2xH100-80GB", "--tokens", "256", "--documents", "2026", "--lean")
+    line, found = planned(nursery, folder, *words)
+    assert found["memory"]["total"] <= found["lean"]["fastest_memory_total"]
+    assert trained(nursery, folder, line).plan == Plan(**found["plan"])
+
+
 def test_plan_without_data(nursery: Nursery, folder: Path) -> None:
     """It trains on the default data, and says how to name others."""
     line, _ = planned(nursery, folder, "plan", "my model", "--gpus", "RTX4090", "--tokens", "512")

@@ -3,6 +3,8 @@
     forward    each visit gives (o, lse) of some query rows on some keys; they are merged in at least fp32
     backward   the same visits; dq is summed over them, dk and dv are added to the sums of the key tiles
 
+A tile without heads walks too: it reads and releases the same key/value tiles, and calls no kernel.
+
 Memory: o or dq of one query tile in fp32, and the memory of the kernel for one visit.
 """
 
@@ -58,7 +60,7 @@ class Walk:
         visits = self.visits(index)
         for here, following in _with_following(visits):
             k, v = keys.read(here.tile, following)
-            for visit in here.visits:
+            for visit in here.visits if q.shape[1] else ():
                 part = self.kernel.forward(*_slices(visit, q, k, v), visit.pieces, softmax_scale(q))
                 if o is None and part[0].shape == q.shape:
                     o, lse = part
@@ -69,7 +71,9 @@ class Walk:
                 o, lse = o.to(high), lse.contiguous()
                 merge(o[visit.rows], lse[:, visit.rows], *part)
             keys.release(here.tile)
-        assert o is not None
+        if o is None:
+            assert not q.shape[1]
+            return torch.empty_like(q), lse
         return o.to(q.dtype), lse
 
     @owned_by(ATTENTION)
@@ -88,7 +92,7 @@ class Walk:
         dq: Tensor | None = None
         for here, following in _with_following(self.visits(index)):
             k, v = keys.read(here.tile, following)
-            for visit in here.visits:
+            for visit in here.visits if q.shape[1] else ():
                 rows = visit.rows
                 dq_part, dk, dv = self.kernel.backward(
                     do[rows], *_slices(visit, q, k, v), o[rows], lse[:, rows], visit.pieces, softmax_scale(q)
@@ -100,7 +104,9 @@ class Walk:
                 dq = torch.zeros_like(q, dtype=high) if dq is None else dq.to(high)
                 dq[rows] += dq_part
             keys.release(here.tile)
-        assert dq is not None
+        if dq is None:
+            assert not q.shape[1]
+            return torch.empty_like(q)
         return dq.to(q.dtype)
 
 

@@ -56,12 +56,12 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds in a suitable unit: '90 s', '12.5 min', '3 h'."""
-    for unit, length in (("s", 60), ("min", 60)):
+    """Seconds in a suitable unit: '90 s', '12.5 min', '3 h', '41 days'."""
+    for unit, length in (("s", 60), ("min", 60), ("h", 24)):
         if seconds < 2 * length:
             return f"{format_number(seconds)} {unit}"
         seconds /= length
-    return f"{format_number(seconds)} h"
+    return f"{format_number(seconds)} days"
 
 
 def format_clock(seconds: float) -> str:

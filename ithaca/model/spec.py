@@ -106,11 +106,6 @@ class Heads:
     def all(spec: Spec) -> "Heads":
         return Heads(range(spec.heads), range(spec.kv_heads))
 
-    @staticmethod
-    def keys_only(spec: Spec) -> "Heads":
-        """All key/value heads and no query head."""
-        return Heads(range(0), range(spec.kv_heads))
-
 
 def runs(heads: Sequence[int]) -> list[range]:
     """Heads in ascending order as runs of consecutive ones; no heads are one empty run."""

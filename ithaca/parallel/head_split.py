@@ -8,8 +8,9 @@ ranks, several ranks hold the same one and divide its query heads:
     14 query, 2 kv heads on 4 ranks     4, 3 queries of kv head 0; 4, 3 of kv head 1
     8 query, 2 kv heads on 3 ranks      2, 2 queries of kv head 0; 4 of kv head 1
 
-The recipe `untied` attends in rounds, with a few query heads of every rank at a time. Rounds that read the same K and
-V follow each other, so that K and V are exchanged once for all of them.
+Attention may run in rounds, with a few query heads of every rank at a time. Under the recipe `untied` several rounds
+may read the same K and V; they follow each other, so that K and V are exchanged once for all of them. Under `sweep` a
+round takes whole groups: some key/value heads of every rank with all their query heads. So each K and V has one round.
 """
 
 from collections.abc import Sequence
@@ -93,15 +94,19 @@ def describe_share(split: HeadSplit, ring: int = 1) -> str:
     return f"{text}; {holders:.3g} ranks hold each key/value head" if split.replicated else text
 
 
-def head_rounds(split: HeadSplit, at_once: int | None) -> Rounds:
-    """The heads in rounds of `at_once` query heads over all ranks together; None: all heads in one round."""
+def head_rounds(split: HeadSplit, at_once: int | None, whole_groups: bool = False) -> Rounds:
+    """The heads in rounds of `at_once` query heads over all ranks together; None: all heads in one round.
+
+    `whole_groups`: a round has all query heads of its key/value heads. The first round is the largest on every rank.
+    """
     everything: Rounds = ((split,),)
     if at_once is None or at_once == len(split.q_heads):
         return everything
-    usable = usable_rounds(split)
+    usable = usable_rounds(split, whole_groups)
     if at_once not in usable:
         raise PlanError(
-            f"heads={at_once} is not usable with {len(split.q_heads)} query heads on {len(split.q)} Ulysses ranks: "
+            f"heads={at_once} is not usable with {len(split.q_heads)} query heads on {len(split.q)} Ulysses ranks"
+            f"{', in rounds of whole key/value heads' if whole_groups else ''}: "
             f"{', '.join(map(str, usable))} {'is' if len(usable) == 1 else 'are'}"
         )
     each, per_kv = at_once // len(split.q), _queries_per_kv(split)
@@ -117,13 +122,14 @@ def head_rounds(split: HeadSplit, at_once: int | None) -> Rounds:
     return tuple(groups)
 
 
-def usable_rounds(split: HeadSplit) -> list[int]:
+def usable_rounds(split: HeadSplit, whole_groups: bool = False) -> list[int]:
     """The numbers of query heads that a round can have, over all ranks together.
 
-    Every rank has the same number in a round: some of one key/value head's query heads, or those of several.
+    Every rank has the same number in a round: some of one key/value head's query heads (unless `whole_groups`), or
+    those of several.
     """
     ranks, most, per_kv = len(split.q), max(map(len, split.q)), _queries_per_kv(split)
-    parts = [each * ranks for each in range(1, most) if each <= per_kv or each % per_kv == 0]
+    parts = [each * ranks for each in range(1, most) if each % per_kv == 0 or (each < per_kv and not whole_groups)]
     total = len(split.q_heads)
     return [*(part for part in parts if part < total), total]
 

@@ -9,7 +9,8 @@ each rank attends with them to the keys that it holds, and its result returns to
 
 The bytes depend on the chunk alone, not on the chunks before it. Where blocks run over all tokens, K and V move instead
 (`send_recv`, `all_gather`), and the sums of their gradients return to the ranks that own them (`kv_gradient_sums`).
-Every call returns a handle and overlaps with the computation until its `wait()`. A ring of one rank sends nothing.
+Every call returns a handle and overlaps with the computation until its `wait()`. A ring of one rank sends nothing, and
+neither does one whose ranks have no heads in a head round: all of them have the same heads.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ class Ring:
     @owned_by(EXCHANGE)
     def gather(self, *tensors: Tensor) -> Pending[Sequence[Tensor]]:
         """The chunk's tensors in the order of its tokens; all given ones have the same tokens and dtype."""
-        if self._group is None:
+        if self._group is None or not tensors[0].shape[1]:
             return Pending(lambda: tensors)
         widths = [tensor.shape[1] for tensor in tensors]
 
@@ -53,7 +54,7 @@ class Ring:
     @owned_by(EXCHANGE)
     def merge(self, o: Tensor, lse: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         """o [T, H, D] and lse [H, T] of the chunk on this rank's keys -> of its own tokens on all keys."""
-        if self._group is None:
+        if self._group is None or not o.shape[1]:
             return Pending(lambda: (o, lse))
         outputs, sums = self._scatter(o), self._scatter(lse.T)
 
@@ -70,7 +71,7 @@ class Ring:
     @owned_by(EXCHANGE)
     def reduce(self, dq: Tensor) -> Pending[Tensor]:
         """dq of the chunk from this rank's keys -> of its own tokens, from all keys, summed in at least fp32."""
-        if self._group is None:
+        if self._group is None or not dq.shape[1]:
             return Pending(lambda: dq)
         dtype = dq.dtype
         return self._scatter(dq).then(lambda parts: parts.sum(0, dtype=at_least_fp32(dtype)).to(dtype))

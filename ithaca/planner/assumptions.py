@@ -17,7 +17,8 @@ def kernel_text(spec: Spec, cluster: Cluster, answer: Answer, documents: Documen
     if best.name == answer.kernel:
         return answer.kernel
     plan = replace(answer.plan, kernel=best.name)
-    with_it = pass_seconds(spec, cluster, plan, answer.tokens, answer.rows, answer.axes, documents)
+    one = pass_seconds(spec, cluster, plan, answer.tokens, answer.rows, answer.axes, documents)
+    with_it = one.repeated(answer.passes)
     return (
         f"{answer.kernel}; with {best.name} a step would take {format_seconds(with_it.step)}: "
         f"pip install 'ithaca[{best.extra}]'"

@@ -14,12 +14,14 @@ from ithaca.model.extend import beyond_context
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import Spec
+from ithaca.planner.batch import most_sequences, plan_batch, read_batch
 from ithaca.planner.documents import read_documents
 from ithaca.planner.hardware import MOST_ON_A_NODE, Cluster, Gpu, Machine, parse_gpus, read_gpus
+from ithaca.planner.lean import leanest
 from ithaca.planner.mesh_table import compare_meshes, mesh_lines, mesh_object
 from ithaca.planner.meshes import impossible
 from ithaca.planner.picture import check_kind, draw
-from ithaca.planner.report import Question, as_object, explain, refusal
+from ithaca.planner.report import Beside, Question, as_object, explain, refusal
 from ithaca.planner.search import LONGEST, Answer, binding, longest, search
 from ithaca.plans.plan import Plan
 from ithaca.schedule.variants import SHORTEST
@@ -49,12 +51,15 @@ def run(
     output: Output,
     node_gpus: int | None = None,
     documents: str | None = None,
+    lean: bool = False,
+    batch: str | None = None,
 ) -> None:
     """`ithaca plan`. `hardware`: a file of GPUs, given by the user or just written by --measure."""
     if output.picture:
         check_kind(output.picture)
     if output.picture and output.meshes:
         raise PlanError(f"--picture {output.picture} draws no meshes: give --picture or --meshes")
+    _check_together(tokens, lean, batch, output)
     length = None if tokens == "max" else parse_tokens(tokens)
     if length is not None and not SHORTEST <= length <= LONGEST:
         raise PlanError(
@@ -64,17 +69,45 @@ def run(
         Plan(recipe=recipe)  # an unknown recipe is refused before anything is searched
     cluster = read_cluster(USUAL if gpus is None else gpus, hardware, host, disk, node_gpus)
     packed = None if documents is None else read_documents(documents)
-    question = Question(model, read_spec(find_config(model)[0]), cluster, length, recipe, packed)
+    sequences = read_batch(batch, length) if batch is not None and length is not None else None
+    spec = read_spec(find_config(model)[0])
+    question = Question(model, spec, cluster, length, recipe, packed, batched=batch is not None)
     most = longest(question.spec, cluster, recipe)
     wanted = length or most
     _warn_beyond(question, wanted)
-    answer = search(question.spec, cluster, wanted, recipe, documents=packed) if wanted else None
+    answer, beside = None, None
+    if wanted and lean:
+        beside = leanest(spec, cluster, wanted, recipe, packed)
+    elif wanted and batch is not None:
+        beside = plan_batch(spec, cluster, wanted, sequences, recipe, packed)
+    elif wanted:
+        answer = search(spec, cluster, wanted, recipe, documents=packed)
+    answer = beside.answer if beside else answer
+    if answer is None and sequences and most >= wanted:
+        at_once = most_sequences(spec, cluster, wanted, recipe)
+        raise PlanError(
+            f"{sequences} sequences of {tokens} tokens of {model} on {question.gpus} do not fit: passes that follow "
+            f"others keep their gradients; --batch {at_once} fits in one pass"
+        )
     if answer is None:
         _refuse(question, most, output.as_json)
     elif output.meshes:
         _print_meshes(replace(question, tokens=wanted, recipe=answer.plan.recipe), None, output.as_json)
     else:
-        _print_answer(question, answer, most, output)
+        _print_answer(question, answer, most, output, beside)
+
+
+def _check_together(tokens: str, lean: bool, batch: str | None, output: Output) -> None:
+    """Raise an error for options that answer different questions."""
+    if batch is not None and tokens == "max":
+        raise PlanError(f"--batch {batch} needs the length of a sequence: give it, as --tokens 128K")
+    given = {"--lean": lean, f"--batch {batch}": batch is not None}
+    others = {"--meshes": output.meshes, f"--picture {output.picture}": output.picture}
+    mine = [name for name, is_given in given.items() if is_given]
+    if len(mine) > 1:
+        raise PlanError(f"--lean asks for the least memory, --batch {batch} for the fastest step: give one of them")
+    for name in (name for name, is_given in others.items() if is_given and mine):
+        raise PlanError(f"{name} shows the fastest Plans of one sequence, without {mine[0]}: give one of them")
 
 
 def _warn_beyond(question: Question, tokens: int) -> None:
@@ -93,14 +126,14 @@ def _refuse(question: Question, most: int, as_json: bool) -> None:
     raise SystemExit(PlanError.code)
 
 
-def _print_answer(question: Question, answer: Answer, most: int, output: Output) -> None:
+def _print_answer(question: Question, answer: Answer, most: int, output: Output, beside: Beside | None = None) -> None:
     limit = binding(question.spec, question.cluster, question.recipe, most)
     if output.picture:
         draw(question.model, question.spec, question.cluster, most, output.picture, question.documents)
     if output.as_json:
-        print(json.dumps(as_object(question, answer, most, limit), indent=2))
+        print(json.dumps(as_object(question, answer, most, limit, beside), indent=2))
     else:
-        print("\n".join(explain(question, answer, most, limit, output.verbose)))
+        print("\n".join(explain(question, answer, most, limit, output.verbose, beside)))
 
 
 def _print_meshes(question: Question, sharing: int | None, as_json: bool) -> None:

@@ -339,6 +339,11 @@ class Cluster:
         host = int((1 - KEPT_BACK) * self.host / self.machine.gpus)
         return Budget(self.capacity, host, int(self.disk / self.machine.gpus), self.passes)
 
+    def limited(self, capacity: int) -> "Cluster":
+        """The same with GPUs of which a Plan may use so many bytes."""
+        memory = (capacity + RUNTIME + 1) / (1 - MARGIN)
+        return replace(self, gpu=replace(self.gpu, memory=memory))
+
     def resized(self, count: int) -> "Cluster":
         """The same with more or fewer GPUs. Every node has as much memory as now; part of a node has its share."""
         share = min(count, self.node_gpus) / self.machine.gpus

@@ -35,6 +35,8 @@ class Trial:
     axes: Axes
     nodes: int
     documents: Documents | None = None
+    batch: int | None = None  # sequences in a step; None: one for each data rank
+    micro_batch: int | None = None  # sequences in a pass; None: all
 
     @property
     def data(self) -> TokenFile | None:
@@ -81,7 +83,9 @@ def _line(trial: Trial) -> str:
     named = {"model.source": trial.model, "train.tokens": token_setting(trial.tokens)}
     data = {"data.source": trial.data.path} if trial.data else {}
     rope = {"model.rope": "auto"} if trial.extends else {}
-    settings = named | data | rope | plan_settings(trial.plan, trial.axes)
+    sizes = {"train.batch": trial.batch, "train.micro_batch": trial.micro_batch}
+    batch = {name: size for name, size in sizes.items() if size}
+    settings = named | batch | data | rope | plan_settings(trial.plan, trial.axes)
     if trial.nodes > 1:  # srun and torchrun count the ranks, and need a run folder that all nodes know
         return train_command(settings, "--run", f"runs/{Path(trial.model).name}-{format_tokens(trial.tokens)}")
     return train_command(settings, "--ranks", trial.axes.size)

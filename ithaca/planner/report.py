@@ -5,7 +5,7 @@ Numbers that a user can check are printed as arithmetic.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ithaca.base import owners
@@ -13,12 +13,15 @@ from ithaca.base.errors import PlanError
 from ithaca.base.shell import set_options
 from ithaca.base.sizes import format_bytes, format_count, format_number, format_seconds, format_tokens
 from ithaca.model.spec import Spec
-from ithaca.parallel.axes import Axes
 from ithaca.planner.assumptions import assumptions, kernel_text, used_numbers
+from ithaca.planner.balance import Balance, balance, describe
+from ithaca.planner.batch import Batch
 from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import MOST_GPUS, Cluster, causal_mfu
+from ithaca.planner.lean import Lean
 from ithaca.planner.next_command import Trial, next_command, next_lines, plan_options, plan_settings
-from ithaca.planner.search import LEAST_MEMORY, STEP, Answer, binding, longest, pass_job, search
+from ithaca.planner.search import LEAST_MEMORY, STEP, Answer, binding, longest, search
+from ithaca.planner.seconds import bare_seconds
 from ithaca.planner.slow_disk import slow_disk, slow_disk_line
 from ithaca.plans.places import REBUILD, RECOMPUTE
 from ithaca.plans.recipes import RECIPES
@@ -50,6 +53,8 @@ OWNERS = {
     owners.ALLOCATOR: "freed memory that PyTorch keeps",
     owners.OTHER: "the embedding's gradient",
 }
+Beside = Lean | Batch
+
 SHOWN = 1000  # an owner with less than this part of the total is left out
 PER_PARAMETER = 16  # bytes of weight, gradient and two moments
 MOST_TRIED = 4096  # GPUs up to which a refusal looks for enough of them
@@ -71,6 +76,7 @@ class Question:
     recipe: str | None  # None: the fastest
     documents: Documents | None = None  # what each sequence is packed with; None: it is one document
     running: bool = False  # a run asks while it starts, not `ithaca plan`
+    batched: bool = False  # the sequences of a step were named, so that a command to train names them too
 
     @property
     def gpus(self) -> str:
@@ -85,15 +91,22 @@ class Question:
 # As lines
 
 
-def explain(question: Question, answer: Answer, most: int, limit: str, verbose: bool = False) -> list[str]:
-    """The answer in lines. `most`, `limit`: the longest context and what limits it; `verbose`: with assumptions."""
+def explain(
+    question: Question, answer: Answer, most: int, limit: str, verbose: bool = False, beside: Beside | None = None
+) -> list[str]:
+    """The answer in lines. `most`, `limit`: the longest context and what limits it; `verbose`: with assumptions.
+
+    `beside`: what the answer is compared with, if the question was for the least memory or for a batch.
+    """
     return [
         f"{question.model} at {format_tokens(answer.tokens)} tokens on {question.gpus}: fits with recipe "
-        f"'{answer.plan.recipe}'{_sharing(answer.axes)}",
+        f"'{answer.plan.recipe}'{_sharing(answer)}",
         *([f"Documents: {question.documents.describe(answer.tokens)}"] if question.documents else []),
+        *(beside.lines() if beside else []),
         "",
         *_memory_lines(question, answer),
         *saved_lines(question.spec, answer),
+        *_fetch_lines(question, answer),
         "",
         *_time_lines(question, answer),
         "",
@@ -104,12 +117,14 @@ def explain(question: Question, answer: Answer, most: int, limit: str, verbose: 
     ]
 
 
-def _sharing(axes: Axes) -> str:
+def _sharing(answer: Answer) -> str:
     """'; 8 GPUs share each sequence'"""
+    axes = answer.axes
     if axes.context == 1:
-        return "; each GPU has its own sequence" if axes.data > 1 else ""
+        own = "its own sequence" if answer.rows == 1 else f"{answer.rows} sequences of its own"
+        return f"; each GPU has {own}" if axes.data > 1 else ""
     mesh = f" ({axes.ulysses} Ulysses × {axes.ring} ring ranks)" if axes.ring > 1 else ""
-    several = f", {axes.data} sequences at a time" if axes.data > 1 else ""
+    several = f", {answer.sequences} sequences at a time" if answer.sequences > 1 else ""
     return f"; {axes.context} GPUs share each sequence{mesh}{several}"
 
 
@@ -165,6 +180,20 @@ def saved_lines(spec: Spec, answer: Answer) -> list[str]:
     return lines
 
 
+def _fetch_lines(question: Question, answer: Answer) -> list[str]:
+    """Why the chunk is large enough, if K and V live off the GPU and are fetched by later chunks."""
+    found = fetched(question, answer)
+    return [f"K and V: {PLACES[found[0]]}. {describe(found[1], found[2])}"] if found else []
+
+
+def fetched(question: Question, answer: Answer) -> tuple[str, Balance, int] | None:
+    """Where K and V live, the balance chunk there, and the chunk; None if nothing is fetched."""
+    job = answer.job(question.spec)
+    if not job.plan.sweeps or job.plan.kv in (None, "device") or job.chunks == 1:
+        return None
+    return job.plan.kv, balance(job, question.cluster.gpu, question.cluster.machine), job.layout.chunks.size
+
+
 def _by_place(words: Sequence[str]) -> str:
     """'18 layers in host memory, 13 recomputed from attention outputs'"""
     counts = [(words.count(word), PLACES[word]) for word in dict.fromkeys(words)]
@@ -194,7 +223,7 @@ def _time_lines(question: Question, answer: Answer) -> list[str]:
             f"At the same time: {_parts(beside, seconds.step)}; computing waits {format_seconds(waits)} for these"
         )
     lines = [
-        f"A step: {format_seconds(seconds.step)} for {format_count(answer.sequences, 'sequence')}; "
+        f"A step: {format_seconds(seconds.step)} for {format_count(answer.batch, 'sequence')}; "
         f"{format_number(answer.rate)} tokens/s per GPU, {100 * mfu(question, answer):.1f} % causal MFU",
         f"  Computing: {_parts(computing, seconds.step)}",
     ]
@@ -204,9 +233,8 @@ def _time_lines(question: Question, answer: Answer) -> list[str]:
 
 def _slow_disk_lines(question: Question, answer: Answer) -> list[str]:
     """That the disk sets the pace, if it does."""
-    cluster, plan = question.cluster, replace(answer.plan, kernel=answer.kernel)
-    job = pass_job(question.spec, plan, answer.tokens, answer.rows, answer.axes, question.documents)
-    slow = slow_disk(job, cluster.gpu, cluster.machine)
+    cluster, job = question.cluster, answer.job(question.spec, question.documents)
+    slow = slow_disk(job, cluster.gpu, cluster.machine, passes=answer.passes)
     return [f"  {slow_disk_line(slow, cluster.gpu)}"] if slow else []
 
 
@@ -243,7 +271,7 @@ def alternatives(question: Question, answer: Answer, most: int) -> list[str]:
         again = longest(spec, cluster, recipe, recomputing=True, from_=most) if most else 0
         if again > 1.01 * most:
             found.append(f"Up to {format_tokens(again)} if attention is recomputed in backward (slower)")
-    now = answer.seconds.step / answer.sequences
+    now = answer.seconds.step / answer.batch
     for count, more in ((2 * cluster.count, True), (cluster.count // 2, False)):
         if not 1 <= count <= MOST_GPUS or (count > cluster.node_gpus and count % cluster.node_gpus):
             continue
@@ -307,17 +335,22 @@ def _trial(question: Question, answer: Answer) -> Trial:
         axes=answer.axes,
         nodes=question.cluster.machine.nodes,
         documents=question.documents,
+        batch=answer.batch if question.batched else None,
+        micro_batch=answer.sequences if question.batched and answer.passes > 1 else None,
     )
 
 
 # As an object
 
 
-def as_object(question: Question, answer: Answer, most: int, limit: str) -> dict[str, Any]:
-    """The object of `--json`."""
+def as_object(
+    question: Question, answer: Answer, most: int, limit: str, beside: Beside | None = None
+) -> dict[str, Any]:
+    """The object of `--json`. `beside`: as in `explain`."""
     parts, gpus = answer.memory.parts, question.cluster.machine.gpus
     memory = {name: sum(parts.get(owner, 0) for owner in names) for name, names in JSON_OWNERS.items()}
     seconds, axes = answer.seconds, answer.axes
+    bare = answer.passes * bare_seconds(answer.job(question.spec, question.documents), question.cluster.gpu)
     return {
         "fits": True,
         "model": question.model,
@@ -344,12 +377,42 @@ def as_object(question: Question, answer: Answer, most: int, limit: str) -> dict
         "seconds_by_part": {name: value for name, value in vars(seconds).items() if name not in ("step", "passes")},
         "tokens_per_second_per_gpu": answer.rate,
         "mfu_causal": mfu(question, answer),
+        "bare_seconds": bare,
+        "over_bare": seconds.step / bare,
+        "batch": _batch_object(answer, beside),
+        "lean": beside.as_object() if isinstance(beside, Lean) else None,
+        "kv_fetch": _fetch_object(question, answer),
         "assumed": [
             f"attention kernel {kernel_text(question.spec, question.cluster, answer, question.documents)}",
             *assumptions(question.spec, question.cluster, answer),
         ],
         "alternatives": alternatives(question, answer, most),
         "train": train_line(question, answer),
+    }
+
+
+def _batch_object(answer: Answer, beside: Beside | None) -> dict[str, Any]:
+    return {
+        "sequences": answer.batch,
+        "tokens": answer.batch * answer.tokens,
+        "passes": answer.passes,
+        "sequences_per_pass": answer.sequences,
+        "sequences_per_group": answer.rows,
+        "groups": answer.axes.data,
+        **(beside.as_object() if isinstance(beside, Batch) else {}),
+    }
+
+
+def _fetch_object(question: Question, answer: Answer) -> dict[str, Any] | None:
+    if (found := fetched(question, answer)) is None:
+        return None
+    place, balanced, chunk = found
+    return {
+        "place": place,
+        "chunk": chunk,
+        "balance_chunk": balanced.chunk,
+        "fetch_seconds": balanced.fetch * chunk,
+        "attend_seconds": balanced.attend * chunk**2,
     }
 
 

@@ -5,26 +5,29 @@ the ways that its schedule offers (schedule/variants.py). It compares the Plans 
 (seconds.py). `longest` grows the context until nothing fits, and `binding` finds out which memory limits it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ithaca.attention.kernels.facts import gpu_kernel
 from ithaca.base.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
+from ithaca.planner.balance import least_chunks
 from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import Cluster
 from ithaca.planner.meshes import SAME as SAME_MESH
 from ithaca.planner.meshes import Shapes, ranked_meshes
 from ithaca.planner.seconds import Seconds, predict_seconds
-from ithaca.plans.plan import Plan
+from ithaca.plans.plan import PLACED, Plan
 from ithaca.plans.recipes import RECIPES
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import Memory
-from ithaca.schedule.variants import SHORTEST, Effort, recipe_fits, refit
+from ithaca.schedule.variants import SHORTEST, Effort, fitting_plans, recipe_variants, refit, with_zero
 
 SAME = 1.02  # rates within this factor count as equal: then the recipe that comes first in the table is taken
 HARDLY = 1.002  # rates of one recipe within this factor count as equal
+DISK_COUNTS = 0.1  # a second that a disk is busy while the GPU computes: it may be slower than assumed, and it wears
 LONGEST = 2**32  # the most tokens that can be planned for
 STEP = 2**16  # tokens: the longest context is found in whole steps
 ACCURACY = 256  # the longest context is right to one part in so many
@@ -44,16 +47,32 @@ class Answer:
     memory: Memory
     seconds: Seconds
     kernel: str  # the attention kernel that `plan.kernel=auto` is on this GPU, here
+    passes: int = 1  # of a step, one after the other; `seconds` are those of all
+
+    @property
+    def batch(self) -> int:
+        """Sequences in a step, over all GPUs."""
+        return self.passes * self.sequences
 
     @property
     def rate(self) -> float:
         """Tokens per second and GPU."""
-        return self.sequences * self.tokens / self.seconds.step / self.axes.size
+        return self.batch * self.tokens / self.seconds.step / self.axes.size
+
+    @property
+    def worth(self) -> float:
+        """The rate that answers are compared by."""
+        return self.rate * self.seconds.step / _cost(self.seconds)
 
     def recomputed(self, spec: Spec) -> int:
         """Layers whose attention runs again in backward."""
-        job = Job(spec=spec, plan=self.plan, tokens=self.rows * self.tokens, axes=self.axes)
+        job = self.job(spec)
         return round((job.costs.work(job).attention_runs - 1) * spec.layers)
+
+    def job(self, spec: Spec, documents: Documents | None = None) -> Job:
+        """One pass of a rank, with the kernel that is assumed."""
+        plan = replace(self.plan, kernel=self.kernel)
+        return pass_job(spec, plan, self.tokens, self.rows, self.axes, documents)
 
 
 def search(
@@ -98,18 +117,80 @@ def fitting(
     rows: int = 1,
     documents: Documents | None = None,
 ) -> Iterator[Answer]:
-    """The ways in which a recipe fits on one mesh; `rows`: sequences for each group of GPUs that share them."""
+    """The ways in which a recipe fits on one mesh; `rows`: sequences for each group of GPUs that share them.
+
+    Ways that cannot be faster than one before them by more than `HARDLY` are left out.
+    """
+    axes = _axes(cluster, mesh)
+    copied, kernel = replace(axes, replicate=cluster.copies), _kernel(spec, cluster)
+    timed = _Timed(spec, cluster, tokens, rows, axes, documents)
+    best = float("inf")
+    for variant in _variants(spec, cluster, rows * tokens, recipe, copied, effort):
+        if best < float("inf") and timed.bound(variant) * HARDLY >= best:
+            continue
+        for plan, memory in fitting_plans(variant, spec, copied, rows * tokens, cluster.budget, effort, timed.cost):
+            seconds = timed(plan)
+            best = min(best, _cost(seconds))
+            # A run chooses the kernel again: where it trains, other packages may be installed
+            named = replace(plan, kernel="auto")
+            answer = Answer(named, tokens, axes, rows, rows * axes.shard, memory, seconds, kernel)
+            yield answer
+            if plan.entry.tries and not answer.recomputed(spec):
+                return  # the tries that follow use less memory and are no faster
+
+
+def fits(spec: Spec, cluster: Cluster, tokens: int, recipe: str, mesh: tuple[int, int], effort: Effort) -> bool:
+    """Whether any Plan of a recipe fits on one mesh, without asking how fast."""
+    copied = replace(_axes(cluster, mesh), replicate=cluster.copies)
+    variants = _variants(spec, cluster, tokens, recipe, copied, effort)
+    return any(next(fitting_plans(plan, spec, copied, tokens, cluster.budget, effort), None) for plan in variants)
+
+
+def _axes(cluster: Cluster, mesh: tuple[int, int]) -> Axes:
     ulysses, ring = mesh
-    axes = Axes(shard=cluster.count // (ulysses * ring), ring=ring, ulysses=ulysses)
-    kernel = gpu_kernel(spec.head_size, cluster.gpu.capability).name
-    copied = replace(axes, replicate=cluster.copies)
-    for plan, memory in recipe_fits(recipe, spec, copied, rows * tokens, cluster.budget, effort, kernel):
-        seconds = pass_seconds(spec, cluster, plan, tokens, rows, axes, documents)
-        # A run chooses the kernel again: where it trains, other packages may be installed
-        answer = Answer(replace(plan, kernel="auto"), tokens, axes, rows, rows * axes.shard, memory, seconds, kernel)
-        yield answer
-        if not answer.recomputed(spec):
-            return  # the variants that follow use less memory and are no faster
+    return Axes(shard=cluster.count // (ulysses * ring), ring=ring, ulysses=ulysses)
+
+
+def _kernel(spec: Spec, cluster: Cluster) -> str:
+    return gpu_kernel(spec.head_size, cluster.gpu.capability).name
+
+
+def _variants(spec: Spec, cluster: Cluster, tokens: int, recipe: str, axes: Axes, effort: Effort) -> list[Plan]:
+    kernel = _kernel(spec, cluster)
+    limits = least_chunks(spec, axes, cluster.gpu, cluster.machine, kernel)
+    return recipe_variants(recipe, spec, axes, tokens, cluster.budget, effort, kernel, limits)
+
+
+def _cost(seconds: Seconds) -> float:
+    return seconds.step + DISK_COUNTS * seconds.disk
+
+
+class _Timed:
+    """The seconds of Plans for one question."""
+
+    def __init__(
+        self, spec: Spec, cluster: Cluster, tokens: int, rows: int, axes: Axes, documents: Documents | None
+    ) -> None:
+        self._asked = spec, cluster, tokens, rows, axes, documents
+        self._found: dict[Plan, Seconds] = {}
+
+    def __call__(self, plan: Plan) -> Seconds:
+        if plan not in self._found:
+            spec, cluster, tokens, rows, axes, documents = self._asked
+            self._found[plan] = pass_seconds(spec, cluster, plan, tokens, rows, axes, documents)
+        return self._found[plan]
+
+    def cost(self, plan: Plan) -> tuple[float, float]:
+        """What a Plan is compared by, the seconds of a step; and those if copies took no time."""
+        seconds = self(plan)
+        return _cost(seconds), seconds.step - seconds.waits
+
+    def bound(self, plan: Plan) -> float:
+        """Seconds that no placement of a variant's tensors goes below: nothing is computed again, nothing copied."""
+        if plan.entry.tries:
+            return 0.0
+        here: dict[str, Any] = dict.fromkeys((*PLACED, "optimizer"), "device")
+        return self(with_zero(replace(plan, **here, disk=None), self._asked[4])[0]).step
 
 
 def pass_seconds(
@@ -129,12 +210,12 @@ def _refined(spec: Spec, cluster: Cluster, answer: Answer, documents: Documents 
     """The same answer with every choice of saved tensors tried."""
     named = replace(answer.plan, kernel=answer.kernel)
     axes = replace(answer.axes, replicate=cluster.copies)
-    found = refit(named, spec, axes, answer.rows * answer.tokens, cluster.budget)
+    timed = _Timed(spec, cluster, answer.tokens, answer.rows, answer.axes, documents)
+    found = refit(named, spec, axes, answer.rows * answer.tokens, cluster.budget, timed.cost)
     if found is None:
         return answer
     plan, memory = found
-    seconds = pass_seconds(spec, cluster, plan, answer.tokens, answer.rows, answer.axes, documents)
-    return replace(answer, plan=replace(plan, kernel="auto"), memory=memory, seconds=seconds)
+    return replace(answer, plan=replace(plan, kernel="auto"), memory=memory, seconds=timed(plan))
 
 
 def best_of(
@@ -172,12 +253,19 @@ def _best_on(
         if found and not _runs_once(spec, next(once, None)):
             continue
         answers = fitting(spec, cluster, tokens, recipe, mesh, Effort.FEW, rows, documents)
-        best = max(answers, key=lambda answer: answer.rate, default=None)
-        if best and (found is None or best.rate > SAME_MESH * found.rate):
+        best = _fastest(answers)
+        if best and (found is None or best.worth > SAME_MESH * found.worth):
             found = best
         if _runs_once(spec, found):
             break
     return found
+
+
+def _fastest(answers: Iterable[Answer]) -> Answer | None:
+    """The first of those that hardly differ from the fastest: with the larger chunk, and more on the device."""
+    found = [*answers]
+    least = min((_cost(answer.seconds) for answer in found), default=0.0)
+    return next((answer for answer in found if _cost(answer.seconds) <= HARDLY * least), None)
 
 
 def _runs_once(spec: Spec, answer: Answer | None) -> bool:
@@ -198,13 +286,13 @@ def _preferred(answers: list[Answer]) -> Answer | None:
 
     Of one recipe, where it hardly matters, the answer with the fewest sequences at a time.
     """
-    fastest = max((answer.rate for answer in answers), default=0.0)
-    good = [answer for answer in answers if answer.rate * SAME >= fastest]
+    fastest = max((answer.worth for answer in answers), default=0.0)
+    good = [answer for answer in answers if answer.worth * SAME >= fastest]
     first = next((name for name in RECIPES if any(answer.plan.recipe == name for answer in good)), None)
     good = [answer for answer in good if answer.plan.recipe == first]
-    fastest = max((answer.rate for answer in good), default=0.0)
-    equal = [answer for answer in good if answer.rate * HARDLY >= fastest]
-    return min(equal, key=lambda answer: (answer.sequences, -answer.rate), default=None)
+    fastest = max((answer.worth for answer in good), default=0.0)
+    equal = [answer for answer in good if answer.worth * HARDLY >= fastest]
+    return min(equal, key=lambda answer: (answer.sequences, -answer.worth), default=None)
 
 
 def longest(
@@ -215,20 +303,25 @@ def longest(
     If one step does not fit, the largest half, quarter … of it that does; 0 if none. Recipes that can save attention
     outputs save all of them, unless `recomputing` allows attention to run again. `from_`: a length that fits.
     """
-    plan, effort = Plan(recipe=recipe or LEAST_MEMORY), Effort.LEAST if recomputing else Effort.LEAST_ONCE
-    sizes = [*reversed(cluster.sharing())] if plan.shares else [1]
-    every = (ranked_meshes(spec, cluster, plan.recipe, from_, sharing) for sharing in sizes)
+    name, effort = recipe or LEAST_MEMORY, Effort.LEAST if recomputing else Effort.LEAST_ONCE
     most = 0
-    for mesh in next((meshes for meshes in every if meshes), ()):
+    for mesh in widest_meshes(spec, cluster, name, from_):
 
-        def fits(tokens: int) -> bool:
-            return next(fitting(spec, cluster, tokens, plan.recipe, mesh, effort), None) is not None  # noqa: B023
+        def fits_here(tokens: int) -> bool:
+            return fits(spec, cluster, tokens, name, mesh, effort)  # noqa: B023
 
         # A mesh is looked at only if it takes a longer context than the meshes before it
         longer = min(most + max(most // ACCURACY, min(most, STEP)), LONGEST) if most else from_
-        if longer > most and (longer == STEP or fits(longer)):
-            most = max(most, _longest(fits, from_))
+        if longer > most and (longer == STEP or fits_here(longer)):
+            most = max(most, _longest(fits_here, from_))
     return most
+
+
+def widest_meshes(spec: Spec, cluster: Cluster, recipe: str, tokens: int) -> Shapes:
+    """The meshes on which as many GPUs as possible share a sequence, the best first."""
+    sizes = [*reversed(cluster.sharing())] if Plan(recipe=recipe).shares else [1]
+    every = (ranked_meshes(spec, cluster, recipe, tokens, sharing) for sharing in sizes)
+    return next((meshes for meshes in every if meshes), ())
 
 
 def _longest(fits: Callable[[int], bool], from_: int) -> int:

@@ -7,7 +7,9 @@
     launching    the host, which launches one operation after the other; hidden behind all but small models
     exchange     messages between ranks that share a sequence, by link; the schedule says how much of it is hidden
     copies       tapes in host memory and on disk, the slower of the two; hidden behind the rest of the same pass. The
-                 link to the host has a lane for each direction; reading and writing share a disk, as GPUs of a node do
+                 link to the host has a lane for each direction, at the rate of a GPU while all GPUs of its node copy;
+                 reading and writing share a disk, as GPUs of a node do. K and V are hidden behind attention alone,
+                 which visits a tile while the next one comes: with chunks below the balance chunk (balance.py) it waits
     weights      gathered for each pass, gradients reduced in fp32, over all ranks; hidden behind all but short blocks.
                  On one rank they are only copied, which nothing hides; under ZeRO-1 and 2, without FSDP2, once a step
     optimizer    clips, reads and writes 48 bytes per parameter of the shard, or copies moments from the host and back
@@ -54,6 +56,8 @@ class PassSeconds:
     computing: float
     host: float  # over the link to the host
     disk: float
+    attending: float = 0.0  # of `computing`: attention
+    fetching: float = 0.0  # of the copies: K and V, which only attention hides
 
     @property
     def copies(self) -> float:
@@ -62,7 +66,7 @@ class PassSeconds:
     @property
     def waits(self) -> float:
         """Seconds that computing waits for copies."""
-        return max(self.copies - self.computing, 0.0)
+        return max(self.copies - self.computing, self.fetching - self.attending, 0.0)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,23 @@ class Seconds:
         """Attention and matrix products."""
         return self.attention_forward + self.attention_backward + self.linear
 
+    @property
+    def disk(self) -> float:
+        """Of `copies`: over the disk."""
+        return sum(each.disk for each in self.passes)
+
+    @property
+    def waits(self) -> float:
+        """Of `copies`: what the step waits for."""
+        return sum(each.waits for each in self.passes)
+
+    def repeated(self, times: int) -> "Seconds":
+        """The seconds of a step that does all this so many times and updates once (micro-batches)."""
+        parts = {name: times * value for name, value in vars(self).items() if name not in ("optimizer", "passes")}
+        parts["step"] -= (times - 1) * self.optimizer
+        forward, backward = (PassSeconds(*(times * value for value in vars(each).values())) for each in self.passes)
+        return Seconds(**parts, optimizer=self.optimizer, passes=(forward, backward))
+
 
 def predict_seconds(job: Job, gpu: Gpu, machine: Machine, disks: int = 1) -> Seconds:
     """The time of a step of a job on some GPUs, with tapes striped over so many disks of each node."""
@@ -105,9 +126,16 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine, disks: int = 1) -> Sec
     first = without_copies * (once + linear * forward_flops(job) / work.linear) / computing
     loss = without_copies * linear * loss_flops(job) / work.linear / computing
     disk = [_disk(copied, gpu, machine, disks) for copied in (work.disk.forward, work.disk.backward)]
+    kv = [copy_seconds(copied, job.plan.kv, gpu, machine, disks) for copied in (work.kv.forward, work.kv.backward)]
     passes = (
-        PassSeconds(first, work.host.forward.most / gpu.host, disk[0]),
-        PassSeconds(without_copies - first - loss, work.host.backward.most / gpu.host, disk[1]),
+        PassSeconds(first, work.host.forward.most / gpu.host, disk[0], once, kv[0]),
+        PassSeconds(
+            without_copies - first - loss,
+            work.host.backward.most / gpu.host,
+            disk[1],
+            forward - once + backward,
+            kv[1],
+        ),
     )
     copies = sum(each.copies for each in passes)
     step = optimizer + without_copies + sum(each.waits for each in passes)
@@ -117,6 +145,23 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine, disks: int = 1) -> Sec
 def _disk(copied: Copies, gpu: Gpu, machine: Machine, disks: int) -> float:
     """Seconds in which all GPUs of a node read and write its disks, one after the other."""
     return machine.gpus * (copied.into / gpu.disk_read + copied.out / gpu.disk_write) / disks
+
+
+def copy_seconds(copied: Copies, place: str | None, gpu: Gpu, machine: Machine, disks: int = 1) -> float:
+    """Seconds of copies between the device and a place, while all GPUs of the node copy as much."""
+    over_host = copied.most / gpu.host
+    return max(over_host, _disk(copied, gpu, machine, disks)) if place == "disk" else over_host
+
+
+def bare_seconds(job: Job, gpu: Gpu) -> float:
+    """Seconds of the attention kernels and matrix products of a pass alone: no schedule that runs them is faster.
+
+    As `ithaca rehearse --bare` counts: what the schedule runs again is among them; merges, norms, gates, launches,
+    messages, copies and the optimizer are not.
+    """
+    work = job.costs.work(job)
+    forward, backward = attention_seconds(job, work, gpu)
+    return work.attention_runs * forward + backward + work.linear / gpu.matmul
 
 
 def host_operations(job: Job, work: Work) -> float:

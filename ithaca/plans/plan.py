@@ -7,6 +7,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from ithaca.base.errors import ConfigError, PlanError, suggestion
 from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
 from ithaca.model.spec import Spec
+from ithaca.parallel.head_split import HeadSplit, Rounds, head_rounds
 from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, place_layers, read_places, split_folders
 from ithaca.plans.recipes import RECIPES, TILE, Recipe
 
@@ -54,7 +55,8 @@ class Plan:
     so that attention runs once. `full`: its input. (dense, ulysses, alst, ring, hybrid)"""
 
     heads: int | None = None
-    """Query heads over all Ulysses ranks that attend at a time. Default: one on each rank. (untied)"""
+    """Query heads over all Ulysses ranks that attend at a time. Default: one on each rank (untied), all (sweep). Under
+    `sweep` a block runs over its chunks several times, and holds K and V of these heads alone."""
 
     travel: str | None = None
     """How K and V reach the other ring ranks. `around`: from each rank to the next, in steps. `gather`: all at once,
@@ -171,9 +173,11 @@ class Plan:
         """Whether several ranks can share a sequence."""
         return self.entry.ulysses or self.entry.ring
 
-    def heads_at_once(self, ranks: int) -> int | None:
-        """Query heads, over so many Ulysses ranks, that are attended with at a time; None: all."""
-        return (self.heads or ranks) if self.entry.head_rounds else None
+    def rounds(self, split: HeadSplit) -> Rounds:
+        """The rounds in which the ranks attend with these heads. Raises an error if `heads` cannot make them."""
+        if self.sweeps:
+            return head_rounds(split, self.heads, whole_groups=True)
+        return head_rounds(split, (self.heads or len(split.q)) if self.entry.head_rounds else None)
 
     def placement(self, layers: int) -> Placement:
         """Where each layer's x and o are saved. Under `whole`, `checkpoint` decides about o instead."""
@@ -244,6 +248,11 @@ class Plan:
         if self.checkpoint == "none" and self.tile is not None:
             raise PlanError(
                 f"tile={self.tile} saves nothing with checkpoint='none', which keeps every tile: use 'full'"
+            )
+        if self.sweeps and self.heads is not None and RECOMPUTE in self._words("o"):
+            raise PlanError(
+                f"heads={self.heads} needs the o of every layer between its rounds, which o='{self.o}' does not save: "
+                "use o='host', or leave heads out"
             )
         if self.chunk is not None and self.tile is not None and self.tile > self.chunk:
             raise PlanError(f"tile={self.tile} is longer than chunk={self.chunk}: a tile of {self.chunk} fits")

@@ -20,7 +20,7 @@ class Recipe:
     options: Mapping[str, Any]  # each with its default; None: follows from the batch, or from the model
     ulysses: bool  # Ulysses ranks can share a sequence
     ring: bool  # ring ranks can
-    head_rounds: bool = False  # attention takes `heads` query heads at a time
+    head_rounds: bool = False  # attention takes a few query heads at a time, also if the Plan names no `heads`
     tiled: bool = False  # the MLP runs in tiles if the Plan names none; their size follows from the model
     tries: tuple[Mapping[str, Any], ...] = ()
     """Options that the planner tries, from least computing to least memory, with the model's tile where blocks are
@@ -45,6 +45,7 @@ RECIPES: dict[str, Recipe] = {
         "blocks run over chunks of a sequence; of its full length only K, V and their gradients stay on the device",
         schedule="sweep",
         options={
+            "heads": None,
             "chunk": None,
             "tile": None,
             "x": "host",

@@ -138,6 +138,7 @@ class Work:
     python: float  # what else the host does, as so many operations
     host: StepCopies  # over the link to the host: tapes in host memory and on disk
     disk: StepCopies
+    kv: StepCopies = StepCopies()  # of these, K and V and the sums of their gradients
 
 
 # The host beside launching: steps of SmolLM2-135M, 16K tokens, on the machine of an H200, without 30 µs an operation

@@ -29,7 +29,8 @@ from ithaca.plans.plan import Plan
 from ithaca.schedule.embedding import embed
 from ithaca.schedule.loss import head_logits, tape_loss, tape_token_losses, tiled_loss, token_losses
 from ithaca.schedule.marks import LOSS, Mark, no_mark
-from ithaca.schedule.sweep.run import Rotations, SweepCall, run_sweep
+from ithaca.schedule.sweep.call import Rotations, SweepCall
+from ithaca.schedule.sweep.run import run_sweep
 from ithaca.schedule.tapes import Pass
 from ithaca.schedule.whole.attention import Attention
 from ithaca.schedule.whole.ring_kernel import RingKernel
@@ -118,7 +119,7 @@ def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     assert tile is not None
     layout, ring = context.layout, context.ring
     walk = Walk(context.kernel, layout.chunks, batch.bounds, ring_runs(layout, ring.rank), context.visits)
-    ((split,),) = context.rounds
+    rounds = tuple(split for (split,) in context.rounds)
     rotations = Rotations(decoder.rotary, batch.positions, tapes.residual.tiles)
     carrier = decoder.embed(lambda table: embed(table, batch.tokens, tapes, tile))
     weights_of = weights_of_blocks(decoder)
@@ -132,7 +133,7 @@ def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
             tile,
             context.exchange,
             ring,
-            split,
+            rounds,
             weights_of,
             context.mark,
         )

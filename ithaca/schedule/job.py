@@ -24,7 +24,7 @@ from ithaca.attention.kernels.facts import KERNEL_FACTS, KernelFacts, gpu_kernel
 from ithaca.base.tiles import Tiles
 from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.axes import Axes
-from ithaca.parallel.head_split import HeadSplit, Rounds, head_rounds, split_heads
+from ithaca.parallel.head_split import HeadSplit, Rounds, split_heads
 from ithaca.parallel.layout import Layout
 from ithaca.plans.plan import Plan
 from ithaca.schedule.costs import Message, Work
@@ -91,7 +91,7 @@ class Job:
 
     @cached_property
     def rounds(self) -> Rounds:
-        return head_rounds(self.split, self.plan.heads_at_once(self.axes.ulysses))
+        return self.plan.rounds(self.split)
 
     @cached_property
     def ulysses_rank(self) -> int:
@@ -159,8 +159,9 @@ class Job:
         heads = len(self.heads.q) if split is None else len(split.q[self.ulysses_rank])
         return self.block_tokens * self.axes.ulysses * heads * self.spec.head_size * self.itemsize
 
-    def own_keys(self) -> int:
-        return self.block_tokens * self.axes.ulysses * len(self.heads.kv) * self.spec.head_size * self.itemsize
+    def own_keys(self, split: HeadSplit | None = None) -> int:
+        heads = len(self.heads.kv) if split is None else len(split.kv[self.ulysses_rank])
+        return self.block_tokens * self.axes.ulysses * heads * self.spec.head_size * self.itemsize
 
     def own_lse(self) -> int:
         return self.block_tokens * self.axes.ulysses * len(self.heads.q) * self.high
@@ -170,10 +171,11 @@ class Job:
         """An MLP's backward pass over a tile: gate, up, their gradients and their product's; 3 hidden states."""
         return 5 * self.tile * self.spec.mlp * self.itemsize + 3 * self.hidden(self.tile)
 
-    def projection_bytes(self) -> int:
+    def projection_bytes(self, split: HeadSplit | None = None) -> int:
         """What a projection leaves for its backward pass: the normed x; with norms of q and k, these as well."""
-        norms = self.queries(self.block_tokens) + self.keys(self.block_tokens) if self.spec.qk_norm else 0
-        return self.hidden(self.block_tokens) + norms
+        split = split or self.split
+        heads = len(split.q_heads) + len(split.kv_heads) if self.spec.qk_norm else 0
+        return self.hidden(self.block_tokens) + self.block_tokens * heads * self.spec.head_size * self.itemsize
 
 
 class Schedule(Protocol):

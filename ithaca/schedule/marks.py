@@ -29,7 +29,9 @@ from ithaca.schedule.job import Job
 FORWARD, LOSS, REBUILD, BACKWARD, OPTIMIZER = "forward", "loss", "rebuilding x", "backward", "optimizer"
 EVENTS = 256  # more than the marks among the thousand operations that a GPU's queue holds
 
-Mark = Callable[..., None]  # (phase, layer, chunk): this part of a pass begins; layer and chunk may be left out
+# (phase, layer, chunk): this part of a pass begins; layer and chunk may be left out. Head rounds run over the chunks
+# several times; theirs are numbered one round after the other
+Mark = Callable[..., None]
 
 
 def no_mark(phase: str, layer: int | None = None, chunk: int | None = None) -> None:
@@ -49,9 +51,10 @@ class PassWork:
     """FLOPs of a pass, in the order in which its parts are marked. Without chunks, a layer has one."""
 
     layers: int
-    forward: tuple[float, ...]  # of each chunk, in one layer
+    forward: tuple[float, ...]  # of each chunk, in one layer; of all head rounds, one after the other
     loss: float
     backward: tuple[float, ...]
+    rounds: int = 1
 
     @cached_property
     def total(self) -> float:
@@ -69,7 +72,7 @@ class PassWork:
             return forward
         if phase == OPTIMIZER:
             return self.total
-        later = () if chunk is None else self.backward[chunk + 1 :]  # backward takes the last chunk first
+        later = () if chunk is None else self.backward[chunk + 1 :]  # backward takes the last round and chunk first
         return forward + self.loss + (self.layers - 1 - layer) * sum(self.backward) + sum(later)
 
 
@@ -80,15 +83,24 @@ def pass_work(job: Job, layout: Layout, bounds: Bounds) -> PassWork:
     rows = [layout.chunks.rows_in(chunk) for chunk in range(layout.chunks.count)]
     loss = 6.0 * spec.vocab * spec.hidden * tokens
     linear, attention = 2.0 * sum(block_products(job)) * tokens, work.attention / spec.layers
+    # Rounds differ in heads, and the last one alone runs output projection and MLP
+    heads = [max(map(len, split.q)) for group in job.rounds for split in group] if job.plan.sweeps else [1]
+    projecting = block_products(job)[0] / sum(block_products(job))
+    shares = [part / sum(heads) for part in heads]
+    linear_shares = [projecting * share for share in shares]
+    linear_shares[-1] += 1 - projecting
 
     def over_chunks(linear: float, attention: float) -> tuple[float, ...]:
-        parts = zip(rows, pairs, strict=True)
-        return tuple(linear * row / sum(rows) + attention * pair / sum(pairs) for row, pair in parts)
+        return tuple(
+            linear * linear_share * row / sum(rows) + attention * share * pair / sum(pairs)
+            for share, linear_share in zip(shares, linear_shares, strict=True)
+            for row, pair in zip(rows, pairs, strict=True)
+        )
 
     linear_backward = (work.linear - loss) / spec.layers - linear
     attention_backward = (2.5 + work.attention_runs - 1) * attention
     forward, backward = over_chunks(linear, attention), over_chunks(linear_backward, attention_backward)
-    return PassWork(spec.layers, forward, loss, backward)
+    return PassWork(spec.layers, forward, loss, backward, len(heads))
 
 
 @dataclass(frozen=True, eq=False)

@@ -135,9 +135,15 @@ def describe_tapes(job: Job) -> list[str]:
     ]
     if not job.plan.sweeps:
         return lines
-    placement = job.plan.placement(spec.layers)
+    placement, rounds = job.plan.placement(spec.layers), len(job.rounds)
+    if rounds > 1:
+        heads = max(len(split.kv[job.ulysses_rank]) for (split,) in job.rounds)
+        lines.append(
+            f"Each block runs over its tiles {rounds} times: K and V of {heads} of {len(job.heads.kv)} key/value heads "
+            "at a time"
+        )
     if missing := placement.x.count(REBUILD):
-        passes = rebuild_passes(placement, spec)
+        passes = rebuild_passes(placement, spec, rounds)
         lines.append(
             f"Backward recomputes x of {format_count(missing, 'layer')} from attention outputs: "
             f"{format_count(passes, 'pass')} of output projection and MLP"

@@ -164,7 +164,7 @@ class Pass:
         self._tapes, self._rebuilds, self._homes, self.kept = tapes, rebuilds, homes, kept
         self._xs = dict(tapes.get("x", {})) if kept else {}
         self.waits = kept  # for its backward pass to begin
-        self.kv_of_layer: int | None = None  # the layer whose K and V are on the tapes
+        self.kv_of: tuple[int, int] | None = None  # the layer and head round whose K and V are on the tapes
 
     @property
     def residual(self) -> Tape:
@@ -187,6 +187,11 @@ class Pass:
         """o and the log-sum-exp of a layer; nothing if they are not saved."""
         kept = self.kept and layer in self._tapes.get("o", {})
         return tuple(self._tapes[name][layer] for name in ("o", "lse")) if kept else ()
+
+    @property
+    def between_rounds(self) -> Tape:
+        """o of all heads while head rounds complete it, its gradient going backward."""
+        return self._tapes["between_rounds"][0]
 
     @property
     def kv(self) -> list[Tape]:

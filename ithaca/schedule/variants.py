@@ -3,22 +3,35 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes, runs_alone
+from ithaca.plans.places import IN_MEMORY
 from ithaca.plans.plan import CHUNK, Plan, mlp_tile
 from ithaca.plans.recipes import RECIPES, TILE
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import Memory, step_memory
-from ithaca.schedule.sweep.placement import Saved, every_choice, fill, least_choices, some_choices
+from ithaca.schedule.sweep.placement import (
+    SHARED_PLACES,
+    Cost,
+    Saved,
+    every_choice,
+    fill,
+    least_choices,
+    some_choices,
+)
 from ithaca.schedule.sweep.rebuild import fewest_kept
 from ithaca.tape.spec import Budget, device_bytes, host_bytes
 
 SHORTEST = 128  # tokens that can be planned for: a tile of attention
 LEAST_CHUNK = CHUNK // 8  # tokens; a smaller chunk would save little
 SCRATCH = "/var/tmp"  # a folder that every Linux has on a disk (/tmp may be memory), so that a printed command runs
+
+NO_LIMITS: Mapping[str, int] = MappingProxyType({})
 
 Fit = tuple[Plan, Memory]
 
@@ -32,25 +45,39 @@ class Effort(Enum):
     LEAST_ONCE = "least_once"  # the same, without recomputed attention
 
 
-def recipe_fits(
-    recipe: str, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort, kernel: str = "auto"
-) -> Iterator[Fit]:
-    """Every way in which a recipe fits the budget of a rank, fastest first. The Plans name the kernel."""
-    entry = RECIPES[recipe]
-    if not entry.tries:  # a sweep, whose tensors are placed here
-        tile, sizes = mlp_tile(spec), _chunks(tokens, axes.context)
-        plans = [Plan(recipe=recipe, kernel=kernel, chunk=size, tile=min(tile, size)) for size in sizes]
-        # The smallest chunk takes the least memory: if it does not fit, none does
-        if effort in (Effort.LEAST, Effort.LEAST_ONCE):
-            plans = plans[-1:]
-        elif next(fitting_plans(plans[-1], spec, axes, tokens, budget, Effort.LEAST), None) is None:
-            return
-    else:
-        places = ("device", "host")
-        named, tries = {"recipe": recipe, "kernel": kernel}, list(_with_tiles(entry.tries, spec))
-        plans = [Plan(**named, optimizer=place, **options) for place in places for options in tries]
-    for plan in plans:
-        yield from fitting_plans(plan, spec, axes, tokens, budget, effort)
+def recipe_variants(
+    recipe: str,
+    spec: Spec,
+    axes: Axes,
+    tokens: int,
+    budget: Budget,
+    effort: Effort,
+    kernel: str = "auto",
+    least_chunks: Mapping[str, int] = NO_LIMITS,
+) -> list[Plan]:
+    """The Plans of a recipe to try, which name the kernel. `fitting_plans` places what they leave open.
+
+    `least_chunks`: for each place of K and V off the device, the smallest chunk that it is worth while with.
+    """
+    entry, named = RECIPES[recipe], {"recipe": recipe, "kernel": kernel}
+    if entry.tries:
+        tries = list(_with_tiles(entry.tries, spec))
+        return [Plan(**named, optimizer=place, **options) for place in IN_MEMORY for options in tries]
+    tile, away = mlp_tile(spec), SHARED_PLACES if budget.disk else IN_MEMORY
+    chunks = {kv: _chunks(tokens, axes.context, 1 if kv == "device" else least_chunks.get(kv, 1)) for kv in away}
+    if effort in (Effort.LEAST, Effort.LEAST_ONCE):
+        chunks = {kv: sizes[-1:] for kv, sizes in chunks.items()}  # the smallest takes the least memory
+    return [
+        Plan(**named, chunk=size, tile=min(tile, size), optimizer=optimizer, kv=kv, disk=_folder_of(kv))
+        for size in dict.fromkeys(size for sizes in chunks.values() for size in sizes)
+        for kv, sizes in chunks.items()
+        for optimizer in IN_MEMORY
+        if size in sizes
+    ]
+
+
+def _folder_of(*words: str) -> str | None:
+    return SCRATCH if "disk" in words else None
 
 
 def _with_tiles(tries: Iterable[Mapping[str, Any]], spec: Spec) -> Iterator[dict[str, Any]]:
@@ -62,29 +89,40 @@ def _with_tiles(tries: Iterable[Mapping[str, Any]], spec: Spec) -> Iterator[dict
         yield {**options, "tile": TILE}
 
 
-def fitting_plans(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort) -> Iterator[Fit]:
-    """The Plan in every way that it fits the budget of a rank, fastest first."""
-    choices = _choices(effort, spec.layers)
-    variants = _sweep_places(plan) if _places_itself(plan) and plan.kv is None else [plan]
-    for variant in variants:
-        placed = _placed(variant, spec, axes, tokens, budget, choices) if _places_itself(plan) else variant
-        for choice in _with_zero(placed, axes) if placed else ():
-            memory = step_memory(Job(spec=spec, plan=choice, tokens=tokens, axes=axes, passes=budget.passes))
-            if Budget(memory.total, memory.host, memory.disk).within(budget):
-                yield choice, memory
+def fitting_plans(
+    plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort, cost: Cost | None = None
+) -> Iterator[Fit]:
+    """A Plan of `recipe_variants` in every way that it fits the budget of a rank, fastest first.
+
+    `cost`: what a Plan costs (placement.py), to compare placements by.
+    """
+    budgeted = partial(_memory, spec=spec, axes=axes, tokens=tokens, budget=budget)
+    if not _places_itself(plan):
+        fit = plan, budgeted(plan)
+    elif (fit := _placed(plan, spec, axes, tokens, budget, _choices(effort, spec.layers), cost)) is None:
+        return
+    faster = [(choice, budgeted(choice)) for choice in with_zero(fit[0], axes)[:-1]]
+    for choice, memory in (*faster, fit):
+        if Budget(memory.total, memory.host, memory.disk).within(budget):
+            yield choice, memory
 
 
-def _with_zero(plan: Plan, axes: Axes) -> list[Plan]:
+def _memory(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget) -> Memory:
+    return step_memory(Job(spec=spec, plan=plan, tokens=tokens, axes=axes, passes=budget.passes))
+
+
+def with_zero(plan: Plan, axes: Axes) -> list[Plan]:
     """On one rank ZeRO-2 is the faster one, where all else leaves it room: it does without FSDP2."""
     return [replace(plan, zero=2), plan] if plan.zero == 3 and runs_alone(axes, 2) else [plan]
 
 
-def refit(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget) -> Fit | None:
+def refit(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, cost: Cost) -> Fit | None:
     """A Plan that fits, placed again with all choices tried; None if it has nothing to place."""
     if not _places_itself(plan):
         return None
-    unplaced = replace(plan, x=None, o=None, residual=None, disk=None)
-    return next(fitting_plans(unplaced, spec, axes, tokens, budget, Effort.ALL), None)
+    assert plan.kv is not None
+    unplaced = replace(plan, x=None, o=None, lse=None, residual=None, disk=_folder_of(plan.kv))
+    return next(fitting_plans(unplaced, spec, axes, tokens, budget, Effort.ALL, cost), None)
 
 
 def _places_itself(plan: Plan) -> bool:
@@ -101,30 +139,36 @@ def _choices(effort: Effort, layers: int) -> list[Saved]:
     return least_choices(layers, recomputing=effort is Effort.LEAST)
 
 
-def _chunks(tokens: int, sharing: int) -> list[int]:
+def _chunks(tokens: int, sharing: int, at_least: int) -> list[int]:
     """Chunks from the largest that helps, each half of the one before. A ring gathers the queries of a whole chunk, so
-    that many ring ranks need small ones."""
+    that many ring ranks need small ones. If all of these are smaller than `at_least`, one that is not."""
     largest = min(max(CHUNK, TILE * sharing), tokens)
     least = max(min(LEAST_CHUNK, largest // 8), min(SHORTEST, largest))
-    return [chunk for halved in range(largest.bit_length()) if (chunk := largest >> halved) >= least]
+    chunks = [chunk for halved in range(largest.bit_length()) if (chunk := largest >> halved) >= least]
+    doubled = next(chunk for times in count() if (chunk := largest << times) >= min(at_least, tokens))
+    return [chunk for chunk in chunks if chunk >= at_least] or [min(doubled, tokens)]
 
 
-def _sweep_places(plan: Plan) -> Iterator[Plan]:
-    """Where the optimizer's moments, K, V and log-sum-exps can live, from the fastest."""
-    for optimizer in ("device", "host"):
-        for kv, lse in (("device", "device"), ("device", "host"), ("host", "host")):
-            yield replace(plan, optimizer=optimizer, kv=kv, lse=lse)
-
-
-def _placed(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, choices: list[Saved]) -> Plan | None:
-    """x and o of every layer in what all else leaves of device, host and disk."""
-    all_hosted = replace(plan, x="host", o="host", residual="host")
-    least = step_memory(Job(spec=spec, plan=all_hosted, tokens=tokens, axes=axes, passes=budget.passes))
+def _placed(
+    plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, choices: list[Saved], cost: Cost | None
+) -> Fit | None:
+    """x and o of every layer, log-sum-exps and residual in what all else leaves of device, host and disk."""
+    all_hosted = replace(plan, x="host", o="host", lse="host", residual="host")
+    least = _memory(all_hosted, spec, axes, tokens, budget)
     device = budget.device - least.total + device_bytes(least.tapes, least.tiles)
     host = budget.host - (least.host - host_bytes(least.tapes, least.tiles, gpu=True))
     if device <= 0 or host < 0 or _least(spec, least) > device + host + budget.disk:
         return None
-    return fill(plan, spec, axes, tokens, Budget(device, host, budget.disk), choices, SCRATCH)
+    for _ in range(2):
+        free = Budget(device, host, budget.disk)
+        placed = fill(plan, spec, axes, tokens, free, choices, SCRATCH, cost=cost)
+        if placed is None:
+            return None
+        memory = _memory(placed, spec, axes, tokens, budget)
+        if memory.total <= budget.device:
+            return placed, memory
+        device -= memory.total - budget.device  # attention that is recomputed takes more beside the tapes
+    return None
 
 
 def _least(spec: Spec, memory: Memory) -> int:

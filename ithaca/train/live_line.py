@@ -109,13 +109,19 @@ class LiveLine:
 
 
 def describe(reached: Reached) -> str:
-    """Return phase, pass, layer and chunk, as 'backward, pass 2 of 4, layer 12 of 32, chunk 40 of 160'."""
+    """Return phase, pass, layer and chunk, as 'backward, pass 2 of 4, layer 12 of 32, chunk 40 of 160'.
+
+    With head rounds also the round, as 'layer 12 of 32, heads 2 of 4, chunk 40 of 160'.
+    """
     parts, work = [reached.phase], reached.work()
-    passes, chunks = len(reached.step.passes), len(work.forward)
+    passes, chunks = len(reached.step.passes), len(work.forward) // work.rounds
     if passes > 1 and reached.phase != OPTIMIZER:
         parts.append(f"pass {reached.number + 1} of {passes}")
     if reached.layer is not None:
         parts.append(f"layer {reached.layer + 1} of {work.layers}")
     if reached.chunk is not None:
-        parts.append(f"chunk {reached.chunk + 1} of {chunks}")
+        number, chunk = divmod(reached.chunk, chunks)
+        if work.rounds > 1:
+            parts.append(f"heads {number + 1} of {work.rounds}")
+        parts.append(f"chunk {chunk + 1} of {chunks}")
     return ", ".join(parts)

@@ -330,6 +330,38 @@ def refused(end: Ended) -> str:
         ),
         (["tiny", "--meshes", "--picture", "x.png"], "--picture x.png draws no meshes: give --picture or --meshes"),
         (["tiny", "--hardware", "."], "'.' cannot be read (Is a directory): name a file"),
+        (["tiny", "--batch", "8"], "--batch 8 needs the length of a sequence: give it, as --tokens 128K"),
+        (["tiny", "--batch", "max", "--tokens", "max"], "--batch max needs the length of a sequence: give it"),
+        (["tiny", "--tokens", "8K", "--batch", "0"], "--batch 0 is no number of sequences: write 32 (sequences)"),
+        (["tiny", "--tokens", "8K", "--batch", "all"], "--batch all is no number of sequences: write 32 (sequences)"),
+        (["tiny", "--tokens", "8K", "--batch", "4M"], "--batch 4M could be sequences or tokens: write 4M-tokens for"),
+        (["tiny", "--tokens", "8K", "--batch", "xtokens"], "--batch xtokens is no number of tokens: write 4M-tokens"),
+        (["tiny", "--tokens", "3K", "--batch", "8K-tokens"], "sequences of 3K tokens: 9K-tokens (3 of them) works"),
+        (["tiny", "--tokens", "8K", "--batch", "2000000"], "out of range for sequences of 8K tokens: give at most"),
+        (
+            ["tiny", "--tokens", "8K", "--batch", "8", "--lean"],
+            "--lean asks for the least memory, --batch 8 for the fastest step: give one of them",
+        ),
+        (
+            ["tiny", "--lean", "--meshes"],
+            "--meshes shows the fastest Plans of one sequence, without --lean: give one of them",
+        ),
+        (
+            ["tiny", "--lean", "--picture", "x.png"],
+            "--picture x.png shows the fastest Plans of one sequence, without --lean: give one of them",
+        ),
+        (
+            ["tiny", "--tokens", "8K", "--batch", "max", "--meshes"],
+            "--meshes shows the fastest Plans of one sequence, without --batch max: give one of them",
+        ),
+        (
+            ["llama3-8b", "--tokens", "40M", "--host", "200GB", "--lean"],
+            "40M tokens of llama3-8b on 8xH100-80GB do not fit: --tokens",
+        ),
+        (
+            ["llama3-8b", "--tokens", "40M", "--host", "200GB", "--batch", "2"],
+            "40M tokens of llama3-8b on 8xH100-80GB do not fit: --tokens",
+        ),
         (
             ["llama3-8b", "--tokens", "40M", "--host", "200GB"],
             "40M tokens of llama3-8b on 8xH100-80GB do not fit: --tokens",

@@ -14,7 +14,7 @@ from torch import Tensor
 import ithaca
 from ithaca.parallel.collectives import Group, Pending
 from ithaca.schedule import reference as naive
-from ithaca.schedule.sweep.run import SweepCall
+from ithaca.schedule.sweep.call import SweepCall
 from tests.models import make_model, relative, save
 from tests.sampling import sampled
 from tests.schedule.contexts import RECIPES, context_step, open_model, packed, random_delays, save_models

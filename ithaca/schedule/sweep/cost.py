@@ -2,7 +2,8 @@
 
 With T local tokens of a chunk, N chunks, Q and K features of all query and key/value heads:
 
-    tapes       x, o, log-sum-exp per layer; residual, K, V and the fp32 sums of their gradients for all layers
+    tapes       x, o, log-sum-exp per layer; residual, K, V and the fp32 sums of their gradients for all layers. With
+                head rounds K, V and their sums of the largest round, and one o that waits between rounds
     MLP         5 τM + 3 τE for a tile of τ tokens, beside what neighbouring chunks have under way
     attention   q, o, do, K, V of this rank's heads, dq, dK, dV and the kernel's workspace; dq also in fp32
     exchange    (q, o, do) sent and received by one neighbour, (dq, dK, dV) by another
@@ -19,9 +20,10 @@ In bytes: 2 q + kv forward, 4 q + 2 kv backward.
 
 One chunk alone sends 2 and 2, or 4 where o is recomputed. The last layer still has K and V: it sends one kv less. If
 documents keep later chunks from asking for a chunk's K and V, these travel with the chunk's own queries: fewer
-messages, the same bytes. R ring ranks add, with L = C · n tokens, h query heads of a rank and f bytes a sum, 3 N
-messages each way: (R − 1) · L · h (2 D b + f) forward (q, o, lse) and (R − 1) · L · h (4 D b + f) backward (do q o,
-lse, dq)."""
+messages, the same bytes. Each head round sends as many messages as the table says, and all rounds together its bytes;
+the last layer still has K and V of the last round. R ring ranks add, with L = C · n tokens, h query heads of a rank and
+f bytes a sum, 3 N messages each way: (R − 1) · L · h (2 D b + f) forward (q, o, lse) and (R − 1) · L · h (4 D b + f)
+backward (do q o, lse, dq)."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from typing import TYPE_CHECKING
 from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE
 from ithaca.base.tiles import Tiles
 from ithaca.parallel.axes import Axes
+from ithaca.parallel.head_split import HeadSplit
 from ithaca.parallel.layout import Layout
 from ithaca.plans.places import KEPT, RECOMPUTE
 from ithaca.plans.plan import CHUNK, Plan
@@ -69,6 +72,9 @@ KV_SLOTS, KV_GRADIENT_SLOTS = 8, 6
 PYTHON, PYTHON_OF_COPIES = 177, 47  # the host, for a chunk in a layer (costs.py); more if tapes are copied
 PER_CHUNK, PER_VISIT = 52, 27  # operations of a chunk beside its tiles', and of a visit to another (costs.py)
 ATTENDING_AGAIN = 6  # a visit that is recomputed: assumed
+# Tensors that another head round reads and writes, counted in the code: normed x forward, for K and V, and backward
+# with its gradient, which is added to the residual; o and do with all heads, put on their tape and taken from it
+ROUND_HIDDEN, ROUND_QUERIES = 14, 2
 REBUILDING = 12  # a tile of an x that is rebuilt: the forward third of a tile
 
 
@@ -85,6 +91,11 @@ def chunks_under_way(ulysses: int, ring: int) -> int:
 def chunks_sending_keys(ulysses: int, ring: int, recomputed: bool) -> int:
     """Chunks whose K and V go with their own queries in backward: those that begin before the first one attends."""
     return 1 if recomputed else 1 + hops(ulysses, ring)
+
+
+def head_passes(job: "Job") -> list[HeadSplit]:
+    """The heads of each pass over the chunks: of all head rounds, the largest first."""
+    return [split for (split,) in job.rounds]
 
 
 def layout(plan: Plan, axes: Axes, tokens: int, shorten: bool) -> Layout:
@@ -104,7 +115,8 @@ def tapes(job: "Job") -> list[TapeSpec]:
     assert plan.residual is not None
     assert plan.kv is not None
     hidden, all_heads = (spec.hidden,), (spec.heads, spec.head_size)
-    own_keys, own_lse = (len(job.heads.kv), spec.head_size), (len(job.heads.q),)
+    rounds = head_passes(job)
+    own_keys, own_lse = (len(rounds[0].kv[job.ulysses_rank]), spec.head_size), (len(job.heads.q),)
     ulysses, more = job.axes.ulysses, chunks_under_way(job.axes.ulysses, job.axes.ring)
     rebuilds = rebuilds_of(plan, spec)
     passing = any(layer not in rebuild.homes for layer, rebuild in rebuilds.items())
@@ -128,6 +140,10 @@ def tapes(job: "Job") -> list[TapeSpec]:
         xs.append(TapeSpec("x", "x", "host", (), hidden, job.itemsize, False, X_SLOTS + more, True))
     with_o = tuple(layer for layer, word in enumerate(placement.o) if word != RECOMPUTE)
     lses = [TapeSpec("lse", "lse", plan.lse, with_o, own_lse, job.high, True, LSE_SLOTS + more, True, ulysses)]
+    # o, or its gradient, between rounds: read and written as often as the residual, and in its place
+    waiting = TapeSpec(
+        "between_rounds", "residual", plan.residual, (0,), all_heads, job.itemsize, False, O_SLOTS + more, False
+    )
     return [
         *xs,
         *saved("o", placement.o, all_heads, (O_SLOTS_PASSING if passing else O_SLOTS) + more),
@@ -135,6 +151,7 @@ def tapes(job: "Job") -> list[TapeSpec]:
         TapeSpec(
             "residual", "residual", plan.residual, (0,), hidden, job.itemsize, False, RESIDUAL_SLOTS + more, False
         ),
+        *([waiting] if len(rounds) > 1 else []),
         TapeSpec("kv", "kv", plan.kv, (0, 1), own_keys, job.itemsize, False, KV_SLOTS, False, ulysses),
         TapeSpec("kv_gradients", "kv", plan.kv, (0, 1), own_keys, job.high, True, KV_GRADIENT_SLOTS, True, ulysses),
     ]
@@ -153,12 +170,14 @@ def kept(job: "Job", layers: range) -> int:  # noqa: ARG001
 
 def peaks(job: "Job") -> dict[str, Counter[str]]:
     """Bytes at the two peaks of a chunk's backward pass, with what its neighbours hold."""
-    q, k, T = job.own_queries(), job.own_keys(), job.block_tokens
+    largest, T = head_passes(job)[0], job.block_tokens
+    q, k, projection = job.own_queries(largest), job.own_keys(largest), job.projection_bytes(largest)
+    sent = T * len(largest.q_heads) * job.spec.head_size * job.itemsize  # q of all ranks' heads
     ulysses, ring = job.axes.ulysses, job.axes.ring
     under_way = min(chunks_under_way(ulysses, ring), job.chunks - 1)
     exchange = 0
     if ulysses > 1 and under_way:
-        exchange += 3 * job.queries(T) + 3 * q  # one has sent q, o, do
+        exchange += 3 * sent + 3 * q  # one has sent q, o, do
     if ulysses > 1 and under_way > 1:
         exchange += 2 * (q + 2 * k)  # and one dq, dk, dv
     ring_q = ring * q  # queries of a chunk, gathered over the ring
@@ -168,7 +187,7 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
     recomputes = RECOMPUTE in job.plan.placement(job.spec.layers).o
     mlp = Counter(
         {
-            BLOCKS: job.mlp_bytes() + job.queries(T) + under_way * job.projection_bytes(),
+            BLOCKS: job.mlp_bytes() + job.queries(T) + under_way * projection,
             EXCHANGE: exchange,
             ATTENTION: 2 * q + job.queries(T) if recomputes else 0,
         }
@@ -177,10 +196,10 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
     kernel = ring_q + workspace + 2 * k
     # In a walk: dq in fp32 from the second visit on, and that of the visit before
     walk = kernel + {1: 0, 2: ring_q + 2 * k, 3: 3 * ring_q + 2 * k}[min(job.chunks, 3)]
-    arrived = 3 * q if ulysses > 1 else 2 * job.queries(T)
+    arrived = 3 * q if ulysses > 1 else q + job.queries(T)  # alone: q, and do of all heads
     attention = Counter(
         {
-            BLOCKS: (1 + under_way) * job.projection_bytes(),
+            BLOCKS: (1 + under_way) * projection,
             EXCHANGE: exchange + (2 * gathering if ring > 1 else arrived),
             ATTENTION: walk,
         }
@@ -190,10 +209,22 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
 
 def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:
     """What a block sends, forward and backward, if the sequence is one document."""
-    split, N = job.split, job.chunks
+    rounds, last_layer = head_passes(job), layer == job.spec.layers - 1
     recomputed = job.plan.placement(job.spec.layers).o[layer] == RECOMPUTE
-    has_keys = layer == job.spec.layers - 1
-    forward, backward = [], []
+    forward: list[Message] = []
+    backward: list[Message] = []
+    for number, split in enumerate(rounds):
+        has_keys = last_layer and number == len(rounds) - 1
+        there, back = _round_messages(job, split, recomputed, has_keys)
+        forward += there
+        backward += back
+    return forward, backward
+
+
+def _round_messages(
+    job: "Job", split: HeadSplit, recomputed: bool, has_keys: bool
+) -> tuple[list[Message], list[Message]]:
+    N, forward, backward = job.chunks, [], []
     if job.axes.ulysses > 1:
         output = Message(TO_TOKENS, split, queries=1, count=N)
         forward += [Message(TO_HEADS, split, queries=1, keys=2, count=N), output]
@@ -224,12 +255,12 @@ def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:
 
 def work(job: "Job") -> Work:
     """FLOPs, bytes and GPU operations of a step."""
-    spec, placement = job.spec, job.plan.placement(job.spec.layers)
+    spec, placement, rounds = job.spec, job.plan.placement(job.spec.layers), len(job.rounds)
     kv = spec.kv_heads * spec.head_size
     project, rest = block_products(job)
     again = project + rest - last_product(job)
     again += 2 * spec.hidden * kv  # K and V, for later chunks
-    again += rebuild_passes(placement, spec) * rest / spec.layers
+    again += rebuild_passes(placement, spec, rounds) * rest / spec.layers
     attention = attention_flops(job)
     uneven = max(map(len, job.split.q)) * job.axes.ulysses / spec.heads
     # At each visit but the first a sum in fp32 is read and written, and a part in bf16 read
@@ -242,21 +273,31 @@ def work(job: "Job") -> Work:
         call=call_length(job, max(job.layout.chunks.size, CHUNK)),  # small rectangles are no slower
         merged=per_token * local_tokens(job) * uneven,
         linear=linear_flops(job, again),
-        moved=moved_bytes(job, runs=2),
+        moved=moved_bytes(job, runs=2) + _moved_by_rounds(job),
         launches=_launches(job) + other_launches(job),
-        python=spec.layers * job.chunks * (PYTHON + (PYTHON_OF_COPIES if copied.most else 0)),
+        python=spec.layers * rounds * job.chunks * (PYTHON + (PYTHON_OF_COPIES if copied.most else 0)),
         host=copied,
         disk=copies(job, ("disk",)),
+        kv=StepCopies() if job.plan.kv == "device" else _kv_copies(job),
     )
+
+
+def _moved_by_rounds(job: "Job") -> float:
+    """Device bytes that head rounds move beside those of a single one."""
+    spec, rounds = job.spec, len(job.rounds)
+    if rounds == 1:
+        return 0.0
+    numbers = (rounds - 1) * ROUND_HIDDEN * spec.hidden + rounds * ROUND_QUERIES * spec.heads * spec.head_size
+    return spec.layers * local_tokens(job) * job.itemsize * numbers
 
 
 def _launches(job: "Job") -> float:
     """GPU operations of all blocks, forward and backward."""
-    placement, tiles = job.plan.placement(job.spec.layers), mlp_tiles(job) * job.chunks
+    placement, tiles, rounds = job.plan.placement(job.spec.layers), mlp_tiles(job) * job.chunks, len(job.rounds)
     visits, recomputed = visits_of(job).count, placement.o.count(RECOMPUTE)
-    layer = PER_CHUNK * job.chunks + PER_TILE * tiles + PER_VISIT * visits
+    layer = rounds * (PER_CHUNK * job.chunks + PER_VISIT * visits) + PER_TILE * tiles
     again = ATTENDING_AGAIN * (job.chunks + visits) * recomputed
-    return job.spec.layers * layer + again + REBUILDING * tiles * rebuild_passes(placement, job.spec)
+    return job.spec.layers * layer + again + REBUILDING * tiles * rebuild_passes(placement, job.spec, rounds)
 
 
 @dataclass(frozen=True)
@@ -287,50 +328,61 @@ def _visits(lengths: tuple[int, ...], size: int) -> Visits:
 def copies(job: "Job", places: tuple[str, ...]) -> StepCopies:
     """Bytes that tapes in these places take to the device and from it in a step. The loss counts as forward."""
     plan, spec, placement = job.plan, job.spec, job.plan.placement(job.spec.layers)
-    local = local_tokens(job)
+    local, rounds = local_tokens(job), len(job.rounds)
     x, o = job.hidden(local), job.queries(local)
     lse = local * job.axes.ulysses * len(job.heads.q) * job.high
     again = float(job.chunks > 1)  # a single tile that is read at once stays in its slot
     forward, backward = Copies(), _rebuild_copies(job, places)
     for layer in range(spec.layers):
         if placement.x[layer] in places:
-            forward += Copies(into=again * x, out=x)  # written by the layer below
+            forward += Copies(into=(again + rounds - 1) * x, out=x)  # written by the layer below
             backward += Copies(into=_backward_reads(job, layer) * x)
         elif placement.x[layer] not in KEPT and plan.residual in places:
-            forward += Copies(into=again * x, out=x)  # it passes through the residual tape
+            forward += Copies(into=(again + rounds - 1) * x, out=x)  # it passes through the residual tape
         if placement.o[layer] in places:
-            forward, backward = forward + Copies(out=o), backward + Copies(into=o)
+            forward, backward = forward + Copies(out=o), backward + Copies(into=rounds * o)
         if placement.o[layer] != RECOMPUTE and plan.lse in places:
-            forward, backward = forward + Copies(out=lse), backward + Copies(into=lse)
+            # Forward, each round but the first adds to those before
+            forward += Copies(into=(rounds - 1) * lse, out=rounds * lse)
+            backward += Copies(into=rounds * lse)
     if plan.residual in places:
+        blocks = rounds * spec.layers  # every round of every block
         forward += Copies(into=again * x, out=2 * x)  # the last block's output, and its gradient by the loss
-        backward += Copies(into=again * (spec.layers + 1) * x, out=spec.layers * x)  # every block, the embedding
+        backward += Copies(into=again * (blocks + 1) * x, out=blocks * x)  # and the embedding
+        if rounds > 1:
+            # o from each round to the next; its gradient from the first round to each of the others
+            waiting = spec.layers * o
+            forward += Copies(into=again * (rounds - 1) * waiting, out=(rounds - 1) * waiting)
+            backward += Copies(into=(again + rounds - 2) * waiting, out=waiting)
     total = StepCopies(forward, backward)
     return total + _kv_copies(job) if plan.kv in places else total
 
 
 def _backward_reads(job: "Job", layer: int) -> float:
-    """How often backward reads a layer's x: by its chunk, and for K and V of later chunks, which the last layer has."""
-    if layer == job.spec.layers - 1:
-        return 1
-    recomputed = job.plan.placement(job.spec.layers).o[layer] == RECOMPUTE
+    """How often backward reads a layer's x: in each head round by its chunk, and for K and V of later chunks.
+
+    The last layer still has K and V of its last round.
+    """
+    recomputed, rounds = job.plan.placement(job.spec.layers).o[layer] == RECOMPUTE, len(job.rounds)
     first = chunks_sending_keys(job.axes.ulysses, job.axes.ring, recomputed)
-    return 1 + max(job.chunks - first, 0) / job.chunks
+    without_keys = rounds - (layer == job.spec.layers - 1)
+    return rounds + without_keys * max(job.chunks - first, 0) / job.chunks
 
 
 def _kv_copies(job: "Job") -> StepCopies:
     """K and V, and the sums of their gradients, of all layers: each chunk visits those of all chunks before it."""
     layers, visits = job.spec.layers, visits_of(job).count / job.chunks  # visits to other tiles, by each tile
-    kv = 2 * local_tokens(job) * job.axes.ulysses * len(job.heads.kv) * job.spec.head_size * job.itemsize
+    heads = len(head_passes(job)[0].kv[job.ulysses_rank])  # tapes are as wide as the largest round
+    kv = 2 * local_tokens(job) * job.axes.ulysses * heads * job.spec.head_size * job.itemsize
     sums = kv * job.high // job.itemsize
-    forward = Copies(into=visits * kv, out=kv)
-    # Backward computes them again, but for the last layer, which reads its own tiles instead
-    backward = Copies(into=(visits + 1 / layers) * kv, out=kv * (layers - 1) / layers)
-    recomputed = job.plan.placement(layers).o.count(RECOMPUTE) / layers
+    passes = layers * len(job.rounds)
+    forward = Copies(into=passes * visits * kv, out=passes * kv)
+    # Backward computes them again, but for the last round of the last layer, which reads its own tiles instead
+    backward = Copies(into=(passes * visits + 1) * kv, out=(passes - 1) * kv)
+    recomputed = job.plan.placement(layers).o.count(RECOMPUTE)
     backward += Copies(into=(visits + 1) * kv * recomputed)  # a chunk attends twice, and reads its own tile again
-    gradients = (visits + 1) * sums * (job.chunks > 1)  # those of a single chunk need no tape
-    backward += Copies(into=gradients, out=gradients)
-    return StepCopies(*(Copies(layers * each.into, layers * each.out) for each in (forward, backward)))
+    gradients = passes * (visits + 1) * sums * (job.chunks > 1)  # those of a single chunk need no tape
+    return StepCopies(forward, backward + Copies(into=gradients, out=gradients))
 
 
 def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:

@@ -9,16 +9,21 @@ from ithaca.tape.tape import Tape
 
 
 class KVTiles:
-    """Tiles of K and V. A tile that is not there yet is computed at its first read (`make`)."""
+    """Tiles of K and V. A tile that is not there yet is computed at its first read (`make`).
 
-    def __init__(self, tapes: list[Tape], written: Iterable[int] = ()):
-        self._tapes = tapes
+    Tapes are as wide as the largest head round. A round with fewer heads uses the first places of a token.
+    """
+
+    def __init__(self, tapes: list[Tape], heads: int, written: Iterable[int] = ()):
+        self._tapes, self._heads = tapes, heads
         self._written = set(written)
         self._open: dict[int, tuple[list[Tensor], bool]] = {}  # tile -> K and V, and whether they are new
 
     def put(self, index: int, k: Tensor, v: Tensor) -> None:
         """Take in a new tile. It stays open for the first reader and is written when that one releases it."""
-        tiles = [tape.blank(index).copy_(tensor) for tape, tensor in zip(self._tapes, (k, v), strict=True)]
+        tiles = [tape.blank(index) for tape in self._tapes]
+        for tile, tensor in zip(tiles, (k, v), strict=True):
+            tile[:, : self._heads].copy_(tensor)
         self._open[index] = tiles, True
         self._written.add(index)
 
@@ -30,7 +35,7 @@ class KVTiles:
         if following in self._written:
             for tape in self._tapes:
                 tape.prefetch(following)  # pyrefly: ignore
-        k, v = self._open[index][0]
+        k, v = (tile[:, : self._heads] for tile in self._open[index][0])
         return k, v
 
     def make(self, index: int) -> tuple[Tensor, Tensor]:
@@ -51,8 +56,8 @@ class KVGradients:
     If there is one tile, and one part of its gradients is all of them, that part waits in the kernel's own tensors.
     """
 
-    def __init__(self, tapes: list[Tape]):
-        self._tapes = tapes
+    def __init__(self, tapes: list[Tape], heads: int):
+        self._tapes, self._heads = tapes, heads
         self._begun: set[int] = set()
         self._only: tuple[Tensor, Tensor] | None = None
 
@@ -74,15 +79,16 @@ class KVGradients:
 
     def _add(self, index: int, keys: slice, parts: tuple[Tensor, Tensor], whole: bool) -> None:
         for tape, part in zip(self._tapes, parts, strict=True):
+            tile = tape.read(index) if index in self._begun else tape.blank(index)
+            total = tile[:, : self._heads]
             if index in self._begun:
-                total = tape.read(index)
                 total[keys] += part
             elif whole:
-                total = tape.blank(index).copy_(part)
+                total.copy_(part)
             else:
-                total = tape.blank(index).zero_()
+                total.zero_()
                 total[keys] += part
-            tape.write(index, total)
+            tape.write(index, tile)
         self._begun.add(index)
 
     def take(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -92,9 +98,9 @@ class KVGradients:
             return dk.to(dtype), dv.to(dtype)
         whole = []
         for tape in self._tapes:
-            total = tape.read(index)
-            whole.append(total.to(dtype, copy=True))  # a copy, because the tile is released
-            tape.release(total)
+            tile = tape.read(index)
+            whole.append(tile[:, : self._heads].to(dtype, copy=True))  # a copy, because the tile is released
+            tape.release(tile)
         return whole[0], whole[1]
 
 

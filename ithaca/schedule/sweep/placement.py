@@ -1,24 +1,31 @@
-"""Placement from budgets: saved tensors go to the device, then to the host, then to the disk; the rest is recomputed.
+"""Placement from budgets: tapes go to the device, then to the host, then to the disk; the rest is recomputed.
+
+Of the tapes that all layers share, K and V are where the Plan says. A residual or log-sum-exps that the Plan leaves
+open are placed here with x and o.
 
 What is cheapest to compute again is given up first: x of some layers (output projection and MLP, linear in the tokens),
 and only then o, from the first layer on (attention, at long contexts nearly all of a step). Not saving an o frees
 little, because the next layer's x can then no longer be rebuilt and must be saved.
 
 A disk is slow, so going there counts as work: at long contexts o goes to the disk before it is given up, x hardly ever.
-To the disk go first the o, which are written and read once in a step (an x is read three times: by the next layer, for
-K and V, and for its chunk), and of those the first layers', which backward needs last.
+To the disk go first the tapes that move least for each byte they keep: o and log-sum-exps are written and read once in
+a step, an x is read three times (by the next layer, for K and V, and for its chunk), the residual is read and written
+by every layer. Of the o, those of the first layers go first, which backward needs last.
+
+Choices are compared by a cost: for the planner the predicted seconds of a step, otherwise multiplications.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from ithaca.base.errors import PlanError, suggestion
 from ithaca.base.sizes import format_bytes, parse_bytes, parse_tokens
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
-from ithaca.plans.places import REBUILD, RECOMPUTE, Placement, spell
-from ithaca.plans.plan import Plan
+from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, spell
+from ithaca.plans.plan import PLACED, Plan
 from ithaca.schedule.job import BF16, Job
 from ithaca.schedule.sweep.cost import passing_bytes
 from ithaca.schedule.sweep.rebuild import fewest_kept, layers_to_keep, rebuild_passes
@@ -28,7 +35,11 @@ DISK_COST = int(300e12 / DISK_RATE)  # multiplications a rank does while a byte 
 FEW = 16  # choices that are enough to compare Plans by
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}  # bytes of a number
 
+SHARED_PLACES = KEPT  # where tapes that all layers share can live: K and V, log-sum-exps, the residual
+
 Saved = tuple[set[int], set[int]]  # layers that save x, and layers that save o
+Words = dict[str, list[str]]  # by option of the Plan; a word for each layer, or one for all
+Cost = Callable[[Plan], tuple[float, float]]  # what a Plan costs, and what it would cost if copies took no time
 
 
 def place(
@@ -55,6 +66,7 @@ def place(
     tokens, axes = parse_tokens(tokens), Axes(ring=ring, ulysses=ulysses)
     free = Budget(*(parse_bytes(given) if given else 0 for given in (device, host, disk)))
     folder = folder or plan.disk
+    plan = replace(plan, lse=plan.lse or plan.settled().lse) if plan.sweeps else plan
     if free.disk and folder is None:
         raise PlanError(f"disk={format_bytes(free.disk)} is of no use without a folder: name one, as folder='/scratch'")
     _check_sweep(plan)
@@ -85,22 +97,38 @@ def fill(
     choices: list[Saved],
     folder: str | None,
     itemsize: int = BF16,
+    cost: Cost | None = None,
 ) -> Plan | None:
-    """The Plan with the cheapest of these choices that fits the budgets; None if none does."""
+    """The Plan with the cheapest of these choices that fits the budgets; None if none does.
+
+    `cost`: what a Plan costs; not given, the multiplications that it does again or could do while it waits for a disk.
+    """
     _check_sweep(plan)
     folder = folder if free.disk else plan.disk
-    hosted = _placed(plan, folder, ("host",), ("host",))
+    hosted = _placed(plan, folder, {"x": ["host"], "o": ["host"]})
     job = Job(spec=spec, plan=hosted, tokens=tokens, axes=axes, itemsize=itemsize)
+    shared = [
+        words
+        for words in _shared_places(plan)
+        if _used(replace(job, plan=_placed(hosted, folder, words))).device <= free.device
+    ]
     best, least = None, float("inf")
+    if plan.heads is not None:  # head rounds need every o
+        choices = [saved for saved in choices if len(saved[1]) == spec.layers]
     choices = [*_possible(job, free, choices)]
     works = [_work_again(spec, tokens, *saved) for saved in choices]
     for work, saved in sorted(zip(works, choices, strict=True), key=lambda pair: pair[0]):
-        if work >= least:
+        if cost is None and work >= least:
             break  # even without a byte on the disk
-        placed, used = _fill(plan, job, free, folder, *saved)
-        cost = work + _disk_work(placed, spec, itemsize)
-        if used.within(free) and cost < least:
-            best, least = placed, cost
+        placed = _all_on_device(plan, job, free, folder, *saved)
+        placed = placed or _fill(plan, job, free, folder, shared, *saved)
+        if placed is None:
+            continue
+        found, at_best = cost(placed) if cost else (work + _disk_work(placed, spec, itemsize), work)
+        if found < least:
+            best, least = placed, found
+        if at_best >= least:
+            break  # the choices that follow compute more
     return best
 
 
@@ -163,52 +191,105 @@ def _placement(spec: Spec, saved_x: set[int], saved_o: set[int], place: str = "h
     )
 
 
-def _fill(
+def _all_on_device(
     plan: Plan, job: Job, free: Budget, folder: str | None, saved_x: set[int], saved_o: set[int]
-) -> tuple[Plan, Budget]:
-    """Save these on the device while it has room: first the residual tape, which every layer reads and writes, unless
-    the Plan says where; then from the last layer down, because what is read soonest gains most. What the host has no
-    room for goes to the disk."""
-    spec, tiles = job.spec, job.tiles
-    placement = _placement(spec, saved_x, saved_o, "device")
-    placed = _placed(replace(plan, residual=plan.residual or "device"), folder, placement.x, placement.o)
-    if (used := _used(job, placed)).device <= free.device:
-        return placed, used  # first, because with nothing on the host no slots are needed
-    placement = _placement(spec, saved_x, saved_o)
-    placed = _placed(plan, folder, placement.x, placement.o)
-    if plan.residual is None:
-        beside = replace(placed, residual="device")
-        placed = beside if _used(job, beside).device <= free.device else placed
-    x, o = list(placement.x), list(placement.o)
-    rows = {tape.name: tape.row for tape in replace(job, plan=placed).tapes}
-    sizes = {name: row * tiles.length for name, row in rows.items()}
-    left = free.device - _used(job, placed).device
-    for layer in reversed(range(spec.layers)):
-        for words, size in ((o, sizes.get("o", 0)), (x, sizes["x"])):
-            if words[layer] == "host" and size <= left:
-                words[layer] = "device"
-                left -= size
-    placed = _placed(placed, folder, x, o)
-    used = _used(job, placed)
-    if folder is None or used.host <= free.host:
-        return placed, used
-    left = free.host - used.host - STAGED * max(staged_bytes(tiles, rows.get(name, 0)) for name in ("x", "o"))
-    for words, row in ((o, rows.get("o", 0)), (x, rows["x"])):
-        for layer, word in enumerate(words):
-            if word == "host" and left < 0:
-                words[layer] = "disk"
-                left += row * tiles.length
-    placed = _placed(placed, folder, x, o)
-    return placed, _used(job, placed)
+) -> Plan | None:
+    """The Plan that saves these on the device, where tapes need no slots; None if they do not fit."""
+    sizes = _sizes(job)
+    if len(saved_x) * sizes["x"] + len(saved_o) * sizes["o"] > free.device:
+        return None
+    placement = _placement(job.spec, saved_x, saved_o, "device")
+    first = next(_shared_places(plan))
+    placed = _placed(plan, folder, {**first, "x": [*placement.x], "o": [*placement.o]})
+    return placed if _used(replace(job, plan=placed)).within(free) else None
 
 
-def _placed(plan: Plan, folder: str | None, x: Sequence[str], o: Sequence[str]) -> Plan:
+def _fill(
+    plan: Plan,
+    job: Job,
+    free: Budget,
+    folder: str | None,
+    shared: list[Words],
+    saved_x: set[int],
+    saved_o: set[int],
+) -> Plan | None:
+    """The Plan that saves these, on the device while it has room; None if they do not fit.
+
+    `shared`: places of log-sum-exps and residual that leave room on the device, the fastest first.
+    """
+    placement = _placement(job.spec, saved_x, saved_o)
+    for places in shared:
+        words = {name: [*found] for name, found in places.items()} | {"x": [*placement.x], "o": [*placement.o]}
+        placed, used = _fill_layers(plan, job, free, folder, words)
+        if used.within(free):
+            return placed
+    return None
+
+
+def _fill_layers(plan: Plan, job: Job, free: Budget, folder: str | None, words: Words) -> tuple[Plan, Budget]:
+    """Move x and o from the host to the device from the last layer down, because what is read soonest gains most. What
+    the host has no room for goes to the disk."""
+    placed = replace(job, plan=_placed(plan, folder, words))
+    if (used := _used(placed)).device > free.device:
+        return placed.plan, used
+    sizes = _sizes(placed)
+    left = free.device - used.device
+    for layer in reversed(range(job.spec.layers)):
+        for name in ("o", "x"):
+            if words[name][layer] == "host" and sizes[name] <= left:
+                words[name][layer] = "device"
+                left -= sizes[name]
+    placed = replace(job, plan=_placed(plan, folder, words))
+    used = _used(placed)
+    if folder is not None and used.host > free.host:
+        _spill(placed, _movable(plan, words), free.host - used.host)
+        placed = replace(job, plan=_placed(plan, folder, words))
+        used = _used(placed)
+    return placed.plan, used
+
+
+def _shared_places(plan: Plan) -> Iterator[Words]:
+    """Where log-sum-exps and residual can live, from the device to the host; where the Plan says, if it does."""
+    for lse in (plan.lse,) if plan.lse else IN_MEMORY:
+        for residual in (plan.residual,) if plan.residual else IN_MEMORY:
+            yield {"lse": [lse], "residual": [residual]}
+
+
+def _movable(plan: Plan, words: Words) -> Words:
+    """What may go to the disk, in this order. x and o may; the others if the Plan leaves them open."""
+    names = [name for name in ("o", "lse", "x", "residual") if name in ("x", "o") or not getattr(plan, name)]
+    return {name: words[name] for name in names if name in ("x", "o") or "disk" in SHARED_PLACES}
+
+
+def _spill(job: Job, words: Words, left: int) -> None:
+    """Move tapes from the host to the disk until the host has room. `left`: its room, below zero."""
+    tapes = [tape for tape in job.tapes if tape.name in words]
+    left -= STAGED * max(staged_bytes(tape.tiles(job.tiles), tape.row) for tape in tapes)
+    sizes = _sizes(job)
+    for name, places in words.items():
+        for index, place in enumerate(places):
+            if place == "host" and left < 0:
+                places[index] = "disk"
+                left += sizes[name]
+
+
+def _sizes(job: Job) -> dict[str, int]:
+    """Bytes of a tape by name: of one layer's x or o, or of all that one word of the Plan places."""
+    sizes = dict.fromkeys(("x", "o", "lse"), 0)
+    for tape in job.tapes:
+        size = tape.row * tape.ranks * job.tiles.length
+        sizes[tape.name] = size if tape.name in ("x", "o") else size * len(tape.layers)
+    return sizes
+
+
+def _placed(plan: Plan, folder: str | None, words: Words) -> Plan:
     """The Plan with these words; a folder is named only if something is on the disk."""
-    words = *x, *o, plan.lse, plan.residual, plan.kv
-    return replace(plan, x=spell(x), o=spell(o), disk=folder if "disk" in words else None)
+    places: dict[str, Any] = {name: spell(found) for name, found in words.items()}
+    everywhere = ({name: getattr(plan, name) for name in PLACED} | places).values()
+    on_disk = any("disk" in word for word in everywhere if word)
+    return replace(plan, **places, disk=folder if on_disk else None)
 
 
-def _used(job: Job, plan: Plan) -> Budget:
-    job = replace(job, plan=plan)
+def _used(job: Job) -> Budget:
     device = device_bytes(job.tapes, job.tiles) + passing_bytes(job)
     return Budget(device, host_bytes(job.tapes, job.tiles, gpu=True), disk_bytes(job.tapes, job.tiles))

@@ -93,12 +93,13 @@ def passing_layers(rebuilds: Mapping[int, Rebuild]) -> int:
     return max((layer - rebuild.source for layer, rebuild in rebuilds.items() if layer not in rebuild.homes), default=0)
 
 
-def rebuild_passes(placement: Placement, spec: Spec) -> int:
-    """How often the output projection and MLP of a layer run over all tokens to rebuild x."""
+def rebuild_passes(placement: Placement, spec: Spec, rounds: int = 1) -> int:
+    """How often the output projection and MLP of a layer run over all tokens to rebuild x; `rounds`: of heads."""
     last, passes = len(placement.x) - 1, 0
     for layer, rebuild in plan_rebuilds(placement, x_fits_o(spec)).items():
-        # In passing, x is rebuilt for the chunk itself and, except in the last layer, before that for its K and V
-        times = 1 if layer in rebuild.homes or layer == last else 2
+        # In passing, each round rebuilds x for the chunk itself and, except in the first round of the last layer,
+        # before that for its K and V
+        times = 1 if layer in rebuild.homes else 2 * rounds - (layer == last)
         passes += times * (layer - rebuild.source)
     return passes
 

@@ -5,7 +5,8 @@ From x and o of a layer, output projection and MLP give the next x, over the sam
     onto tapes    layer by layer over all chunks, with the weights of one layer gathered at a time
     in passing    chunk by chunk through all layers, with the weights of all of them gathered together
 
-In passing, a chunk takes at most two more hidden states: its x, and that of the layer before.
+In passing, a chunk takes at most two more hidden states: its x, and that of the layer before. It is rebuilt at every
+read: for the chunk itself and for K and V of later chunks, in every head round.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,20 +34,25 @@ class XReader(Protocol):
     def release(self, tile: Tensor) -> None: ...
 
 
+OpenReader = Callable[[bool], XReader]  # whether the o of a chunk is used up when its x is released
+
+
 @contextmanager
-def open_xs(tapes: Pass, layer: int, advance_from: AdvanceFrom) -> Iterator[XReader]:
+def open_xs(tapes: Pass, layer: int, advance_from: AdvanceFrom) -> Iterator[OpenReader]:
     """x of a layer, while its backward pass runs."""
     rebuild = tapes.rebuild(layer)
     if rebuild is not None and layer not in rebuild.homes:
         with ExitStack() as stack:
             steps = {below: stack.enter_context(advance_from(below)) for below in range(rebuild.source, layer)}
             tapes.house(rebuild)
-            yield _PassingX(tapes, layer, rebuild, steps)
+            home = tapes.x(layer - 1) if layer - 1 in rebuild.homes else None
+            yield lambda used_up: _PassingX(tapes, rebuild, steps, home if used_up else None)
         return
     if rebuild is not None:
         tapes.house(rebuild)
         _rebuild_onto_tapes(tapes, layer, rebuild, advance_from)
-    yield tapes.x(layer)
+    xs = tapes.x(layer)
+    yield lambda _: xs
 
 
 def _rebuild_onto_tapes(tapes: Pass, top: int, rebuild: Rebuild, advance_from: AdvanceFrom) -> None:
@@ -66,12 +72,11 @@ def _rebuild_onto_tapes(tapes: Pass, top: int, rebuild: Rebuild, advance_from: A
 
 
 class _PassingX:
-    """x of a layer, rebuilt one chunk at a time. The x of the layer before takes the place of the chunk's o."""
+    """x of a layer, rebuilt one chunk at a time. The x of the layer before goes to `home`, where the chunk's o was."""
 
-    def __init__(self, tapes: Pass, layer: int, rebuild: Rebuild, steps: dict[int, Advance]):
-        self._tapes, self._layer, self._steps = tapes, layer, steps
+    def __init__(self, tapes: Pass, rebuild: Rebuild, steps: dict[int, Advance], home: Tape | None):
+        self._tapes, self._steps, self._home = tapes, steps, home
         self._xs = tapes.x(rebuild.source)
-        self._home = tapes.x(layer - 1) if layer - 1 in rebuild.homes else None
         self._below: dict[int, tuple[int, Tensor]] = {}  # by the address of the x that was rebuilt from it
 
     def read(self, index: int, toward: int = 0, changed: bool = True) -> Tensor:  # noqa: ARG002

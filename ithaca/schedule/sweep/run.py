@@ -15,6 +15,12 @@ Of the sequence's full length the device holds K, V (in the dtype of the computa
 6 · Hkv · D / hidden d, 1.5 d for Llama3-8B. The rest lives where the Plan puts it. Beside that, about 20 hidden states
 of a chunk exist while its attention runs backward. cost.py has all of it, and what is sent.
 
+With head rounds (`heads` of the Plan) a block runs over its chunks several times, each time with some K/V heads and the
+query heads that read them, so that K, V and their gradients exist for these alone. The first rounds leave their heads
+of o on a tape, and the last one completes it and runs output projection and MLP. Backward takes the rounds in reverse,
+because the last layer still has K and V of the last round. That one leaves the gradient of o for the others on the same
+tape. Given up: the norm before the projections runs, and x, o and the residual are read, once for each round.
+
 Over Ulysses ranks a tile of x, o or the residual is this rank's part of a chunk, with all heads. K, V, their gradients
 and the log-sum-exp are of the whole chunk, with this rank's heads. The exchange lies in between, and chunks are
 staggered so that it hides behind the attention of their neighbours (`run_chunks`). Ring ranks keep their K and V: a
@@ -23,86 +29,30 @@ is reduced, and dK and dV never move (parallel/ring.py).
 
 Blocks exchange tapes, not tensors. A 0-dim tensor, the carrier, takes the autograd graph from block to block. Weights
 are inputs of each block's autograd Function, and the carrier's gradient is the upstream scale of the loss.
-(From FPDT: chunks and double buffering. From UPipe's accounting: where the memory goes.)
+(From FPDT: chunks and double buffering. From UPipe: head rounds, and where the memory goes.)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ithaca.attention.walk import Walk
 from ithaca.base.owners import BLOCKS, owned_by
-from ithaca.base.tiles import Tiles
 from ithaca.model.block import Weights, project
 from ithaca.model.linear import Summed
-from ithaca.model.rotary import Rotary, Rotation
-from ithaca.model.spec import Heads, Spec
+from ithaca.model.spec import Heads
 from ithaca.parallel.exchange import Exchange, Exchanged
-from ithaca.parallel.head_split import HeadSplit
 from ithaca.parallel.ring import Ring
-from ithaca.schedule.marks import BACKWARD, FORWARD, REBUILD, Mark, no_mark
+from ithaca.schedule.marks import BACKWARD, FORWARD, REBUILD
 from ithaca.schedule.pre_post_attention import Projection, post_attention, post_attention_backward, summed
-from ithaca.schedule.sweep.cost import hops
+from ithaca.schedule.round_heads import put_heads, take_heads
+from ithaca.schedule.sweep.call import SweepCall
 from ithaca.schedule.sweep.kv_tapes import KVGradients, KVTiles, KVWithGradients
-from ithaca.schedule.sweep.rebuild_x import Advance, XReader, open_xs
-from ithaca.schedule.tapes import Pass
+from ithaca.schedule.sweep.rebuild_x import OpenReader, XReader, open_xs
 
 ChunkSteps = Iterator[None]  # the work of a chunk; it yields where it has sent something and must wait
-
-
-class Rotations:
-    """Cosines and sines of a chunk's tokens. The last ones are kept: the layers of a single chunk share them."""
-
-    def __init__(self, rotary: Rotary, positions: Tensor, tiles: Tiles):
-        """`positions`: of the local tokens, which are cut into these tiles."""
-        self._rotary, self._positions, self._tiles = rotary, positions, tiles
-        self._last: tuple[tuple[int, torch.dtype], Rotation] | None = None
-
-    def at(self, chunk: int, dtype: torch.dtype) -> Rotation:
-        if self._last is None or self._last[0] != (chunk, dtype):
-            self._last = None  # freed before the next one is made
-            rotation = self._rotary.at(self._positions[self._tiles.rows(chunk)], dtype)
-            self._last = (chunk, dtype), rotation
-        return self._last[1]
-
-
-@dataclass(frozen=True)
-class SweepCall:
-    """What one block needs beside its weights."""
-
-    spec: Spec
-    layer: int
-    tapes: Pass
-    walk: Walk  # over the chunks of the whole sequence
-    rotations: Rotations
-    tile: int
-    exchange: Exchange
-    ring: Ring
-    split: HeadSplit
-    weights_of: Callable[[int], AbstractContextManager[Weights]]  # gathers the weights of another layer, to be read
-    mark: Mark = no_mark
-
-    @contextmanager
-    def advance_from(self, layer: int) -> Iterator[Advance]:
-        """Output projection and MLP of another layer, while its weights are gathered."""
-        with self.weights_of(layer) as w:
-            yield lambda x, o, y: post_attention(self.spec, w, x, o, y, self.tile)
-
-    @property
-    def hops(self) -> int:
-        """Exchanges between a chunk's projections and its attention, each hidden behind a neighbouring chunk."""
-        return hops(self.exchange.ranks, self.ring.ranks)
-
-    def rotation(self, chunk: int, dtype: torch.dtype) -> Rotation | None:
-        return self.rotations.at(chunk, dtype) if self.spec.rope_layers[self.layer] else None
-
-    def project(self, w: Summed, chunk: int, x: Tensor) -> Projection:
-        return Projection(self.spec, w, x, self.rotation(chunk, x.dtype), Heads.all(self.spec))
 
 
 def _let_others_run(over: Exchange | Ring) -> ChunkSteps:
@@ -139,16 +89,23 @@ class _Sweep(torch.autograd.Function):
 
 
 def _forward(call: SweepCall, w: Weights) -> None:
-    keys, chunks = KVTiles(call.tapes.kv), range(call.walk.tiles.count)
-    run_chunks((_chunk_forward(call, w, chunk, keys) for chunk in chunks), call.hops > 0)
-    call.tapes.kv_of_layer = call.layer
-    call.tapes.x(call.layer + 1).prefetch(0)  # the next block reads it while the last chunk is still computed
+    tapes, chunks = call.tapes, range(call.walk.tiles.count)
+    for part in call.in_rounds():
+        keys = KVTiles(tapes.kv, part.own_kv_heads)
+        run_chunks((_chunk_forward(part, w, chunk, keys) for chunk in chunks), call.hops > 0)
+        if not part.in_last_round:
+            for tape in (tapes.x(call.layer), tapes.between_rounds, *tapes.o_and_lse(call.layer)[1:]):
+                tape.prefetch(0)
+    tapes.kv_of = call.layer, len(call.rounds) - 1
+    tapes.x(call.layer + 1).prefetch(0)  # the next block reads it while the last chunk is still computed
 
 
 def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> ChunkSteps:
-    xs, ys, kept = call.tapes.x(call.layer), call.tapes.x(call.layer + 1), call.tapes.o_and_lse(call.layer)
+    xs, ys = call.tapes.x(call.layer), call.tapes.x(call.layer + 1)
     x = xs.read(chunk, toward=1, changed=False)
-    q, *kv = project(call.spec, w, x, call.rotation(chunk, x.dtype), Heads.all(call.spec))
+    q, *kv = project(call.spec, w, x, call.rotation(chunk, x.dtype), call.heads)
+    if not call.in_last_round:
+        xs.release(x)
     coming = call.exchange.to_heads(call.split, (q,), kv)
     del q, kv
     yield from _let_others_run(call.exchange)
@@ -158,7 +115,7 @@ def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> Ch
     yield from _let_others_run(call.ring)
     keys.put(chunk, *kv)
     (queries,) = gathering.wait()
-    call.mark(FORWARD, call.layer, chunk)  # here, not above: chunks that overlap attend one after the other
+    call.mark_chunk(FORWARD, chunk)  # here, not above: chunks that overlap attend one after the other
     merging = call.ring.merge(*call.walk.forward(chunk, queries, keys))
     del kv, queries, gathering
     yield from _let_others_run(call.ring)
@@ -167,27 +124,62 @@ def _chunk_forward(call: SweepCall, w: Weights, chunk: int, keys: KVTiles) -> Ch
     del o, merging
     yield from _let_others_run(call.exchange)
     (o,), _ = going.wait()
-    for tape, tensor in zip(kept, (o, lse), strict=False):
-        tile = tape.blank(chunk)
-        tile.view(tensor.shape).copy_(tensor)  # the log-sum-exp by heads, as kernels have it
-        tape.write(chunk, tile)
+    _save_lse(call, chunk, lse)
+    o = _join_rounds(call, chunk, o)
+    if o is None:
+        return
+    for tape in call.tapes.o_and_lse(call.layer)[:1]:
+        tape.write(chunk, tape.blank(chunk).copy_(o))
     y = ys.blank(chunk)
     post_attention(call.spec, w, x, o, y, call.tile)
+    if len(call.rounds) > 1:
+        call.tapes.between_rounds.release(o)
     xs.release(x)
     ys.write(chunk, y, again=True)
+
+
+def _save_lse(call: SweepCall, chunk: int, lse: Tensor) -> None:
+    """Save the log-sum-exps of a round beside those of the rounds before it, if a backward pass follows."""
+    for tape in call.tapes.o_and_lse(call.layer)[1:]:
+        tile = tape.read(chunk, toward=1) if call.round else tape.blank(chunk)
+        call.own_lse(tile).copy_(lse)
+        tape.write(chunk, tile)
+
+
+def _join_rounds(call: SweepCall, chunk: int, o: Tensor) -> Tensor | None:
+    """o of all heads after the last round. After the others None: their heads wait on a tape."""
+    if len(call.rounds) == 1:
+        return o
+    tape = call.tapes.between_rounds
+    whole = tape.read(chunk, toward=1) if call.round else tape.blank(chunk)
+    put_heads(whole, call.split, o)
+    if call.in_last_round:
+        return whole
+    tape.write(chunk, whole, again=True)
+    return None
 
 
 def _backward(call: SweepCall, w: Summed) -> None:
     tapes, layer, count = call.tapes, call.layer, call.walk.tiles.count
     if tapes.rebuild(layer):
         call.mark(REBUILD, layer)
-    with open_xs(tapes, layer, call.advance_from) as xs:
-        sums = KVGradients(tapes.kv_gradients)
-        keys = _RebuiltKV(call, w, xs)
-        chunks = reversed(range(count))
-        run_chunks((_chunk_backward(call, w, chunk, xs, keys, sums) for chunk in chunks), call.hops > 0)
+    with open_xs(tapes, layer, call.advance_from) as open_reader:
+        for part in reversed(call.in_rounds()):
+            _round_backward(part, w, open_reader)
     if layer > 0 and not tapes.rebuild(layer - 1):
         for tape in (tapes.x(layer - 1), *tapes.o_and_lse(layer - 1), tapes.residual):
+            tape.prefetch(count - 1)
+
+
+def _round_backward(call: SweepCall, w: Summed, open_reader: OpenReader) -> None:
+    tapes, count = call.tapes, call.walk.tiles.count
+    xs = open_reader(call.round == 0)
+    sums = KVGradients(tapes.kv_gradients, call.own_kv_heads)
+    keys = _RebuiltKV(call, w, open_reader(False))
+    chunks = reversed(range(count))
+    run_chunks((_chunk_backward(call, w, chunk, xs, keys, sums) for chunk in chunks), call.hops > 0)
+    if call.round:  # another one follows
+        for tape in (xs, *tapes.o_and_lse(call.layer), tapes.between_rounds, tapes.residual):
             tape.prefetch(count - 1)
 
 
@@ -195,23 +187,28 @@ def _chunk_backward(
     call: SweepCall, w: Summed, chunk: int, xs: XReader, keys: "_RebuiltKV", sums: KVGradients
 ) -> ChunkSteps:
     kept, residuals = call.tapes.o_and_lse(call.layer), call.tapes.residual
-    x, *tiles = (tape.read(chunk, toward=-1, changed=False) for tape in (xs, *kept))
+    read = kept if call.in_last_round else (*kept, call.tapes.between_rounds)
+    x, *tiles = (tape.read(chunk, toward=-1, changed=False) for tape in (xs, *read))
     alone = call.walk.tiles.count == 1  # then the gradient takes another slot, and need not wait for this one
-    residual = residuals.read(chunk, toward=-1, changed=not alone)
+    residual = residuals.read(chunk, toward=-1, changed=not alone) if call.in_last_round else None
     if kept:
-        projection, (o, lse) = None, tiles
-        lse, arrived = lse.view(lse.shape[::-1]), ()
+        projection, o, lse, arrived = None, tiles[0], call.own_lse(tiles[1]), ()
     else:
         projection = call.project(w, chunk, x)
         arrived, o, lse = _recompute_attention(call, chunk, projection, keys)
-    dx, do = post_attention_backward(
-        call.spec, w, x, o, residual, call.tile, residuals.blank(chunk) if alone else residual
-    )
-    if alone:
-        residuals.release(residual)
-    residual = dx
+    if residual is not None:
+        dx, do = post_attention_backward(
+            call.spec, w, x, o, residual, call.tile, residuals.blank(chunk) if alone else residual
+        )
+        if alone:
+            residuals.release(residual)
+        residual = dx
+        _leave_gradient(call, chunk, do)
+    else:
+        do = tiles[2]
     if projection is None:  # after the MLP, which takes most memory
         projection = call.project(w, chunk, x)
+        o, do = take_heads(o, call.split), take_heads(do, call.split)
         coming = keys.send(chunk, (projection.q, o, do), projection.kv)
         projection.free_outputs()
     else:
@@ -223,11 +220,11 @@ def _chunk_backward(
     del arrived, coming
     yield from _let_others_run(call.ring)
     (q, o, do), (lse,) = gathering.wait(), gathering_lse.wait()
-    call.mark(BACKWARD, call.layer, chunk)
+    call.mark_chunk(BACKWARD, chunk)
     dq = call.walk.backward(chunk, do, q, o, lse[..., 0].T, KVWithGradients(keys, sums), sums.add)
     reducing = call.ring.reduce(dq)
     del q, o, do, dq, lse, gathering, gathering_lse
-    for tape, tile in zip(kept, tiles, strict=True):
+    for tape, tile in zip(read, tiles, strict=True):
         tape.release(tile)
     # The walk may have read x tiles for K and V, also the one that comes next
     xs.prefetch(chunk - 1 - call.hops)
@@ -237,9 +234,18 @@ def _chunk_backward(
     del dq, reducing
     yield from _let_others_run(call.exchange)
     (dq,), dkv = going.wait()
+    if residual is None:
+        residual = residuals.read(chunk, toward=-1)
     residual += projection.backward(dq, *dkv)
     residuals.write(chunk, residual, again=True)
     xs.release(x)
+
+
+def _leave_gradient(call: SweepCall, chunk: int, do: Tensor) -> None:
+    """Leave the gradient of o for the rounds that follow."""
+    if len(call.rounds) > 1:
+        tape = call.tapes.between_rounds
+        tape.write(chunk, tape.blank(chunk).copy_(do), again=True)
 
 
 def _recompute_attention(
@@ -259,8 +265,8 @@ class _RebuiltKV(KVTiles):
     """K and V of earlier chunks, recomputed from x when a chunk first visits them."""
 
     def __init__(self, call: SweepCall, w: Summed, xs: XReader):
-        still_valid = range(call.walk.tiles.count) if call.tapes.kv_of_layer == call.layer else ()
-        super().__init__(call.tapes.kv, still_valid)
+        still_valid = range(call.walk.tiles.count) if call.tapes.kv_of == (call.layer, call.round) else ()
+        super().__init__(call.tapes.kv, call.own_kv_heads, still_valid)
         self._call, self._w, self._xs = call, w, xs
         self._coming: dict[int, Exchanged] = {}
 
@@ -290,7 +296,7 @@ class _RebuiltKV(KVTiles):
     def _begin(self, index: int) -> Exchanged:
         call, x = self._call, self._xs.read(index)
         with torch.no_grad(), owned_by(BLOCKS):
-            _, *kv = project(call.spec, self._w, x, call.rotation(index, x.dtype), Heads.keys_only(call.spec))
+            _, *kv = project(call.spec, self._w, x, call.rotation(index, x.dtype), Heads(range(0), call.heads.kv))
         self._xs.release(x)
         return call.exchange.to_heads(call.split, (), kv)
 

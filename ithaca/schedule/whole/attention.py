@@ -12,7 +12,6 @@ saved, attention is recomputed first; with one round its tensors are kept in bet
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,10 +25,11 @@ from ithaca.base.precision import at_least_fp32
 from ithaca.model.block import Weights, project, project_beside
 from ithaca.model.linear import Summed
 from ithaca.model.rotary import Rotation
-from ithaca.model.spec import Heads, Spec, runs
+from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.exchange import Exchange
 from ithaca.parallel.head_split import HeadSplit, Rounds
 from ithaca.schedule.pre_post_attention import Projection
+from ithaca.schedule.round_heads import put_heads, take_heads
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,7 @@ class _Outputs:
         if self._all is None:
             self.whole = o
         else:
-            targets = _heads(self._all, split)
-            for target, part in zip(targets, o.split([target.shape[1] for target in targets], 1), strict=True):
-                target.copy_(part)
+            put_heads(self._all, split, o)
 
 
 class BackwardAttention:
@@ -211,17 +209,7 @@ class BackwardAttention:
         """o and do with a round's heads."""
         if self._call.one_round:
             return self.o, self.do
-        (o, *others), (do, *more) = _heads(self.o, split), _heads(self.do, split)
-        return (torch.cat((o, *others), 1), torch.cat((do, *more), 1)) if others else (o, do)
-
-
-def _heads(x_THD: Tensor, split: HeadSplit) -> list[Tensor]:
-    """A round's query heads among all, as views: one where they are evenly apart, else one for each run of them."""
-    heads = split.q_heads
-    steps = {after - before for before, after in pairwise(heads)} or {1}
-    if len(steps) == 1:
-        return [x_THD[:, heads[0] : heads[-1] + 1 : steps.pop()]]
-    return [x_THD[:, run.start : run.stop] for run in runs(heads)]
+        return take_heads(self.o, split), take_heads(self.do, split)
 
 
 def _add(sums: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:

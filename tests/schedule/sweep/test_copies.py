@@ -32,9 +32,9 @@ PLACES: dict[str, dict[str, str]] = {
 }
 
 
-def counted(plan: Plan) -> tuple[int, int, Job]:
+def counted(plan: Plan, model_name: str | Path = "tiny") -> tuple[int, int, Job]:
     """Bytes into the device and out of it in one step on one rank."""
-    model = ithaca.apply(ithaca.load_model("tiny", "float64"), plan)
+    model = ithaca.apply(ithaca.load_model(model_name, "float64"), plan)
     model.allocate(1, TOKENS)
     engine, found = model.engine, {"in": 0, "out": 0}
 
@@ -46,7 +46,7 @@ def counted(plan: Plan) -> tuple[int, int, Job]:
         return counts
 
     engine.copy_in, engine.copy_out = counting("in", engine.copy_in), counting("out", engine.copy_out)  # pyrefly: ignore
-    row, job = torch.arange(TOKENS) % 256, model.reservation.job(TOKENS)
+    row, job = torch.arange(TOKENS) % 97, model.reservation.job(TOKENS)
     loss = model(model.shard(row, row))
     forward = copies(job, ("host", "disk")).forward
     assert (forward.into, forward.out) == (found["in"], found["out"])

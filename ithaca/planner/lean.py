@@ -1,0 +1,74 @@
+"""`ithaca plan --lean`: the Plan with the least GPU memory, beside the fastest.
+
+The least memory is found by asking for less and less: K and V, log-sum-exps, residual, x, o and the optimizer's moments
+leave the device one after the other, and chunks become small. Attention runs twice only if it must. Within that memory
+the fastest Plan is taken.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ithaca.base.sizes import format_bytes, format_seconds
+from ithaca.model.spec import Spec
+from ithaca.planner.documents import Documents
+from ithaca.planner.hardware import Cluster
+from ithaca.planner.search import LEAST_MEMORY, Answer, fits, search, widest_meshes
+from ithaca.schedule.variants import Effort
+
+ACCURACY = 2**26  # bytes, of the least memory
+ROOM = 1.01  # times the least memory: what a Plan may take that is faster for it
+
+
+@dataclass(frozen=True)
+class Lean:
+    """The Plan with the least GPU memory, and the fastest one."""
+
+    answer: Answer
+    fastest: Answer
+
+    def lines(self) -> list[str]:
+        """What the least memory costs."""
+        mine, other = (format_bytes(answer.memory.total) for answer in (self.answer, self.fastest))
+        now, then = (answer.seconds.step / answer.batch for answer in (self.answer, self.fastest))
+        return [
+            f"Lean: {mine} of GPU memory instead of {other}, {format_seconds(now)} a sequence instead of "
+            f"{format_seconds(then)} ({now / then:.3g} ×)"
+        ]
+
+    def as_object(self) -> dict[str, Any]:
+        """The same for `--json`."""
+        fastest = self.fastest
+        return {
+            "fastest_memory_total": fastest.memory.total,
+            "fastest_seconds_per_step": fastest.seconds.step,
+            "fastest_tokens_per_second_per_gpu": fastest.rate,
+        }
+
+
+def leanest(
+    spec: Spec, cluster: Cluster, tokens: int, recipe: str | None = None, documents: Documents | None = None
+) -> Lean | None:
+    """Both Plans for this length; None if nothing fits."""
+    fastest = search(spec, cluster, tokens, recipe, documents=documents)
+    if fastest is None:
+        return None
+    least = _least_memory(spec, cluster, tokens, recipe, fastest.memory.total)
+    found = search(spec, cluster.limited(int(ROOM * least)), tokens, recipe, documents=documents)
+    answers = [answer for answer in (found, fastest) if answer]
+    return Lean(min(answers, key=lambda answer: answer.memory.total), fastest)
+
+
+def _least_memory(spec: Spec, cluster: Cluster, tokens: int, recipe: str | None, enough: int) -> int:
+    """Bytes of a GPU with which a Plan fits, and hardly any with less; `enough`: of a Plan that fits."""
+    name = recipe or LEAST_MEMORY
+    meshes = widest_meshes(spec, cluster, name, tokens)
+
+    def fit(size: int, effort: Effort) -> bool:
+        return any(fits(spec, cluster.limited(size), tokens, name, mesh, effort) for mesh in meshes)
+
+    effort = Effort.LEAST_ONCE if fit(enough, Effort.LEAST_ONCE) else Effort.LEAST
+    low, high = 0, enough
+    while high - low > ACCURACY:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fit(middle, effort) else (middle, high)
+    return high
