@@ -108,9 +108,9 @@ def closed_form(name: str, options: dict, heads: str, ranks: int, head_size: int
     if plan.sweeps:
         recomputed = plan.o == "recompute"
         forward = Traffic(2 * chunks, 2 * q + kv)
-        messages = 5 * chunks - 1 if recomputed else 3 * chunks - 2
-        if chunks == 1 and not recomputed:
-            messages = 2  # one chunk sends its K and V with its queries
+        messages = 5 * chunks - 2 if recomputed else 3 * chunks - 2
+        if chunks == 1:
+            messages += 1  # one chunk sends its K and V with its queries
         last = Traffic((4 if recomputed else 2) * chunks, 4 * q + kv)
         each = Traffic(messages, 4 * q + 2 * kv)
         return times(forward, LAYERS), times(each, LAYERS - 1) + last

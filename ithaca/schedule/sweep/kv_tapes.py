@@ -27,11 +27,16 @@ class KVTiles:
             self.put(index, *self.make(index))
         elif index not in self._open:
             self._open[index] = [tape.read(index) for tape in self._tapes], False
-        if following in self._written:
-            for tape in self._tapes:
-                tape.prefetch(following)  # pyrefly: ignore
+        if following is not None:
+            self.prefetch(following)
         k, v = self._open[index][0]
         return k, v
+
+    def prefetch(self, index: int) -> None:
+        """Begin to fetch a tile that is there already."""
+        if index in self._written:
+            for tape in self._tapes:
+                tape.prefetch(index)
 
     def make(self, index: int) -> tuple[Tensor, Tensor]:
         raise AssertionError(f"K and V of tile {index} are read before they are written")
@@ -48,18 +53,25 @@ class KVTiles:
 class KVGradients:
     """dK and dV of every tile, in at least fp32. Chunks run in reverse and add to those of earlier tiles.
 
-    If there is one tile, and one part of its gradients is all of them, that part waits in the kernel's own tensors.
+    A chunk adds to its own tile first, and nobody does after it: that tile stays open until it is taken. If there is
+    one tile, and one part of its gradients is all of them, that part waits in the kernel's own tensors.
     """
 
     def __init__(self, tapes: list[Tape]):
         self._tapes = tapes
         self._begun: set[int] = set()
+        self._finishing: int | None = None
+        self._finished: dict[int, list[Tensor]] = {}  # tiles that are complete, or to which their own chunk adds
         self._only: tuple[Tensor, Tensor] | None = None
 
     def prefetch(self, index: int) -> None:
         if index in self._begun:
             for tape in self._tapes:
                 tape.prefetch(index)
+
+    def finish(self, index: int) -> None:
+        """Say that the chunk of this tile attends now, the last that adds to it."""
+        self._finishing = index
 
     def add(self, index: int, keys: slice, dk: Tensor, dv: Tensor) -> None:
         tiles = self._tapes[0].tiles
@@ -73,29 +85,32 @@ class KVGradients:
         self._add(index, keys, (dk, dv), whole)
 
     def _add(self, index: int, keys: slice, parts: tuple[Tensor, Tensor], whole: bool) -> None:
-        for tape, part in zip(self._tapes, parts, strict=True):
-            if index in self._begun:
-                total = tape.read(index)
-                total[keys] += part
-            elif whole:
-                total = tape.blank(index).copy_(part)
-            else:
-                total = tape.blank(index).zero_()
-                total[keys] += part
-            tape.write(index, total)
+        new = index not in self._begun
+        totals = self._finished.get(index) or [tape.blank(index) if new else tape.read(index) for tape in self._tapes]
+        for total, part in zip(totals, parts, strict=True):
+            if new and whole:
+                total.copy_(part)
+                continue
+            if new:
+                total.zero_()
+            total[keys] += part
         self._begun.add(index)
+        if index == self._finishing:
+            self._finished[index] = totals
+        else:
+            for tape, total in zip(self._tapes, totals, strict=True):
+                tape.write(index, total)
 
     def take(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dK and dV of a tile that no later chunk will add to."""
         if self._only is not None:
             (dk, dv), self._only = self._only, None
             return dk.to(dtype), dv.to(dtype)
-        whole = []
-        for tape in self._tapes:
-            total = tape.read(index)
-            whole.append(total.to(dtype, copy=True))  # a copy, because the tile is released
+        totals = self._finished.pop(index)
+        dk, dv = (total.to(dtype, copy=True) for total in totals)  # copies, because the tile is released
+        for tape, total in zip(self._tapes, totals, strict=True):
             tape.release(total)
-        return whole[0], whole[1]
+        return dk, dv
 
 
 class KVWithGradients:

@@ -7,7 +7,7 @@
                                  -> dK, dV of the chunk itself are now complete, because every later chunk is done
                                  -> backward of the projections -> write the residual's gradient in place
 
-Attention runs once if o and the log-sum-exp are saved; otherwise a chunk's attention is recomputed just before its
+Attention runs once if o and the log-sum-exp are saved; otherwise a chunk's attention is recomputed shortly before its
 backward pass. x is read, or rebuilt from o of layers below (rebuild_x.py). K and V are recomputed, each tile when a
 chunk first visits it, so that reading x hides behind attention; the last layer still has those of its forward pass.
 
@@ -26,7 +26,7 @@ are inputs of each block's autograd Function, and the carrier's gradient is the 
 (From FPDT: chunks and double buffering. From UPipe's accounting: where the memory goes.)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -196,14 +196,15 @@ def _chunk_backward(
 ) -> ChunkSteps:
     kept, residuals = call.tapes.o_and_lse(call.layer), call.tapes.residual
     x, *tiles = (tape.read(chunk, toward=-1, changed=False) for tape in (xs, *kept))
-    alone = call.walk.tiles.count == 1  # then the gradient takes another slot, and need not wait for this one
-    residual = residuals.read(chunk, toward=-1, changed=not alone)
     if kept:
         projection, (o, lse) = None, tiles
         lse, arrived = lse.view(lse.shape[::-1]), ()
     else:
         projection = call.project(w, chunk, x)
-        arrived, o, lse = _recompute_attention(call, chunk, projection, keys)
+        arrived, o, lse = yield from _recompute_attention(call, chunk, projection, keys, xs)
+    alone = call.walk.tiles.count == 1  # then the gradient takes another slot, and need not wait for this one
+    residual = residuals.read(chunk, toward=-1, changed=not alone)
+    keys.prefetch(chunk + call.hops)  # the chunk that attends next begins with its own
     dx, do = post_attention_backward(
         call.spec, w, x, o, residual, call.tile, residuals.blank(chunk) if alone else residual
     )
@@ -224,13 +225,15 @@ def _chunk_backward(
     yield from _let_others_run(call.ring)
     (q, o, do), (lse,) = gathering.wait(), gathering_lse.wait()
     call.mark(BACKWARD, call.layer, chunk)
+    sums.finish(chunk)
     dq = call.walk.backward(chunk, do, q, o, lse[..., 0].T, KVWithGradients(keys, sums), sums.add)
     reducing = call.ring.reduce(dq)
     del q, o, do, dq, lse, gathering, gathering_lse
     for tape, tile in zip(kept, tiles, strict=True):
         tape.release(tile)
-    # The walk may have read x tiles for K and V, also the one that comes next
-    xs.prefetch(chunk - 1 - call.hops)
+    if kept:
+        # The walk may have read x tiles for K and V, also the one that comes next
+        xs.prefetch(chunk - 1 - call.hops)
     yield from _let_others_run(call.ring)
     dq = reducing.wait()
     going = call.exchange.to_tokens(call.split, (dq,), sums.take(chunk, dq.dtype))
@@ -243,15 +246,27 @@ def _chunk_backward(
 
 
 def _recompute_attention(
-    call: SweepCall, chunk: int, projection: Projection, keys: "_RebuiltKV"
-) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    call: SweepCall, chunk: int, projection: Projection, keys: "_RebuiltKV", xs: XReader
+) -> Generator[None, None, tuple[tuple[Tensor, Tensor], Tensor, Tensor]]:
     """(q, o) of this rank's heads, o of this rank's tokens, and the log-sum-exp."""
+    keys.prefetch(chunk + call.hops)
     coming = keys.send(chunk, (projection.q,), projection.kv)
     projection.free_outputs()
+    yield from _let_others_run(call.exchange)
     ((q,), _) = coming.wait()
-    (queries,) = call.ring.gather(q).wait()
-    o, lse = call.ring.merge(*call.walk.forward(chunk, queries, keys)).wait()
-    (mine,), _ = call.exchange.to_tokens(call.split, (o,)).wait()
+    gathering = call.ring.gather(q)
+    del coming
+    yield from _let_others_run(call.ring)
+    (queries,) = gathering.wait()
+    merging = call.ring.merge(*call.walk.forward(chunk, queries, keys))
+    del queries, gathering
+    xs.prefetch(chunk - 1 - call.hops)  # the walk may have read it for K and V
+    yield from _let_others_run(call.ring)
+    o, lse = merging.wait()
+    going = call.exchange.to_tokens(call.split, (o,))
+    del merging
+    yield from _let_others_run(call.exchange)
+    (mine,), _ = going.wait()
     return (q, o), mine, lse
 
 
