@@ -36,19 +36,21 @@ def recipe_fits(
     recipe: str, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort, kernel: str = "auto"
 ) -> Iterator[Fit]:
     """Every way in which a recipe fits the budget of a rank, fastest first. The Plans name the kernel."""
-    entry = RECIPES[recipe]
+    entry, named = RECIPES[recipe], {"recipe": recipe, "kernel": kernel}
     if not entry.tries:  # a sweep, whose tensors are placed here
         tile, sizes = mlp_tile(spec), _chunks(tokens, axes.context)
-        plans = [Plan(recipe=recipe, kernel=kernel, chunk=size, tile=min(tile, size)) for size in sizes]
+        plans = [Plan(**named, chunk=size, tile=min(tile, size)) for size in sizes]
         # The smallest chunk takes the least memory: if it does not fit, none does
         if effort in (Effort.LEAST, Effort.LEAST_ONCE):
             plans = plans[-1:]
         elif next(fitting_plans(plans[-1], spec, axes, tokens, budget, Effort.LEAST), None) is None:
             return
     else:
-        places = ("device", "host")
-        named, tries = {"recipe": recipe, "kernel": kernel}, list(_with_tiles(entry.tries, spec))
-        plans = [Plan(**named, optimizer=place, **options) for place in places for options in tries]
+        tries = entry.tries
+        if entry.schedule == "sweep":
+            tries = [{**options, "chunk": size} for options in tries for size in _chunks(tokens, axes.context)]
+        tries = list(_with_tiles(tries, spec))
+        plans = [Plan(**named, optimizer=place, **options) for place in ("device", "host") for options in tries]
     for plan in plans:
         yield from fitting_plans(plan, spec, axes, tokens, budget, effort)
 
@@ -56,9 +58,11 @@ def recipe_fits(
 def _with_tiles(tries: Iterable[Mapping[str, Any]], spec: Spec) -> Iterator[dict[str, Any]]:
     """The tries with the model's tile, unless everything is kept, which tiles would not change. Last, the least one."""
     options: Mapping[str, Any] = {}
+    tile, longest = mlp_tile(spec), TILE
     for options in tries:
-        yield dict(options) if options.get("checkpoint") == "none" else {**options, "tile": mlp_tile(spec)}
-    if mlp_tile(spec) > TILE:
+        longest = min(tile, options.get("chunk", tile))
+        yield dict(options) if options.get("checkpoint") == "none" else {**options, "tile": longest}
+    if longest > TILE:
         yield {**options, "tile": TILE}
 
 

@@ -21,7 +21,7 @@ from tests.schedule.contexts import RECIPES, context_step, open_model, packed, r
 from tests.schedule.steps import EXACT, Outcome, Rows, assert_same, model_step, random_batch
 
 CUT = {
-    name: ithaca.Plan(**options, **({"chunk": 11, "tile": 4} if options["recipe"] == "sweep" else {}))
+    name: ithaca.Plan(**options, **({"chunk": 11, "tile": 4} if options["recipe"] in ("sweep", "fpdt") else {}))
     for name, options in RECIPES.items()
 }
 FEW = ["ulysses-none", "alst", "untied", "sweep", "sweep-recompute"]
