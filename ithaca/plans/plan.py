@@ -36,8 +36,8 @@ class Plan:
 
     recipe: str = "dense"
     """The method: `dense` (one rank per sequence), `ulysses`, `alst` (Ulysses, tiled MLP, block inputs in host memory),
-    `untied` (Ulysses, a few heads at a time), `ring`, `hybrid` (Ulysses and ring), `fpdt` (chunks of a sequence, K and V
-    in host memory, attention recomputed), or `sweep` (chunks of a sequence; of its full length only K, V and their
+    `untied` (Ulysses, a few heads at a time), `ring`, `hybrid` (Ulysses and ring), `fpdt` (chunks of a sequence, K and
+    V in host memory, attention recomputed), or `sweep` (chunks of a sequence; of its full length only K, V and their
     gradients stay on the device)."""
 
     checkpoint: str | None = None
@@ -56,7 +56,7 @@ class Plan:
     there are fewer. (sweep, fpdt)"""
 
     chunks: int | None = None
-    """Into how many chunks a packed sequence is cut, in place of `chunk`: each has tokens / chunks, rounded up. (fpdt)"""
+    """Into how many chunks a sequence is cut, in place of `chunk`: each has tokens / chunks, rounded up. (fpdt)"""
 
     tile: int | None = field(default=None, metadata={"read": parse_tokens})
     """Tokens of a rank that go through an MLP together. Default under `alst`, `untied`, `fpdt`, `sweep`: from 8K for
@@ -74,7 +74,7 @@ class Plan:
     """Where the log-sum-exps of attention are saved: `device` or `host`. (sweep, fpdt)"""
 
     residual: str | None = None
-    """Where the residual between blocks lives, x forward and its gradient backward: `device` or `host`. (sweep, fpdt)"""
+    """Where the residual between blocks lives, x forward, its gradient backward: `device` or `host`. (sweep, fpdt)"""
 
     kv: str | None = None
     """Where K and V of a block, and their gradients, live while it runs: `device` or `host`. (sweep, fpdt)"""
@@ -196,7 +196,7 @@ class Plan:
         """Tokens of a chunk of a sequence with `tokens` tokens. A longer chunk is an error unless `shorten`."""
         if self.chunks is not None:
             if self.chunks > tokens and not shorten:
-                raise PlanError(f"chunks={self.chunks} are more than the {tokens} tokens there are: chunks={tokens} work")
+                raise PlanError(f"chunks={self.chunks} is more than the {tokens} tokens there are: {tokens} works")
             return -(-tokens // self.chunks)
         if self.chunk is not None and self.chunk > tokens and not shorten:
             raise PlanError(
