@@ -42,6 +42,7 @@ PLANS = {
     "sweep-recompute": {"recipe": "sweep", "chunk": 256, "tile": 100, "o": "recompute"},
     "sweep-disk": {"recipe": "sweep", "chunk": 256, "tile": 100, "x": "disk, rebuild, host", "o": "disk"},
     "sweep-device": {"recipe": "sweep", "x": "device", "o": "device", "residual": "device"},
+    "fpdt": {"recipe": "fpdt", "chunks": 5, "tile": 100},
 }
 
 

@@ -224,6 +224,12 @@ def test_what_is_said_is_sent(ranks, folders, shape: tuple[int, int], recipe: st
         assert found == said
 
 
+def test_a_rank_without_heads_in_a_round_sends_nothing_around(ranks, folders) -> None:
+    """Of 14 query heads over three ranks the third has 7, so that the first two have none in the last rounds."""
+    for found, said in ranks(6).run(sent, folders["14/2"], ithaca.Plan(recipe="untied"), {"ulysses": 3, "ring": 2}, 24):
+        assert found == said
+
+
 def test_a_sweep_sends_no_more_for_later_chunks(ranks, folders) -> None:
     """Twice the chunks, twice the bytes."""
     mesh, plan = {"ulysses": 2, "ring": 2}, ithaca.Plan(recipe="sweep", chunk=16, tile=2)

@@ -53,25 +53,21 @@ class KVTiles:
 class KVGradients:
     """dK and dV of every tile, in at least fp32. Chunks run in reverse and add to those of earlier tiles.
 
-    A chunk adds to its own tile first, and nobody does after it: that tile stays open until it is taken. If there is
-    one tile, and one part of its gradients is all of them, that part waits in the kernel's own tensors.
+    A tile stays open until its visits are over (`close`); that of the visiting chunk itself, to which nobody adds any
+    more, until it is taken. If there is one tile, and one part of its gradients is all of them, that part waits in the
+    kernel's own tensors.
     """
 
     def __init__(self, tapes: list[Tape]):
         self._tapes = tapes
         self._begun: set[int] = set()
-        self._finishing: int | None = None
-        self._finished: dict[int, list[Tensor]] = {}  # tiles that are complete, or to which their own chunk adds
+        self._open: dict[int, list[Tensor]] = {}
         self._only: tuple[Tensor, Tensor] | None = None
 
     def prefetch(self, index: int) -> None:
         if index in self._begun:
             for tape in self._tapes:
                 tape.prefetch(index)
-
-    def finish(self, index: int) -> None:
-        """Say that the chunk of this tile attends now, the last that adds to it."""
-        self._finishing = index
 
     def add(self, index: int, keys: slice, dk: Tensor, dv: Tensor) -> None:
         tiles = self._tapes[0].tiles
@@ -86,7 +82,7 @@ class KVGradients:
 
     def _add(self, index: int, keys: slice, parts: tuple[Tensor, Tensor], whole: bool) -> None:
         new = index not in self._begun
-        totals = self._finished.get(index) or [tape.blank(index) if new else tape.read(index) for tape in self._tapes]
+        totals = self._open.get(index) or [tape.blank(index) if new else tape.read(index) for tape in self._tapes]
         for total, part in zip(totals, parts, strict=True):
             if new and whole:
                 total.copy_(part)
@@ -95,18 +91,19 @@ class KVGradients:
                 total.zero_()
             total[keys] += part
         self._begun.add(index)
-        if index == self._finishing:
-            self._finished[index] = totals
-        else:
-            for tape, total in zip(self._tapes, totals, strict=True):
-                tape.write(index, total)
+        self._open[index] = totals
+
+    def close(self, index: int) -> None:
+        """Store a tile that was added to. Other chunks will add to it again."""
+        for tape, total in zip(self._tapes, self._open.pop(index), strict=True):
+            tape.write(index, total)
 
     def take(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dK and dV of a tile that no later chunk will add to."""
         if self._only is not None:
             (dk, dv), self._only = self._only, None
             return dk.to(dtype), dv.to(dtype)
-        totals = self._finished.pop(index)
+        totals = self._open.pop(index)
         dk, dv = (total.to(dtype, copy=True) for total in totals)  # copies, because the tile is released
         for tape, total in zip(self._tapes, totals, strict=True):
             tape.release(total)
@@ -114,10 +111,10 @@ class KVGradients:
 
 
 class KVWithGradients:
-    """K and V for a backward walk, which prefetches the sums that it will add to with them."""
+    """K and V for the backward walk of a chunk, with the sums that it will add to."""
 
-    def __init__(self, keys: KVTiles, sums: KVGradients):
-        self._keys, self._sums = keys, sums
+    def __init__(self, keys: KVTiles, sums: KVGradients, chunk: int):
+        self._keys, self._sums, self._chunk = keys, sums, chunk
 
     def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:
         self._sums.prefetch(index)
@@ -125,3 +122,5 @@ class KVWithGradients:
 
     def release(self, index: int) -> None:
         self._keys.release(index)
+        if index != self._chunk:
+            self._sums.close(index)

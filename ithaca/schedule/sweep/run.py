@@ -225,8 +225,7 @@ def _chunk_backward(
     yield from _let_others_run(call.ring)
     (q, o, do), (lse,) = gathering.wait(), gathering_lse.wait()
     call.mark(BACKWARD, call.layer, chunk)
-    sums.finish(chunk)
-    dq = call.walk.backward(chunk, do, q, o, lse[..., 0].T, KVWithGradients(keys, sums), sums.add)
+    dq = call.walk.backward(chunk, do, q, o, lse[..., 0].T, KVWithGradients(keys, sums, chunk), sums.add)
     reducing = call.ring.reduce(dq)
     del q, o, do, dq, lse, gathering, gathering_lse
     for tape, tile in zip(kept, tiles, strict=True):

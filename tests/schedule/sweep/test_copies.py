@@ -30,9 +30,10 @@ PLACES: dict[str, dict[str, str]] = {
 }
 
 
-def counted(plan: Plan) -> tuple[int, int, Job]:
-    """Bytes into the device and out of it in one step on one rank."""
-    model = ithaca.apply(ithaca.load_model("tiny", "float64"), plan)
+def counted(plan: Plan, ulysses: int = 1, ring: int = 1) -> tuple[int, int, Job]:
+    """Bytes into the device and out of it in one step on a rank."""
+    mesh = ithaca.mesh(ulysses=ulysses, ring=ring) if ulysses * ring > 1 else None
+    model = ithaca.apply(ithaca.load_model("tiny", "float64"), plan, mesh)
     model.allocate(1, TOKENS)
     engine, found = model.engine, {"in": 0, "out": 0}
 
@@ -57,6 +58,16 @@ def test_copies_of_a_step(name: str, chunk: int) -> None:
     assert (stated.into, stated.out) == (into, out)
     assert copies(job, ("disk",)).most == 0
     assert job.costs.work(job).host == stated
+
+
+@pytest.mark.parametrize("o", ["host", "recompute"])
+@pytest.mark.parametrize("axes", [(2, 1), (1, 2), (2, 2)])
+def test_copies_of_chunks_that_overlap(ranks, axes: tuple[int, int], o: str) -> None:
+    """Chunks under way fetch nothing twice, and leave nothing that was fetched."""
+    plan = Plan(recipe="fpdt", chunks=8, tile=8, o=o)
+    for into, out, job in ranks(axes[0] * axes[1]).run(counted, plan, *axes):
+        stated = copies(job, ("host", "disk"))
+        assert (stated.into, stated.out) == (into, out)
 
 
 def test_the_busier_direction_counts() -> None:
