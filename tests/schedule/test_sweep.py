@@ -375,6 +375,13 @@ def test_transformers(folders) -> None:
     assert_same(found, (loss.item(), theirs), 1e-6)
 
 
+@pytest.mark.parametrize(("tokens", "chunks", "size"), [(10, 4, 3), (12, 4, 3), (37, 37, 1), (10, 6, 2), (5, 1, 5)])
+def test_a_number_of_chunks(tokens: int, chunks: int, size: int) -> None:
+    plan = ithaca.Plan(recipe="fpdt", chunks=chunks)
+    assert plan.chunk_of(tokens, shorten=False) == size
+    assert -(-tokens // size) <= chunks
+
+
 REFUSED = [
     ({"recipe": "sweep", "chunk": 100}, "chunk=100 is longer than the 37 tokens there are: chunk=37 works"),
     ({"recipe": "sweep", "chunk": 8, "tile": 9}, "tile=9 is longer than chunk=8: a tile of 8 fits"),
