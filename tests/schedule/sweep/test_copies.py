@@ -64,7 +64,7 @@ def test_copies_of_a_step(name: str, chunk: int) -> None:
 @pytest.mark.parametrize("axes", [(2, 1), (1, 2), (2, 2)])
 def test_copies_of_chunks_that_overlap(ranks, axes: tuple[int, int], o: str) -> None:
     """Chunks under way fetch nothing twice, and leave nothing that was fetched."""
-    plan = Plan(recipe="fpdt", chunks=8, tile=8, o=o)
+    plan = Plan(recipe="fpdt", chunks=16, tile=8, o=o)  # more than are ever under way
     for into, out, job in ranks(axes[0] * axes[1]).run(counted, plan, *axes):
         stated = copies(job, ("host", "disk"))
         assert (stated.into, stated.out) == (into, out)
