@@ -43,7 +43,7 @@ KINDS = (
     "L40S-48GB",
 )
 COUNTS = (1, 2, 16, 64)  # 8 is everywhere else
-RECIPES = ("dense", "ulysses", "alst", "untied", "ring", "hybrid", "sweep")
+RECIPES = ("dense", "ulysses", "alst", "untied", "ring", "hybrid", "fpdt", "sweep")
 
 Answer = dict[str, Any]
 

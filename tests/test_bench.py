@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from bench import disk, kernels, live_line, operations, overlap, peers, points, recipes
+from bench import chunks, disk, kernels, live_line, operations, overlap, peers, points, recipes
 from ithaca.attention.documents import Pieces
 from tests.nursery import Nursery
 
@@ -283,3 +283,30 @@ def test_the_cost_of_the_live_line(nursery: Nursery, tmp_path: Path) -> None:
     mean = sum(row["seconds_without"]) / 2
     assert row["share"] == pytest.approx(sum(row["seconds_with"]) / 2 / mean - 1)
     assert row["share_of_marks_on_the_host"] == pytest.approx(18 * row["seconds_of_a_mark"] / mean)
+
+
+def bench_chunks(folder: Path) -> None:
+    sys.argv = ["bench", "--smoke", "--only", "256", "--out", str(folder), "--commit", "none"]
+    chunks.main()
+
+
+def test_the_chunk_curve(nursery: Nursery, tmp_path: Path) -> None:
+    (end,) = nursery.job(bench_chunks, tmp_path)
+    assert end.code == 0, end.err
+    rows = json.loads((tmp_path / "chunks-tiny-512-4-smoke.json").read_text())["results"]
+    assert [(row["recipe"], row["chunk"], row["tokens"]) for row in rows] == [("fpdt", 256, 512), ("sweep", 256, 512)]
+    assert (tmp_path / "chunks-tiny-512-4-smoke.png").stat().st_size > 10000
+
+
+def test_the_fastest_chunk_is_marked(tmp_path: Path) -> None:
+    measured, predicted = (3.0, 2.0, 2.5), (2.9, 2.4, 2.3)
+    rows = [
+        {"recipe": recipe, "chunk": chunk, "seconds": seconds, "seconds_predicted": other, "peak_bytes": 2**30}
+        | {"tokens_per_second_per_gpu": 100 / seconds, "peak_bytes_predicted": 2**30}
+        for recipe in chunks.RECIPES
+        for chunk, seconds, other in zip((8192, 65536, 262144), measured, predicted, strict=True)
+    ]
+    found = [chunks.best(rows[:3], name) for name in chunks.SPEED]
+    assert [row and row["chunk"] for row in found] == [65536, 262144]
+    chunks.draw([*rows, {"point": "fpdt 16K", "error": "not run"}], "a title", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10000

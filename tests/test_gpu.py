@@ -43,6 +43,7 @@ PLANS = {
     "sweep-disk": {"recipe": "sweep", "chunk": 256, "tile": 100, "x": "disk, rebuild, host", "o": "disk"},
     "sweep-all-on-disk": {"recipe": "sweep", "chunk": 256, "tile": 100} | dict.fromkeys(HOST, "disk"),
     "sweep-device": {"recipe": "sweep", "x": "device", "o": "device", "residual": "device"},
+    "fpdt": {"recipe": "fpdt", "chunks": 5, "tile": 100},
 }
 
 

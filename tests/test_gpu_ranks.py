@@ -31,15 +31,18 @@ PLANS: dict[str, dict[str, Any]] = {
     "sweep-host": {"recipe": "sweep", "chunk": 250} | HOST,
     "sweep-rebuild": {"recipe": "sweep", "chunk": 256, "x": "host, rebuild*2"},
     "sweep-recompute": {"recipe": "sweep", "chunk": 400, "o": "recompute"},
+    "fpdt": {"recipe": "fpdt", "chunks": 7, "tile": 50},
 }
 
 
 RING_PLANS: dict[str, dict[str, Any]] = {
     "hybrid": {"recipe": "hybrid"},
     "hybrid-gather": {"recipe": "hybrid", "travel": "gather", "checkpoint": "selective"},
+    "ring-untied": {"recipe": "untied", "tile": 100},
     "ring-sweep": {"recipe": "sweep", "chunk": 250, "tile": 50},
     "ring-sweep-host": {"recipe": "sweep", "chunk": 100} | HOST,
     "ring-sweep-recompute": {"recipe": "sweep", "chunk": 250, "o": "recompute"},
+    "ring-fpdt": {"recipe": "fpdt", "chunks": 9},
 }
 
 

@@ -15,7 +15,7 @@ CHECKPOINTS = ("none", "selective", "full")
 CHUNK = 64 * 2**10  # tokens: attention kernels run at their best from here on
 TRAVELS = ("around", "gather")
 PLACED = ("x", "o", "lse", "residual", "kv")  # the options that say where a tape lives
-RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "tile", *PLACED)
+RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "chunks", "tile", *PLACED)
 MLP_NUMBERS = TILE * (5 * 14336 + 3 * 4096)  # of an MLP's backward pass over a tile of Llama3-8B; 1.4 GB in bf16
 
 
@@ -47,8 +47,9 @@ class Plan:
 
     recipe: str = "dense"
     """The method: `dense` (one rank per sequence), `ulysses`, `alst` (Ulysses, tiled MLP, block inputs in host memory),
-    `untied` (Ulysses, a few heads at a time), `ring`, `hybrid` (Ulysses and ring), or `sweep` (chunks of a sequence; of
-    its full length only K, V and their gradients stay on the device)."""
+    `untied` (Ulysses, a few heads at a time), `ring`, `hybrid` (Ulysses and ring), `fpdt` (chunks of a sequence, K and
+    V in host memory, attention recomputed), or `sweep` (chunks of a sequence; of its full length only K, V and their
+    gradients stay on the device)."""
 
     checkpoint: str | None = None
     """What a block saves for its backward pass. `none`: everything. `selective`: its input and the attention's output,
@@ -60,15 +61,18 @@ class Plan:
 
     travel: str | None = None
     """How K and V reach the other ring ranks. `around`: from each rank to the next, in steps. `gather`: all at once,
-    which takes their memory once per ring rank, and three times that in backward. (ring, hybrid)"""
+    which takes their memory once per ring rank, and three times that in backward. (ring, hybrid, untied)"""
 
     chunk: int | None = field(default=None, metadata={"read": parse_tokens})
     """Tokens of a sequence, over all ranks that share it, that go through a block together. Default: 64K, or all if
-    there are fewer. (sweep)"""
+    there are fewer. (sweep, fpdt)"""
+
+    chunks: int | None = None
+    """Into how many chunks a sequence is cut, in place of `chunk`: each has tokens / chunks, rounded up. (fpdt)"""
 
     tile: int | None = field(default=None, metadata={"read": parse_tokens})
-    """Tokens of a rank that go through an MLP together. Default under `alst`, `untied`, `sweep`: from 8K for Llama3-8B
-    and larger models to 64K for narrow ones (`mlp_tile`); otherwise all."""
+    """Tokens of a rank that go through an MLP together. Default under `alst`, `untied`, `fpdt`, `sweep`: from 8K for
+    Llama3-8B and larger models to 64K for narrow ones (`mlp_tile`); otherwise all."""
 
     x: str | None = None
     """Where block inputs are saved: `device`, `host` or `disk`; or `rebuild`: recomputed from o (sweep). One word, or a
@@ -76,17 +80,17 @@ class Plan:
 
     o: str | None = None
     """Where attention outputs are saved: `device`, `host` or `disk`; or `recompute`: attention runs again. A word or a
-    list, as for x. (sweep)"""
+    list, as for x. (sweep, fpdt)"""
 
     lse: str | None = None
-    """Where the log-sum-exps of attention are saved: `device`, `host` or `disk`. (sweep)"""
+    """Where the log-sum-exps of attention are saved: `device`, `host` or `disk`. (sweep, fpdt)"""
 
     residual: str | None = None
     """Where the residual between blocks lives, x forward and its gradient backward: `device`, `host` or `disk`.
-    (sweep)"""
+    (sweep, fpdt)"""
 
     kv: str | None = None
-    """Where K and V of a block, and their gradients, live while it runs: `device`, `host` or `disk`. (sweep)"""
+    """Where K and V of a block, and their gradients, live while it runs: `device`, `host` or `disk`. (sweep, fpdt)"""
 
     zero: int = 3
     """What is sharded over ranks. 1: optimizer states. 2: gradients too. 3: parameters too."""
@@ -131,11 +135,12 @@ class Plan:
             self._check_words(name, KEPT)
         self._words("x")
         self._words("o")
-        numbers = {"heads": 8, "chunk": CHUNK, "tile": TILE, "loss_tile": 4096, "host_memory": 64 * 10**9}
+        numbers = {"heads": 8, "chunk": CHUNK, "chunks": 16, "tile": TILE}
+        numbers |= {"loss_tile": 4096, "host_memory": 64 * 10**9}
         for name, works in numbers.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                what = {"host_memory": "bytes", "heads": "heads"}.get(name, "tokens")
+                what = {"host_memory": "bytes", "heads": "heads", "chunks": "chunks"}.get(name, "tokens")
                 raise PlanError(f"{name}={value} is no number of {what}: {works} is")
         if type(self.zero) is not int or self.zero not in (1, 2, 3):
             raise PlanError(f"zero={self.zero} does not exist: 1, 2 and 3 do")
@@ -216,6 +221,10 @@ class Plan:
 
     def chunk_of(self, tokens: int, shorten: bool) -> int:
         """Tokens of a chunk of a sequence with `tokens` tokens. A longer chunk is an error unless `shorten`."""
+        if self.chunks is not None:
+            if self.chunks > tokens and not shorten:
+                raise PlanError(f"chunks={self.chunks} is more than the {tokens} tokens there are: {tokens} works")
+            return -(-tokens // self.chunks)
         if self.chunk is not None and self.chunk > tokens and not shorten:
             raise PlanError(
                 f"chunk={self.chunk} is longer than the {tokens} tokens there are: chunk={tokens} works, and so "
@@ -253,6 +262,10 @@ class Plan:
             raise PlanError(
                 f"heads={self.heads} needs the o of every layer between its rounds, which o='{self.o}' does not save: "
                 "use o='host', or leave heads out"
+            )
+        if self.chunk is not None and self.chunks is not None:
+            raise PlanError(
+                f"chunk={self.chunk} and chunks={self.chunks} both say how a sequence is cut: leave one out"
             )
         if self.chunk is not None and self.tile is not None and self.tile > self.chunk:
             raise PlanError(f"tile={self.tile} is longer than chunk={self.chunk}: a tile of {self.chunk} fits")

@@ -24,7 +24,8 @@ class Recipe:
     tiled: bool = False  # the MLP runs in tiles if the Plan names none; their size follows from the model
     tries: tuple[Mapping[str, Any], ...] = ()
     """Options that the planner tries, from least computing to least memory, with the model's tile where blocks are
-    checkpointed. Empty, for schedule `sweep` alone: the planner places x, o, K and V of each layer itself."""
+    checkpointed, and under schedule `sweep` with several sizes of chunks. Empty, for schedule `sweep` alone: the
+    planner also places x, o, K and V of each layer itself."""
 
     def allows(self, ulysses: int, ring: int) -> bool:
         """Whether so many Ulysses × ring ranks can share a sequence."""
@@ -75,11 +76,11 @@ RECIPES: dict[str, Recipe] = {
         tries=_KEPT_TRIES,
     ),
     "untied": Recipe(
-        "Ulysses with a few heads at a time (UPipe)",
+        "Ulysses with a few heads at a time (UPipe), also within ring ranks",
         schedule="whole",
-        options={"heads": None, "tile": None, "x": "host"},
+        options={"heads": None, "travel": "around", "tile": None, "x": "host"},
         ulysses=True,
-        ring=False,
+        ring=True,
         head_rounds=True,
         tiled=True,
         tries=({"x": "device"}, {"x": "host"}),
@@ -108,5 +109,23 @@ RECIPES: dict[str, Recipe] = {
         ring=False,
         tiled=True,
         tries=_KEPT_TRIES,
+    ),
+    "fpdt": Recipe(
+        "chunks of a sequence, with K and V in host memory; attention runs again in backward (FPDT)",
+        schedule="sweep",
+        options={
+            "chunk": None,
+            "chunks": None,
+            "tile": None,
+            "x": "host",
+            "o": "recompute",
+            "lse": "device",
+            "residual": "host",
+            "kv": "host",
+        },
+        ulysses=True,
+        ring=True,
+        tiled=True,
+        tries=({},),
     ),
 }

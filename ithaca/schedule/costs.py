@@ -69,7 +69,13 @@ class Traffic:
 
 def traffic(messages: Iterable[Message], job: "Job", peers: Peers) -> Traffic:
     """The sum of some messages."""
-    return sum((Traffic(message.count, _bytes(message, job, peers)) for message in messages), Traffic(0, 0))
+    return sum((_traffic(message, job, peers) for message in messages), Traffic(0, 0))
+
+
+def _traffic(message: Message, job: "Job", peers: Peers) -> Traffic:
+    """A collective over Ulysses ranks is called by all of them; one over ring ranks only by those with such heads."""
+    size = _bytes(message, job, peers)
+    return Traffic(message.count if size or not message.ring else 0, size)
 
 
 def _bytes(message: Message, job: "Job", peers: Peers) -> int:

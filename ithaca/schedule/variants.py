@@ -61,7 +61,10 @@ def recipe_variants(
     """
     entry, named = RECIPES[recipe], {"recipe": recipe, "kernel": kernel}
     if entry.tries:
-        tries = list(_with_tiles(entry.tries, spec))
+        tries = entry.tries
+        if entry.schedule == "sweep":
+            tries = [{**options, "chunk": size} for options in tries for size in _chunks(tokens, axes.context, 1)]
+        tries = list(_with_tiles(tries, spec))
         return [Plan(**named, optimizer=place, **options) for place in IN_MEMORY for options in tries]
     tile, away = mlp_tile(spec), SHARED_PLACES if budget.disk else IN_MEMORY
     chunks = {kv: _chunks(tokens, axes.context, 1 if kv == "device" else least_chunks.get(kv, 1)) for kv in away}
@@ -83,9 +86,11 @@ def _folder_of(*words: str) -> str | None:
 def _with_tiles(tries: Iterable[Mapping[str, Any]], spec: Spec) -> Iterator[dict[str, Any]]:
     """The tries with the model's tile, unless everything is kept, which tiles would not change. Last, the least one."""
     options: Mapping[str, Any] = {}
+    tile, longest = mlp_tile(spec), TILE
     for options in tries:
-        yield dict(options) if options.get("checkpoint") == "none" else {**options, "tile": mlp_tile(spec)}
-    if mlp_tile(spec) > TILE:
+        longest = min(tile, options.get("chunk", tile))
+        yield dict(options) if options.get("checkpoint") == "none" else {**options, "tile": longest}
+    if longest > TILE:
         yield {**options, "tile": TILE}
 
 

@@ -23,7 +23,13 @@ def test_meshes() -> None:
     assert found("ulysses", 8) == [(1, 1, 8)]
     assert found("ulysses", 12) == [(2, 1, 6)]  # 12 Ulysses ranks are more than 10 heads
     assert found("ring", 12) == [(1, 12, 1)]
-    assert found("sweep", 4) == found("hybrid", 4) == [(1, 4, 1), (1, 2, 2), (1, 1, 4)]
+    assert (
+        found("sweep", 4)
+        == found("fpdt", 4)
+        == found("untied", 4)
+        == found("hybrid", 4)
+        == [(1, 4, 1), (1, 2, 2), (1, 1, 4)]
+    )
     assert all(recipes.fitting_meshes(recipe, 1, 10) == [Axes()] for recipe in RECIPES)
 
 
@@ -49,8 +55,8 @@ def conclude(told: list[Found]) -> Found:
 def test_a_planted_mistake_is_named(ranks, dtype: str) -> None:
     found = conclude(ranks(2).run(compare, dtype))
     wrong = {(entry["recipe"], entry["mesh"]) for entry in found["recipes"] if entry["wrong"]}
-    assert wrong == {("ring", "ring 2"), ("hybrid", "ring 2")}
-    assert len(found["problems"]) == 2
+    assert wrong == {("ring", "ring 2"), ("hybrid", "ring 2"), ("untied", "ring 2")}
+    assert len(found["problems"]) == 3
     assert all("self_attn." in problem for problem in found["problems"])
 
 
@@ -58,7 +64,7 @@ def fail_on_one_rank() -> Found:
     grid = mesh(device="cpu")
 
     def step(recipe: str, *_: Any) -> recipes.Outcome:
-        if recipe == "untied" and grid.rank == 1:
+        if recipe == "alst" and grid.rank == 1:
             raise ValueError("no memory")
         return {}
 
@@ -72,7 +78,7 @@ def fail_on_one_rank() -> Found:
 
 def test_an_error_of_another_rank(ranks) -> None:
     found = conclude(ranks(2).run(fail_on_one_rank))
-    assert found["problems"] == ["recipe 'untied' on ulysses 2 failed: rank 1: ValueError: no memory"]
+    assert found["problems"] == ["recipe 'alst' on ulysses 2 failed: rank 1: ValueError: no memory"]
 
 
 def outcome(loss: float, gradient: list[float]) -> recipes.Outcome:

@@ -241,7 +241,7 @@ def rehearsals(chance: random.Random) -> list[Input]:
     ]
     wrong += ["plan.recipe=nonsense", "mesh.shard=7", "plan.zero=4", "plan.heads=1", "plan.loss_tile=-1", "\udcff=1"]
     found += [Input(f"--set {shown(item)}", (*base, "--set", item), expect="error") for item in wrong]
-    for recipe in ("dense", "ulysses", "alst", "untied", "ring", "hybrid", "sweep"):
+    for recipe in ("dense", "ulysses", "alst", "untied", "ring", "hybrid", "fpdt", "sweep"):
         found.append(Input(f"--recipe {recipe}", (*base, "--recipe", recipe, "--memory-only")))
     for recipe in ("abc", "", "auto", "\udcff"):
         found.append(Input(f"--recipe {shown(recipe)}", (*base, "--recipe", recipe), expect="error"))

@@ -78,6 +78,18 @@ def test_others_that_fit(model: str, gpus: str, tokens: int) -> None:
     assert longest(spec_of(model), cluster(gpus), recomputing=True) >= tokens
 
 
+@pytest.mark.parametrize("tokens", [100, 64 * K, 4 * M])
+def test_fpdt_keeps_what_its_entry_says(tokens: int) -> None:
+    """Only the chunk is chosen; a run takes it, so that it is no longer than the sequence."""
+    answer = search(spec_of("llama3-8b"), cluster(), max(tokens, SHORTEST), "fpdt")
+    assert answer is not None
+    plan = answer.plan.settled()
+    assert (plan.x, plan.o, plan.kv, plan.residual) == ("host", "recompute", "host", "host")
+    assert plan.chunk == min(max(tokens, SHORTEST), 64 * K)
+    assert plan.chunk_of(max(tokens, SHORTEST), shorten=False) == plan.chunk
+    assert answer.recomputed(spec_of("llama3-8b")) == 32
+
+
 @pytest.mark.parametrize(("recipe", "published"), [("ulysses", 3), ("untied", 5)])
 def test_published_lengths_within_a_column(recipe: str, published: int) -> None:
     columns = (1, 2, 3, 4, 5, 6)

@@ -28,6 +28,8 @@ SCENES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "sweep": ({"recipe": "sweep", "chunk": 512, "tile": 100}, {"ulysses": 2, "ring": 2}),
     "sweep-device": ({"recipe": "sweep", "chunk": 512, "x": "device", "o": "device"}, {"ulysses": 4}),
     "untied": ({"recipe": "untied", "tile": 100}, {"ulysses": 4}),
+    "untied-ring": ({"recipe": "untied", "tile": 100}, {"ulysses": 2, "ring": 2}),
+    "fpdt": ({"recipe": "fpdt", "chunks": 6, "tile": 100}, {"ulysses": 2, "ring": 2}),
     "hybrid": ({"recipe": "hybrid"}, {"ulysses": 2, "ring": 2}),
     "dense": ({"recipe": "dense"}, {"shard": 4}),
 }

@@ -56,6 +56,7 @@ RECIPES: dict[str, Options] = {
     "sweep-keys-on-host": {"recipe": "sweep", "kv": "host", "lse": "host"},
     "sweep-all-on-host": {"recipe": "sweep", "kv": "host", "lse": "host", "residual": "host"},
     "sweep-all-on-device": {"recipe": "sweep", "x": "device", "o": "device", "residual": "device"},
+    "fpdt": {"recipe": "fpdt"},
 }
 
 
@@ -70,7 +71,7 @@ def with_rounds(recipe: str, heads: str, ranks: int) -> dict[str, Options]:
 def sized(options: Options, chance: random.Random, shortest: int) -> ithaca.Plan:
     """A Plan with chunks and tiles that divide nothing, for sequences of that many tokens at least."""
     sizes: Options = {"loss_tile": chance.choice((5, 16, 4096)), "zero": chance.choice((1, 2, 3))}
-    if options["recipe"] == "sweep":
+    if options["recipe"] in ("sweep", "fpdt"):
         sizes["chunk"] = chance.randint(min(4, shortest), shortest)
         sizes["tile"] = chance.randint(1, int(sizes["chunk"]))
     elif options.get("checkpoint") != "none":

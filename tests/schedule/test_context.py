@@ -126,7 +126,7 @@ def test_beside_data_ranks(ranks, folders, world: int, zero: int, heads: str, re
         random_batch(2 * rows - 1, 11, documents=False, ignored=0.1, seed=chance.randrange(10**6)),
     ]
     options = RECIPES[recipe]
-    cut = {"chunk": 7, "tile": 3} if options["recipe"] == "sweep" else {}
+    cut = {"chunk": 7, "tile": 3} if options["recipe"] in ("sweep", "fpdt") else {}
     plan = ithaca.Plan(zero=zero, loss_tile=5, **cut, **options)
     wanted = naive_step(folders[heads], batches)
     for outcome in ranks(world).run(context_step, folders[heads], plan, DATA[world], batches):

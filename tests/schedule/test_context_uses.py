@@ -21,7 +21,7 @@ from tests.schedule.contexts import RECIPES, context_step, open_model, packed, r
 from tests.schedule.steps import EXACT, Outcome, Rows, assert_same, model_step, random_batch
 
 CUT = {
-    name: ithaca.Plan(**options, **({"chunk": 11, "tile": 4} if options["recipe"] == "sweep" else {}))
+    name: ithaca.Plan(**options, **({"chunk": 11, "tile": 4} if options["recipe"] in ("sweep", "fpdt") else {}))
     for name, options in RECIPES.items()
 }
 FEW = ["ulysses-none", "alst", "untied", "sweep", "sweep-recompute"]
@@ -179,14 +179,16 @@ def assert_same_bits(found: Outcome, wanted: Outcome) -> None:
         assert torch.equal(gradient, wanted[1][name]), name
 
 
-LATE = ["alst", "untied", "sweep", "sweep-recompute", "sweep-rebuild", "sweep-mixed", "sweep-all-on-host"]
+LATE = ["alst", "untied", "fpdt", "sweep", "sweep-recompute", "sweep-rebuild", "sweep-mixed", "sweep-all-on-host"]
 
 
 @pytest.mark.parametrize(
     ("name", "seed"),
     sampled(
         itertools.product(LATE, range(3)),
-        lambda name, seed: seed == 0 and name in ("alst", "sweep-recompute", "sweep-rebuild", "sweep-all-on-host"),
+        lambda name, seed: (
+            seed == 0 and name in ("alst", "sweep-recompute", "sweep-rebuild", "sweep-all-on-host", "fpdt")
+        ),
     ),
 )
 def test_what_is_late_changes_no_bit(ranks, folders, name: str, seed: int) -> None:
@@ -197,8 +199,8 @@ def test_what_is_late_changes_no_bit(ranks, folders, name: str, seed: int) -> No
 @pytest.mark.parametrize(
     ("ulysses", "ring", "name"),
     sampled(
-        [(ulysses, 2, name) for ulysses in (1, 2) for name in ("hybrid", "sweep-all-on-host")],
-        lambda ulysses, _, name: (ulysses == 2) == name.startswith("sweep"),
+        [(ulysses, 2, name) for ulysses in (1, 2) for name in ("hybrid", "untied", "sweep-all-on-host", "fpdt")],
+        lambda ulysses, _, name: (ulysses == 2) == (name != "hybrid"),
     ),
 )
 def test_what_is_late_in_a_ring_changes_no_bit(ranks, folders, ulysses: int, ring: int, name: str) -> None:
@@ -224,6 +226,7 @@ def assert_nothing_depends_on_time(
 def test_where_tapes_are_changes_no_bit(ranks, folders, world: int) -> None:
     batches = [packed(53, 5, random.Random(world))]
     names = ["sweep", "sweep-rebuild", "sweep-keys-on-host", "sweep-all-on-host", "sweep-all-on-device"]
+    names += ["sweep-recompute", "fpdt"]
     first, *others = (
         ranks(world).run(context_step, folders["8/2"], CUT[name], {"ulysses": world}, batches, 5) for name in names
     )

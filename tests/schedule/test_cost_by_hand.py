@@ -34,22 +34,27 @@ def phases_of(plan: Plan, tokens: int, ulysses: int, ring: int = 1, spec: Spec =
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_sweep_over_both_axes(again: bool) -> None:
-    """Chunks of 64K over 2 × 2 ranks, four of them under way beside one that is at work."""
+    """Chunks of 64K over 2 × 2 ranks, four of them under way beside one that is at work; eight if o is recomputed."""
     plan = Plan(recipe="sweep", kernel="cudnn+flash", chunk=64 * K, tile=8 * K, o="recompute" if again else "host")
     found = phases_of(plan, M, 2, 2)
     T = 16 * K
     q, k = T * 2 * 16 * 128 * BF16, T * 2 * 4 * 128 * BF16  # of half of the heads, and the tokens of two ranks
     local, gathered = T * Q * BF16, 2 * q
     workspace = 2.03 * gathered + 2 * 4 * k  # dq in fp32, two numbers a row; dk and dv of each of 4 query heads
-    exchange = 3 * local + 3 * q + 2 * (q + 2 * k) + 3 * q + 3 * gathered + 2 * gathered
+    exchange = 2 * (q + 2 * k) + 3 * q + 3 * gathered + 2 * gathered  # dq, dk, dv; q, o, do gathered; dq reduced
+    if again:  # q; q gathered; o merged, beside q; o back, in another order, beside q; do, beside q and o
+        exchange += local + q + q + gathered + q + 2 * gathered + local + 3 * q + local + 3 * q
+    else:
+        exchange += 3 * local + 3 * q
+    under_way = 8 if again else 4
     projection = T * (E + Q + KV) * BF16  # the normed x; q and k before their own norms
     block = FP32 * QWEN_BLOCK
     mlp = found["the MLP of the first block"]
-    assert mlp[BLOCKS] == 5 * 8 * K * 12288 * BF16 + 3 * 8 * K * E * BF16 + local + 4 * projection + block
+    assert mlp[BLOCKS] == 5 * 8 * K * 12288 * BF16 + 3 * 8 * K * E * BF16 + local + under_way * projection + block
     assert mlp[EXCHANGE] == exchange
     assert mlp[ATTENTION] == (2 * q + local if again else 0)
     attention = found["attention of the first block"]
-    assert attention[BLOCKS] == 5 * projection + block
+    assert attention[BLOCKS] == (1 + under_way) * projection + block
     assert attention[EXCHANGE] == exchange + 2 * 3 * gathered
     # dq and workspace, dk and dv; sums in fp32 of two visits
     assert attention[ATTENTION] == gathered * (1 + 3) + workspace + 4 * k

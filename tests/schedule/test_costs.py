@@ -28,6 +28,7 @@ SWEEPS = {
     f"sweep-{kept}-{count}": {"recipe": "sweep", "o": kept, "chunks": count}
     for kept, count in itertools.product(("host", "recompute"), CHUNKS)
 }
+SWEEPS |= {"fpdt-3": {"recipe": "fpdt", "chunks": 3}}
 MIXED = {"sweep-mixed-3": {"recipe": "sweep", "o": "recompute, host, recompute", "chunks": 3}}
 
 
@@ -41,7 +42,7 @@ def sequence(options: dict, world: int) -> tuple[ithaca.Plan, int, int]:
     options = dict(options)
     count = options.pop("chunks", 1)
     local = 5 if count == 5 else LOCAL
-    if options["recipe"] == "sweep":
+    if options["recipe"] in ("sweep", "fpdt"):
         options |= {"chunk": CHUNKS[count] * world, "tile": 1}
     return ithaca.Plan(**options), local, count
 
@@ -82,7 +83,7 @@ def stated(model: ithaca.Model, tokens: int) -> list[Traffic]:
     return [traffic([message for block in blocks for message in block[way]], job, peers) for way in (0, 1)]
 
 
-FEW = ("ulysses-selective", "alst", "untied", "sweep-host-2", "sweep-recompute-3", "sweep-mixed-3")
+FEW = ("ulysses-selective", "alst", "untied", "sweep-host-2", "sweep-recompute-3", "sweep-mixed-3", "fpdt-3")
 
 
 @pytest.mark.parametrize(
@@ -106,11 +107,11 @@ def closed_form(name: str, options: dict, heads: str, ranks: int, head_size: int
     kv = 2 * n * max(keys, ranks) * head_size * BYTES * (ranks - 1) // ranks
     forward = Traffic(2, 2 * q + kv)
     if plan.sweeps:
-        recomputed = plan.o == "recompute"
+        recomputed = plan.settled().o == "recompute"
         forward = Traffic(2 * chunks, 2 * q + kv)
-        messages = 5 * chunks - 1 if recomputed else 3 * chunks - 2
-        if chunks == 1 and not recomputed:
-            messages = 2  # one chunk sends its K and V with its queries
+        messages = 5 * chunks - 2 if recomputed else 3 * chunks - 2
+        if chunks == 1:
+            messages += 1  # one chunk sends its K and V with its queries
         last = Traffic((4 if recomputed else 2) * chunks, 4 * q + kv)
         each = Traffic(messages, 4 * q + 2 * kv)
         return times(forward, LAYERS), times(each, LAYERS - 1) + last

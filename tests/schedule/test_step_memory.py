@@ -42,6 +42,8 @@ SWEEP: Words = {"recipe": "sweep", "chunk": 128}
 SCENES: dict[str, tuple[Words, dict[str, int]]] = {
     "sweep": (SWEEP, {"ulysses": 4}),
     "sweep on a ring": ({**SWEEP, "tile": 25}, {"ulysses": 2, "ring": 2}),
+    "fpdt": ({"recipe": "fpdt", "chunks": 4}, {"ulysses": 4}),
+    "fpdt on a ring": ({"recipe": "fpdt", "chunks": 5}, {"ulysses": 2, "ring": 2}),
     "o recomputed": ({**SWEEP, "o": "recompute"}, {"ulysses": 4}),
     "x rebuilt": ({**SWEEP, "x": "host, rebuild"}, {"ulysses": 4}),
     "on the device": ({**SWEEP, "x": "device", "o": "device", "residual": "device"}, {"ulysses": 4}),
@@ -49,6 +51,7 @@ SCENES: dict[str, tuple[Words, dict[str, int]]] = {
     "chunks that do not divide": ({**SWEEP, "chunk": 100}, {"ulysses": 2, "shard": 2}),
     "moments on the host": ({**SWEEP, "optimizer": "host"}, {"ulysses": 4}),
     "untied": ({"recipe": "untied", "tile": 25}, {"ulysses": 4}),
+    "untied on a ring": ({"recipe": "untied", "tile": 25}, {"ulysses": 2, "ring": 2}),
     "hybrid": ({"recipe": "hybrid"}, {"ulysses": 2, "ring": 2}),
     "ulysses selective": ({"recipe": "ulysses", "checkpoint": "selective"}, {"ulysses": 4}),
     "dense": ({"recipe": "dense"}, {"shard": 4}),
@@ -61,7 +64,9 @@ ALWAYS = {
     ("x rebuilt", True, LAYERS),
     ("on the host", False, 2),
     ("moments on the host", True, 2),
+    ("fpdt", True, LAYERS),
     ("untied", False, 2),
+    ("untied on a ring", True, 2),
     ("dense", True, 2),
     ("sweep alone", True, LAYERS),
     ("selective alone", False, 2),
@@ -158,6 +163,7 @@ PLANS = [
     Plan(recipe="ulysses", checkpoint="none"),
     Plan(recipe="alst"),
     Plan(recipe="untied"),
+    Plan(recipe="fpdt"),
 ]
 
 

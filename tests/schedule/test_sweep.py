@@ -135,6 +135,8 @@ RESIDENCIES = [
     {"x": "host", "o": "host", "lse": "device", "residual": "host", "kv": "device"},
     {"x": "host", "o": "device", "lse": "host", "residual": "device", "kv": "host"},
     {"x": "host", "o": "host", "lse": "host", "residual": "host", "kv": "host"},
+    {"x": "device", "o": "recompute", "lse": "device", "residual": "device", "kv": "device"},
+    {"x": "host", "o": "recompute", "lse": "device", "residual": "host", "kv": "host"},
 ]
 
 
@@ -373,10 +375,25 @@ def test_transformers(folders) -> None:
     assert_same(found, (loss.item(), theirs), 1e-6)
 
 
+@pytest.mark.parametrize(("tokens", "chunks", "size"), [(10, 4, 3), (12, 4, 3), (37, 37, 1), (10, 6, 2), (5, 1, 5)])
+def test_a_number_of_chunks(tokens: int, chunks: int, size: int) -> None:
+    plan = ithaca.Plan(recipe="fpdt", chunks=chunks)
+    assert plan.chunk_of(tokens, shorten=False) == size
+    assert -(-tokens // size) <= chunks
+
+
 REFUSED = [
     ({"recipe": "sweep", "chunk": 100}, "chunk=100 is longer than the 37 tokens there are: chunk=37 works"),
     ({"recipe": "sweep", "chunk": 8, "tile": 9}, "tile=9 is longer than chunk=8: a tile of 8 fits"),
     ({"recipe": "sweep", "chunk": 0}, "chunk=0 is no number of tokens: 65536 is"),
+    (
+        {"recipe": "sweep", "chunks": 4},
+        "chunks=4 means nothing under recipe 'sweep': leave it out, or use recipe 'fpdt'",
+    ),
+    ({"recipe": "fpdt", "chunks": 38}, "chunks=38 is more than the 37 tokens there are: 37 works"),
+    ({"recipe": "fpdt", "chunks": 0}, "chunks=0 is no number of chunks: 16 is"),
+    ({"recipe": "fpdt", "chunks": "4"}, "chunks=4 is no number of chunks: 16 is"),
+    ({"recipe": "fpdt", "chunks": 4, "chunk": 8}, "chunk=8 and chunks=4 both say how a sequence is cut: leave one out"),
     ({"recipe": "sweep", "tile": -3}, "tile=-3 is no number of tokens: 8192 is"),
     ({"recipe": "sweep", "o": "hots"}, "o=hots does not exist: did you mean 'host'"),
     ({"recipe": "sweep", "checkpoint": "full"}, "checkpoint=full means nothing under recipe 'sweep'"),

@@ -19,8 +19,10 @@ RECIPES = {
     "ulysses": (Plan(recipe="ulysses", checkpoint="selective"), SHARED),
     "alst": (Plan(recipe="alst", tile=7), MeshSection(ulysses=2)),  # beside it two data ranks
     "untied": (Plan(recipe="untied"), SHARED),
+    "untied-ring": (Plan(recipe="untied"), MeshSection(ulysses=2, ring=2)),
     "ring": (Plan(recipe="ring"), MeshSection(ring=4)),
     "hybrid": (Plan(recipe="hybrid", travel="gather"), MeshSection(ulysses=2, ring=2)),
+    "fpdt": (Plan(recipe="fpdt", chunks=4), SHARED),
     "sweep": (Plan(recipe="sweep", chunk=50), SHARED),
     "sweep-ring": (Plan(recipe="sweep", chunk=50), MeshSection(ulysses=2, ring=2)),
 }

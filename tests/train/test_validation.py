@@ -90,6 +90,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "ring": {"recipe": "ring"},
     "hybrid": {"recipe": "hybrid", "travel": "gather"},
     "alst": {"recipe": "alst", "tile": 5},
+    "fpdt": {"recipe": "fpdt", "chunks": 3},
     "sweep": {"recipe": "sweep", "chunk": 20, "x": "host, rebuild", "loss_tile": 9},
 }
 

@@ -6,7 +6,8 @@ With T local tokens of a chunk, N chunks, Q and K features of all query and key/
                 head rounds K, V and their sums of the largest round, and one o that waits between rounds
     MLP         5 τM + 3 τE for a tile of τ tokens, beside what neighbouring chunks have under way
     attention   q, o, do, K, V of this rank's heads, dq, dK, dV and the kernel's workspace; dq also in fp32
-    exchange    (q, o, do) sent and received by one neighbour, (dq, dK, dV) by another
+    exchange    (q, o, do) sent and received by one neighbour, (dq, dK, dV) by another. Where o is recomputed, four
+                neighbours wait: q, o, do and (dq, dK, dV) are on their way, beside q and o of the second and the third
 
 Messages over C Ulysses ranks with n local tokens, b bytes a number, q = n · Q · b · (C − 1) / C and
 kv = 2 · n · max(Hkv, C) · D · b · (C − 1) / C:
@@ -14,7 +15,7 @@ kv = 2 · n · max(Hkv, C) · D · b · (C − 1) / C:
 | | forward | backward |
 |---|---|---|
 | o kept, N > 1 chunks | 2 N: (q, kv) there, o back | 3 N − 2: (q, o, do) there, (dq, dkv) back, kv before |
-| o recomputed | the same | 5 N − 1: o back and do there by themselves |
+| o recomputed | the same | 5 N − 2: q there, o back and do there by themselves |
 
 In bytes: 2 q + kv forward, 4 q + 2 kv backward.
 
@@ -83,14 +84,17 @@ def hops(ulysses: int, ring: int) -> int:
     return (ulysses > 1) + (ring > 1)
 
 
-def chunks_under_way(ulysses: int, ring: int) -> int:
-    """Neighbouring chunks that wait for messages while one computes: one for each exchange, there and back."""
-    return 2 * hops(ulysses, ring)
+def chunks_under_way(ulysses: int, ring: int, recomputed: bool = False) -> int:
+    """Neighbouring chunks that wait for messages while one computes: one for each exchange, there and back.
+
+    A chunk whose attention is recomputed goes there and back twice.
+    """
+    return (4 if recomputed else 2) * hops(ulysses, ring)
 
 
-def chunks_sending_keys(ulysses: int, ring: int, recomputed: bool) -> int:
+def chunks_sending_keys(ulysses: int, ring: int) -> int:
     """Chunks whose K and V go with their own queries in backward: those that begin before the first one attends."""
-    return 1 if recomputed else 1 + hops(ulysses, ring)
+    return 1 + hops(ulysses, ring)
 
 
 def head_passes(job: "Job") -> list[HeadSplit]:
@@ -118,6 +122,7 @@ def tapes(job: "Job") -> list[TapeSpec]:
     rounds = head_passes(job)
     own_keys, own_lse = (len(rounds[0].kv[job.ulysses_rank]), spec.head_size), (len(job.heads.q),)
     ulysses, more = job.axes.ulysses, chunks_under_way(job.axes.ulysses, job.axes.ring)
+    x_slots = X_SLOTS + chunks_under_way(job.axes.ulysses, job.axes.ring, RECOMPUTE in placement.o)
     rebuilds = rebuilds_of(plan, spec)
     passing = any(layer not in rebuild.homes for layer, rebuild in rebuilds.items())
 
@@ -129,7 +134,7 @@ def tapes(job: "Job") -> list[TapeSpec]:
             if layers[place]
         ]
 
-    xs = saved("x", placement.x, hidden, X_SLOTS + more)
+    xs = saved("x", placement.x, hidden, x_slots)
     rebuilt_off_device = any(
         kind == "o" and placement.o[layer] != "device"
         for rebuild in rebuilds.values()
@@ -137,7 +142,7 @@ def tapes(job: "Job") -> list[TapeSpec]:
     )
     if rebuilt_off_device and not {"host", "disk"} & {*placement.x}:
         # No x is saved off the device, but rebuilt ones pass through slots
-        xs.append(TapeSpec("x", "x", "host", (), hidden, job.itemsize, False, X_SLOTS + more, True))
+        xs.append(TapeSpec("x", "x", "host", (), hidden, job.itemsize, False, x_slots, True))
     with_o = tuple(layer for layer, word in enumerate(placement.o) if word != RECOMPUTE)
     lses = [TapeSpec("lse", "lse", plan.lse, with_o, own_lse, job.high, True, LSE_SLOTS + more, True, ulysses)]
     # o, or its gradient, between rounds: read and written as often as the residual, and in its place
@@ -170,41 +175,59 @@ def kept(job: "Job", layers: range) -> int:  # noqa: ARG001
 
 def peaks(job: "Job") -> dict[str, Counter[str]]:
     """Bytes at the two peaks of a chunk's backward pass, with what its neighbours hold."""
+    words = job.plan.placement(job.spec.layers).o
+    found = [_peaks(job, recomputed) for recomputed in {word == RECOMPUTE for word in words}]
+    return {name: max((each[name] for each in found), key=Counter.total) for name in found[0]}
+
+
+def _peaks(job: "Job", recomputed: bool) -> dict[str, Counter[str]]:
+    """The same of layers that save o, or of those that recompute it."""
     largest, T = head_passes(job)[0], job.block_tokens
     q, k, projection = job.own_queries(largest), job.own_keys(largest), job.projection_bytes(largest)
-    sent = T * len(largest.q_heads) * job.spec.head_size * job.itemsize  # q of all ranks' heads
     ulysses, ring = job.axes.ulysses, job.axes.ring
-    under_way = min(chunks_under_way(ulysses, ring), job.chunks - 1)
-    exchange = 0
-    if ulysses > 1 and under_way:
-        exchange += 3 * sent + 3 * q  # one has sent q, o, do
-    if ulysses > 1 and under_way > 1:
-        exchange += 2 * (q + 2 * k)  # and one dq, dk, dv
+    under_way = min(chunks_under_way(ulysses, ring, recomputed), job.chunks - 1)
+    waiting = sum(sorted(_waiting(job, largest, recomputed), reverse=True)[:under_way])
     ring_q = ring * q  # queries of a chunk, gathered over the ring
-    gathering = 3 * ring_q if ring > 1 else 0
-    if ring > 1 and under_way:
-        exchange += 3 * q + gathering + 2 * ring_q  # gathered by one; dq of another being reduced
-    recomputes = RECOMPUTE in job.plan.placement(job.spec.layers).o
     mlp = Counter(
         {
             BLOCKS: job.mlp_bytes() + job.queries(T) + under_way * projection,
-            EXCHANGE: exchange,
-            ATTENTION: 2 * q + job.queries(T) if recomputes else 0,
+            EXCHANGE: waiting,
+            ATTENTION: 2 * q + job.queries(T) if recomputed else 0,
         }
     )
     workspace = max(job.workspace(ring_q, k, causal) for causal in ((True, False) if job.chunks > 1 else (True,)))
     kernel = ring_q + workspace + 2 * k
     # In a walk: dq in fp32 from the second visit on, and that of the visit before
     walk = kernel + {1: 0, 2: ring_q + 2 * k, 3: 3 * ring_q + 2 * k}[min(job.chunks, 3)]
-    arrived = 3 * q if ulysses > 1 else q + job.queries(T)  # alone: q, and do of all heads
+    arrived = 3 * q if ulysses > 1 or recomputed else q + job.queries(T)  # alone: q, and do of all heads
     attention = Counter(
         {
             BLOCKS: (1 + under_way) * projection,
-            EXCHANGE: exchange + (2 * gathering if ring > 1 else arrived),
+            EXCHANGE: waiting + (2 * 3 * ring_q if ring > 1 else arrived),
             ATTENTION: walk,
         }
     )
     return {"the MLP": mlp, "attention": attention}
+
+
+def _waiting(job: "Job", split: HeadSplit, recomputed: bool) -> list[int]:
+    """Bytes that a chunk holds at each exchange that it waits for, beside its projection: sent, received, and kept."""
+    q, k = job.own_queries(split), job.own_keys(split)
+    tokens_q = job.block_tokens * len(split.q_heads) * job.spec.head_size * job.itemsize  # of all ranks' heads
+    ring_q, over_ulysses, over_ring = job.axes.ring * q, job.axes.ulysses > 1, job.axes.ring > 1
+    found = []
+    if over_ulysses:
+        found += [2 * (q + 2 * k)]  # dq, dk, dv
+    if over_ring:
+        found += [3 * q + 3 * ring_q, 2 * ring_q]  # q, o, do gathered; dq reduced
+    if over_ulysses and not recomputed:
+        found += [3 * tokens_q + 3 * q]  # q, o, do
+    if over_ulysses and recomputed:
+        # q; o, which is sent as it is or, with a ring, in another order, beside q; do, beside both
+        found += [tokens_q + q, tokens_q + (3 if over_ring else 2) * q, tokens_q + 3 * q]
+    if over_ring and recomputed:
+        found += [q + ring_q, q + 2 * ring_q]  # q gathered; o merged, beside q
+    return found
 
 
 def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:
@@ -235,7 +258,7 @@ def _round_messages(
             backward += [Message(TO_HEADS, split, queries=3, count=N)]  # q, o, do
         backward += [Message(TO_TOKENS, split, queries=1, keys=2, count=N)]
         if not has_keys:
-            alone = max(N - chunks_sending_keys(job.axes.ulysses, job.axes.ring, recomputed), 0)
+            alone = max(N - chunks_sending_keys(job.axes.ulysses, job.axes.ring), 0)
             backward += [Message(TO_HEADS, split, keys=2, count=alone)]
     if job.axes.ring > 1:
         attended = [
@@ -363,8 +386,7 @@ def _backward_reads(job: "Job", layer: int) -> float:
 
     The last layer still has K and V of its last round.
     """
-    recomputed, rounds = job.plan.placement(job.spec.layers).o[layer] == RECOMPUTE, len(job.rounds)
-    first = chunks_sending_keys(job.axes.ulysses, job.axes.ring, recomputed)
+    rounds, first = len(job.rounds), chunks_sending_keys(job.axes.ulysses, job.axes.ring)
     without_keys = rounds - (layer == job.spec.layers - 1)
     return rounds + without_keys * max(job.chunks - first, 0) / job.chunks
 
@@ -381,7 +403,7 @@ def _kv_copies(job: "Job") -> StepCopies:
     backward = Copies(into=(passes * visits + 1) * kv, out=(passes - 1) * kv)
     recomputed = job.plan.placement(layers).o.count(RECOMPUTE)
     backward += Copies(into=(visits + 1) * kv * recomputed)  # a chunk attends twice, and reads its own tile again
-    gradients = passes * (visits + 1) * sums * (job.chunks > 1)  # those of a single chunk need no tape
+    gradients = passes * visits * sums  # a chunk's own are taken as soon as they are complete
     return StepCopies(forward, backward + Copies(into=gradients, out=gradients))
 
 

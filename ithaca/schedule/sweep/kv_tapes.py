@@ -32,11 +32,16 @@ class KVTiles:
             self.put(index, *self.make(index))
         elif index not in self._open:
             self._open[index] = [tape.read(index) for tape in self._tapes], False
-        if following in self._written:
-            for tape in self._tapes:
-                tape.prefetch(following)  # pyrefly: ignore
+        if following is not None:
+            self.prefetch(following)
         k, v = (tile[:, : self._heads] for tile in self._open[index][0])
         return k, v
+
+    def prefetch(self, index: int) -> None:
+        """Begin to fetch a tile that is there already."""
+        if index in self._written:
+            for tape in self._tapes:
+                tape.prefetch(index)
 
     def make(self, index: int) -> tuple[Tensor, Tensor]:
         raise AssertionError(f"K and V of tile {index} are read before they are written")
@@ -53,12 +58,15 @@ class KVTiles:
 class KVGradients:
     """dK and dV of every tile, in at least fp32. Chunks run in reverse and add to those of earlier tiles.
 
-    If there is one tile, and one part of its gradients is all of them, that part waits in the kernel's own tensors.
+    A tile stays open until its visits are over (`close`); that of the visiting chunk itself, to which nobody adds any
+    more, until it is taken. If there is one tile, and one part of its gradients is all of them, that part waits in the
+    kernel's own tensors.
     """
 
     def __init__(self, tapes: list[Tape], heads: int):
         self._tapes, self._heads = tapes, heads
         self._begun: set[int] = set()
+        self._open: dict[int, list[Tensor]] = {}
         self._only: tuple[Tensor, Tensor] | None = None
 
     def prefetch(self, index: int) -> None:
@@ -78,37 +86,42 @@ class KVGradients:
         self._add(index, keys, (dk, dv), whole)
 
     def _add(self, index: int, keys: slice, parts: tuple[Tensor, Tensor], whole: bool) -> None:
-        for tape, part in zip(self._tapes, parts, strict=True):
-            tile = tape.read(index) if index in self._begun else tape.blank(index)
+        new = index not in self._begun
+        tiles = self._open.get(index) or [tape.blank(index) if new else tape.read(index) for tape in self._tapes]
+        for tile, part in zip(tiles, parts, strict=True):
             total = tile[:, : self._heads]
-            if index in self._begun:
-                total[keys] += part
-            elif whole:
+            if new and whole:
                 total.copy_(part)
-            else:
+                continue
+            if new:
                 total.zero_()
-                total[keys] += part
-            tape.write(index, tile)
+            total[keys] += part
         self._begun.add(index)
+        self._open[index] = tiles
+
+    def close(self, index: int) -> None:
+        """Store a tile that was added to. Other chunks will add to it again."""
+        if self._heads:  # otherwise this rank has no heads in this round, and nothing was added
+            for tape, tile in zip(self._tapes, self._open.pop(index), strict=True):
+                tape.write(index, tile)
 
     def take(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dK and dV of a tile that no later chunk will add to."""
         if self._only is not None:
             (dk, dv), self._only = self._only, None
             return dk.to(dtype), dv.to(dtype)
-        whole = []
-        for tape in self._tapes:
-            tile = tape.read(index)
-            whole.append(tile[:, : self._heads].to(dtype, copy=True))  # a copy, because the tile is released
+        tiles = self._open.pop(index) if self._heads else [tape.blank(index) for tape in self._tapes]
+        dk, dv = (tile[:, : self._heads].to(dtype, copy=True) for tile in tiles)  # copies: the tiles are released
+        for tape, tile in zip(self._tapes, tiles, strict=True):
             tape.release(tile)
-        return whole[0], whole[1]
+        return dk, dv
 
 
 class KVWithGradients:
-    """K and V for a backward walk, which prefetches the sums that it will add to with them."""
+    """K and V for the backward walk of a chunk, with the sums that it will add to."""
 
-    def __init__(self, keys: KVTiles, sums: KVGradients):
-        self._keys, self._sums = keys, sums
+    def __init__(self, keys: KVTiles, sums: KVGradients, chunk: int):
+        self._keys, self._sums, self._chunk = keys, sums, chunk
 
     def read(self, index: int, following: int | None) -> tuple[Tensor, Tensor]:
         self._sums.prefetch(index)
@@ -116,3 +129,5 @@ class KVWithGradients:
 
     def release(self, index: int) -> None:
         self._keys.release(index)
+        if index != self._chunk:
+            self._sums.close(index)

@@ -7,7 +7,7 @@
                                  -> dK, dV of the chunk itself are now complete, because every later chunk is done
                                  -> backward of the projections -> write the residual's gradient in place
 
-Attention runs once if o and the log-sum-exp are saved; otherwise a chunk's attention is recomputed just before its
+Attention runs once if o and the log-sum-exp are saved; otherwise a chunk's attention is recomputed shortly before its
 backward pass. x is read, or rebuilt from o of layers below (rebuild_x.py). K and V are recomputed, each tile when a
 chunk first visits it, so that reading x hides behind attention; the last layer still has those of its forward pass.
 
@@ -32,7 +32,7 @@ are inputs of each block's autograd Function, and the carrier's gradient is the 
 (From FPDT: chunks and double buffering. From UPipe: head rounds, and where the memory goes.)
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -189,14 +189,15 @@ def _chunk_backward(
     kept, residuals = call.tapes.o_and_lse(call.layer), call.tapes.residual
     read = kept if call.in_last_round else (*kept, call.tapes.between_rounds)
     x, *tiles = (tape.read(chunk, toward=-1, changed=False) for tape in (xs, *read))
-    alone = call.walk.tiles.count == 1  # then the gradient takes another slot, and need not wait for this one
-    residual = residuals.read(chunk, toward=-1, changed=not alone) if call.in_last_round else None
     if kept:
         projection, o, lse, arrived = None, tiles[0], call.own_lse(tiles[1]), ()
     else:
         projection = call.project(w, chunk, x)
-        arrived, o, lse = _recompute_attention(call, chunk, projection, keys)
-    if residual is not None:
+        arrived, o, lse = yield from _recompute_attention(call, chunk, projection, keys, xs)
+    keys.prefetch(chunk + call.hops)  # the chunk that attends next begins with its own
+    if call.in_last_round:
+        alone = call.walk.tiles.count == 1  # then the gradient takes another slot, and need not wait for this one
+        residual = residuals.read(chunk, toward=-1, changed=not alone)
         dx, do = post_attention_backward(
             call.spec, w, x, o, residual, call.tile, residuals.blank(chunk) if alone else residual
         )
@@ -205,7 +206,7 @@ def _chunk_backward(
         residual = dx
         _leave_gradient(call, chunk, do)
     else:
-        do = tiles[2]
+        residual, do = None, tiles[2]
     if projection is None:  # after the MLP, which takes most memory
         projection = call.project(w, chunk, x)
         o, do = take_heads(o, call.split), take_heads(do, call.split)
@@ -221,13 +222,14 @@ def _chunk_backward(
     yield from _let_others_run(call.ring)
     (q, o, do), (lse,) = gathering.wait(), gathering_lse.wait()
     call.mark_chunk(BACKWARD, chunk)
-    dq = call.walk.backward(chunk, do, q, o, lse[..., 0].T, KVWithGradients(keys, sums), sums.add)
+    dq = call.walk.backward(chunk, do, q, o, lse[..., 0].T, KVWithGradients(keys, sums, chunk), sums.add)
     reducing = call.ring.reduce(dq)
     del q, o, do, dq, lse, gathering, gathering_lse
     for tape, tile in zip(read, tiles, strict=True):
         tape.release(tile)
-    # The walk may have read x tiles for K and V, also the one that comes next
-    xs.prefetch(chunk - 1 - call.hops)
+    if kept:
+        # The walk may have read x tiles for K and V, also the one that comes next
+        xs.prefetch(chunk - 1 - call.hops)
     yield from _let_others_run(call.ring)
     dq = reducing.wait()
     going = call.exchange.to_tokens(call.split, (dq,), sums.take(chunk, dq.dtype))
@@ -249,15 +251,27 @@ def _leave_gradient(call: SweepCall, chunk: int, do: Tensor) -> None:
 
 
 def _recompute_attention(
-    call: SweepCall, chunk: int, projection: Projection, keys: "_RebuiltKV"
-) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    call: SweepCall, chunk: int, projection: Projection, keys: "_RebuiltKV", xs: XReader
+) -> Generator[None, None, tuple[tuple[Tensor, Tensor], Tensor, Tensor]]:
     """(q, o) of this rank's heads, o of this rank's tokens, and the log-sum-exp."""
+    keys.prefetch(chunk + call.hops)
     coming = keys.send(chunk, (projection.q,), projection.kv)
     projection.free_outputs()
+    yield from _let_others_run(call.exchange)
     ((q,), _) = coming.wait()
-    (queries,) = call.ring.gather(q).wait()
-    o, lse = call.ring.merge(*call.walk.forward(chunk, queries, keys)).wait()
-    (mine,), _ = call.exchange.to_tokens(call.split, (o,)).wait()
+    gathering = call.ring.gather(q)
+    del coming
+    yield from _let_others_run(call.ring)
+    (queries,) = gathering.wait()
+    merging = call.ring.merge(*call.walk.forward(chunk, queries, keys))
+    del queries, gathering
+    xs.prefetch(chunk - 1 - call.hops)  # the walk may have read it for K and V
+    yield from _let_others_run(call.ring)
+    o, lse = merging.wait()
+    going = call.exchange.to_tokens(call.split, (o,))
+    del merging
+    yield from _let_others_run(call.exchange)
+    (mine,), _ = going.wait()
     return (q, o), mine, lse
 
 

@@ -26,6 +26,9 @@ with q: 2 r and 4 r messages. R ring ranks add, with L = C · n tokens, k key/va
 |---|---|---|
 | around | R − 1 messages, (R − 1) · L · 2 k D b | those again (twice with `full`), and R of L · 2 k D f each |
 | gather | 1, the same bytes | 1 again (2 with `full`), and 1 of (R − 1) · L · 2 k D f |
+
+With head rounds that is what each round sends, k being the key/value heads of the round: K and V that several rounds
+read are exchanged once over the Ulysses ranks, and go around the ring in every round, behind its attention.
 """
 
 from collections import Counter
@@ -148,7 +151,7 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
     attention = Counter(
         {
             BLOCKS: states + job.projection_bytes() + job.own_lse(),
-            EXCHANGE: 3 * q + 2 * k + _travelling_bytes(job),
+            EXCHANGE: 3 * q + 2 * k + _travelling_bytes(job, k),
             ATTENTION: q + job.workspace(q, k) + 2 * k + (2 * q if job.axes.ring > 1 else 0),
         }
     )
@@ -168,12 +171,13 @@ def _peaks_in_rounds(job: "Job", states: int) -> dict[str, Counter[str]]:
     sent = T * len(split.q_heads) * job.spec.head_size * job.itemsize
     kv = T * job.axes.ulysses * max(map(len, split.kv)) * job.spec.head_size * job.itemsize
     both = 2 * job.queries(T) + job.own_lse()  # o and do of all heads
+    sums = 2 * kv * job.high // job.itemsize
     mlp = Counter({BLOCKS: states + both + job.mlp_bytes()})
     attention = Counter(
         {
             BLOCKS: states + both + job.projection_bytes(),
-            EXCHANGE: 2 * sent + 3 * own + 2 * kv,
-            ATTENTION: own + job.workspace(own, kv) + 2 * kv + 2 * kv * job.high // job.itemsize,
+            EXCHANGE: 2 * sent + 3 * own + 2 * kv + _travelling_bytes(job, kv),
+            ATTENTION: own + job.workspace(own, kv) + 2 * kv + sums + (2 * own if job.axes.ring > 1 else 0),
         }
     )
     return {"the MLP": mlp, "attention": attention}
@@ -181,14 +185,14 @@ def _peaks_in_rounds(job: "Job", states: int) -> dict[str, Counter[str]]:
 
 def _ring_bytes(job: "Job") -> int:
     """What a ring adds to attention: the sum of dq in fp32, and what travels."""
-    return 2 * job.own_queries() + _travelling_bytes(job) if job.axes.ring > 1 else 0
+    return 2 * job.own_queries() + _travelling_bytes(job, job.own_keys()) if job.axes.ring > 1 else 0
 
 
-def _travelling_bytes(job: "Job") -> int:
-    """K and V of other ring ranks, and the sums of their gradients."""
+def _travelling_bytes(job: "Job", k: int) -> int:
+    """K and V of other ring ranks, and the sums of their gradients; `k`: bytes of this rank's K."""
     if job.axes.ring == 1:
         return 0
-    block = 2 * job.own_keys()
+    block = 2 * k
     if job.plan.travel == "gather":
         return job.axes.ring * block * 3
     # Sums that are added to, that are on their way to the next rank, and that come from the one before
@@ -198,16 +202,22 @@ def _travelling_bytes(job: "Job") -> int:
 def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:  # noqa: ARG001
     """What a block sends, forward and backward."""
     forward, backward = _over_ulysses(job) if job.axes.ulysses > 1 else ([], [])
-    if job.axes.ring > 1:
-        split, ring = job.split, job.axes.ring
-        if job.plan.travel == "around":
-            kv = Message(TO_NEXT, split, keys=2, count=ring - 1, steps=ring - 1)
-            dkv = Message(TO_NEXT, split, keys=2, high=True, count=ring, steps=ring)
-        else:
-            kv, dkv = Message(TO_EACH, split, keys=2), Message(TO_EACH, split, keys=2, high=True)
+    for split in (split for group in job.rounds for split in group) if job.axes.ring > 1 else ():
+        kv, dkv = _over_ring(job, split)
+        again = [] if job.plan.checkpoint in ("none", "selective") else [kv]
         forward = [*forward, kv]
-        backward = [*backward, *([kv] if job.plan.checkpoint == "full" else []), kv, dkv]
+        backward = [*backward, *again, kv, dkv]
     return forward, backward
+
+
+def _over_ring(job: "Job", split: HeadSplit) -> tuple[Message, Message]:
+    """K and V of a round, and the sums of their gradients. Ranks without queries in the round send nothing."""
+    attending = tuple(kv if q else kv[:0] for q, kv in zip(split.q, split.kv, strict=True))
+    split, ring = HeadSplit(split.q, attending), job.axes.ring
+    if job.plan.travel == "gather":
+        return Message(TO_EACH, split, keys=2), Message(TO_EACH, split, keys=2, high=True)
+    kv = Message(TO_NEXT, split, keys=2, count=ring - 1, steps=ring - 1)
+    return kv, Message(TO_NEXT, split, keys=2, high=True, count=ring, steps=ring)
 
 
 def _over_ulysses(job: "Job") -> tuple[list[Message], list[Message]]:

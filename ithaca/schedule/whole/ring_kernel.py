@@ -1,4 +1,5 @@
-"""Ring attention as a kernel: K and V travel around the ring, for blocks over all local tokens (`ring`, `hybrid`).
+"""Ring attention as a kernel: K and V travel around the ring, for blocks over all local tokens (`ring`, `hybrid`,
+`untied`: there those of each round).
 
 A ring rank keeps its queries, two segments of the sequence. The K and V of each rank arrive one block after the other,
 and the next block is on its way while the kernel runs on this one. Backward they arrive again. The sums of a block's dK

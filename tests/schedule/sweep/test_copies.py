@@ -32,9 +32,10 @@ PLACES: dict[str, dict[str, str]] = {
 }
 
 
-def counted(plan: Plan, model_name: str | Path = "tiny") -> tuple[int, int, Job]:
-    """Bytes into the device and out of it in one step on one rank."""
-    model = ithaca.apply(ithaca.load_model(model_name, "float64"), plan)
+def counted(plan: Plan, model_name: str | Path = "tiny", ulysses: int = 1, ring: int = 1) -> tuple[int, int, Job]:
+    """Bytes into the device and out of it in one step on a rank."""
+    mesh = ithaca.mesh(ulysses=ulysses, ring=ring) if ulysses * ring > 1 else None
+    model = ithaca.apply(ithaca.load_model(model_name, "float64"), plan, mesh)
     model.allocate(1, TOKENS)
     engine, found = model.engine, {"in": 0, "out": 0}
 
@@ -92,6 +93,16 @@ def test_what_the_disk_moves(places: dict[str, str], chunk: int, tmp_path: Path,
     stated = job.costs.work(job)
     assert (stated.disk.into, stated.disk.out) == (moved["fetch"], moved["store"])
     assert (stated.host.into, stated.host.out) == (into, out)
+
+
+@pytest.mark.parametrize("o", ["host", "recompute"])
+@pytest.mark.parametrize("axes", [(2, 1), (1, 2), (2, 2)])
+def test_copies_of_chunks_that_overlap(ranks, axes: tuple[int, int], o: str) -> None:
+    """Chunks under way fetch nothing twice, and leave nothing that was fetched."""
+    plan = Plan(recipe="fpdt", chunks=16, tile=8, o=o)  # more than are ever under way
+    for into, out, job in ranks(axes[0] * axes[1]).run(counted, plan, "tiny", *axes):
+        stated = job.costs.work(job).host
+        assert (stated.into, stated.out) == (into, out)
 
 
 def test_the_busier_direction_counts() -> None:
