@@ -53,6 +53,8 @@ def _changes(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"optimizer": "host"}
     if plan.checkpoint in ("none", "selective"):
         yield {"checkpoint": "full", "tile": TILE}
+    if plan.chunks is not None:
+        yield {"chunks": 2 * plan.chunks}
     for name, default in (("chunk", CHUNK), ("tile", TILE), ("loss_tile", None)):
         value = getattr(plan, name) or default
         if value and value > LEAST and (name in options or name == "loss_tile"):

@@ -28,9 +28,10 @@ def job_of(plan: Plan, tokens: int = M) -> Job:
         ({"recipe": "sweep", "x": "device, host*3"}, {"plan.x=host"}),
         ({"recipe": "ulysses", "checkpoint": "none"}, {"plan.recipe=sweep", "plan.checkpoint=full"}),
         ({"recipe": "untied", "x": "host"}, {"plan.recipe=sweep"}),
+        ({"recipe": "fpdt", "chunks": 4, "optimizer": "host"}, {"plan.chunks=8"}),
     ],
 )
-def test_the_sentence(options: dict[str, str], helps: set[str]) -> None:
+def test_the_sentence(options: dict[str, str | int], helps: set[str]) -> None:
     plan = Plan(**options)  # pyrefly: ignore
     said = out_of_memory(job_of(plan), "Tried to allocate 2.00 GiB", 75 * GIB, 77 * GIB, 79 * GIB)
     assert said.startswith("out of memory (Tried to allocate 2.00 GiB): torch had allocated 75 GiB and reserved 77 GiB")

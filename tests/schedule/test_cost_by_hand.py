@@ -68,6 +68,19 @@ def test_k_and_v_that_travel(travel: str, copies: int) -> None:
     assert found[EXCHANGE] == 3 * q + 2 * k + copies * 2 * k
 
 
+@pytest.mark.parametrize(("travel", "copies"), [("gather", 2 * 3), ("around", 2 + 3 * 2)])
+def test_k_and_v_of_a_round_that_travel(travel: str, copies: int) -> None:
+    """One query head on each of two ranks, and the key/value head that it reads."""
+    plan = Plan(recipe="untied", travel=travel, kernel="flash4")
+    found = phases_of(plan, 128 * K, 2, 2)["attention of the first block"]
+    T = 32 * K
+    own = kv = T * 2 * 128 * BF16
+    sent = T * 2 * 128 * BF16  # of both ranks' heads, local tokens
+    assert found[EXCHANGE] == 2 * sent + 3 * own + 2 * kv + copies * 2 * kv
+    # dq, its sum in fp32 and the kernel's; dk and dv, and their sums over the rounds
+    assert found[ATTENTION] == own + 2 * own + 2.03 * own + 2 * kv + 4 * kv
+
+
 @pytest.mark.parametrize(("spec", "ulysses"), [(LLAMA, 1), (LLAMA, 4), (QWEN, 1)])
 def test_everything_that_a_block_makes(spec: Spec, ulysses: int) -> None:
     """x, two norms, a sum; q, k, v, o, 32 numbers of lse; with Ulysses o twice; with norms of q and k these twice."""
