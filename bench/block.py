@@ -5,10 +5,12 @@
     python -m bench.block --tokens 1M --ranks 8 --recipe sweep,untied
     python -m bench.block --tokens 32K --plan "recipe=sweep; x=device; o=device; residual=device" --no-bare
     python -m bench.block --documents 256K,64x4K,192K+64x1K         time against Σ length²
+    python -m bench.block --tokens 5M --ranks 8 --once --hold --plan "recipe=sweep; lse=host; optimizer=host; chunk=32K"
+    python -m bench.block --model llama2-7b --tokens 4M --ranks 8 --once --hold --plan "recipe=sweep; lse=host; heads=8"
 
 Each result is a rehearsal (ithaca/rehearsal): this process runs one rank, and its messages come back to it. A step is a
-step of these layers with embedding, loss and optimizer. Memory is that of a model with these layers only. Results of
-commit 651f103b5e06 and before are smaller: they are of blocks alone.
+step of these layers with embedding, loss and optimizer. Memory is that of a model with these layers only or, with
+--hold, that of the whole model. Results of commit 651f103b5e06 and before are smaller: they are of blocks alone.
 
 Seconds are medians of --repeats rehearsals. `attention` is the time of attention kernels within the step. `bare`, the
 lower bound of forward and backward, is the time of their attention kernels and matrix products alone. 1 d is one hidden
@@ -122,7 +124,8 @@ def main() -> None:
     parser.add_argument("--recipe", default="sweep", help="one recipe, or several with commas between them")
     parser.add_argument("--plan", action="append", type=read_plan, help="a Plan in place of --recipe, as shown above")
     parser.add_argument("--repeats", default=3, type=int)
-    parser.add_argument("--once", action="store_true", help="time one step alone, with no step before it; no --bare")
+    parser.add_argument("--once", action="store_true", help="time one step alone, with no step before it")
+    parser.add_argument("--hold", action="store_true", help="hold the memory of layers that do not run")
     parser.add_argument("--no-bare", action="store_true", help="do not time the kernels and products alone")
     parser.add_argument("--name", help="name of the file of results")
     args = parser.parse_args()
@@ -144,8 +147,8 @@ def main() -> None:
                 axes=axes,
                 documents=bounds,
                 layers=args.layers,
-                hold_absent=False,
-                bare=not (args.no_bare or args.once),
+                hold_absent=args.hold,
+                bare=not args.no_bare,
                 once=args.once,
             )
             rows.append(measure(scene, grid, args.repeats) | {"matmul_tflops": bound})

@@ -146,7 +146,8 @@ def play(
         peak = _peaks(meter, grid.device)
     if not scene.memory_only:
         clock.restart()
-        seconds = _step(model, optimizer, batch)
+        with products if scene.bare and scene.once else nullcontext():
+            seconds = _step(model, optimizer, batch)
     peak = peak or _peaks(meter, grid.device)
     seconds["attention"] = clock.seconds()
     del held
