@@ -7,6 +7,7 @@ The idea is FPDT's, whose authors found 64K by trying.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 from ithaca.base.sizes import format_number, format_tokens
@@ -18,6 +19,7 @@ from ithaca.planner.seconds import copy_seconds
 from ithaca.plans.plan import Plan
 from ithaca.schedule.costs import Copies
 from ithaca.schedule.job import Job
+from ithaca.schedule.sweep.cost import head_passes
 from ithaca.schedule.sweep.placement import SHARED_PLACES
 
 
@@ -45,7 +47,8 @@ def balance(job: Job, gpu: Gpu, machine: Machine) -> Balance:
     On a disk that n GPUs share, with R and W bytes/s to read and to write, fetching takes n (in / R + out / W). Over
     several ring ranks a tile has fewer tokens and all queries visit it, so their number cancels.
     """
-    hq, hkv, size = len(job.heads.q), len(job.heads.kv), job.spec.head_size
+    heads, size = head_passes(job)[0], job.spec.head_size
+    hq, hkv = len(heads.q[job.ulysses_rank]), len(heads.kv[job.ulysses_rank])
     tile, sums = 2 * hkv * size * job.itemsize, 2 * hkv * size * job.high  # bytes of a token
     moved = Copies(into=tile), Copies(into=tile + sums, out=sums)
     found = []
@@ -66,6 +69,7 @@ def describe(found: Balance, chunk: int) -> str:
     )
 
 
+@lru_cache(maxsize=256)  # the search asks for the same ones many times
 def least_chunks(spec: Spec, axes: Axes, gpu: Gpu, machine: Machine, kernel: str) -> Mapping[str, int]:
     """For each place off the device where K and V can live, the balance chunk."""
     return {

@@ -157,7 +157,8 @@ def _arithmetic(question: Question, answer: Answer) -> dict[str, str]:
     if kv:
         tokens, (heads, size) = memory.tiles.length * kv.ranks, kv.features
         sizes = f"{tokens:,} tokens × {format_count(heads, 'head')} × {size} × 2 × (2 + 4) bytes"
-        found[owners.KEYS] = f"{OWNERS[owners.KEYS]}: {sizes}"
+        whose = f"of one layer and {answer.plan.heads} query heads at a time" if answer.plan.heads else "of one layer"
+        found[owners.KEYS] = f"{whose}, with their gradients: {sizes}"
     return found
 
 

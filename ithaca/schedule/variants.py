@@ -10,6 +10,7 @@ from typing import Any
 
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes, runs_alone
+from ithaca.parallel.head_split import split_heads, usable_rounds
 from ithaca.plans.places import IN_MEMORY
 from ithaca.plans.plan import CHUNK, Plan, mlp_tile
 from ithaca.plans.recipes import RECIPES, TILE
@@ -29,6 +30,7 @@ from ithaca.tape.spec import Budget, device_bytes, host_bytes
 
 SHORTEST = 128  # tokens that can be planned for: a tile of attention
 LEAST_CHUNK = CHUNK // 8  # tokens; a smaller chunk would save little
+MOST_ROUNDS = 8  # of heads, in a block
 SCRATCH = "/var/tmp"  # a folder that every Linux has on a disk (/tmp may be memory), so that a printed command runs
 
 NO_LIMITS: Mapping[str, int] = MappingProxyType({})
@@ -68,15 +70,32 @@ def recipe_variants(
         return [Plan(**named, optimizer=place, **options) for place in IN_MEMORY for options in tries]
     tile, away = mlp_tile(spec), SHARED_PLACES if budget.disk else IN_MEMORY
     chunks = {kv: _chunks(tokens, axes.context, 1 if kv == "device" else least_chunks.get(kv, 1)) for kv in away}
+    rounds = _head_rounds(spec, axes)
     if effort in (Effort.LEAST, Effort.LEAST_ONCE):
-        chunks = {kv: sizes[-1:] for kv, sizes in chunks.items()}  # the smallest takes the least memory
+        chunks = {kv: sizes[-1:] for kv, sizes in chunks.items()}  # the smallest takes the least memory,
+        rounds = [None, *rounds[-1:]]  # and the fewest heads in a round
+    else:
+        rounds = [None, *rounds]
     return [
-        Plan(**named, chunk=size, tile=min(tile, size), optimizer=optimizer, kv=kv, disk=_folder_of(kv))
+        Plan(**named, heads=heads, chunk=size, tile=min(tile, size), optimizer=optimizer, kv=kv, disk=_folder_of(kv))
         for size in dict.fromkeys(size for sizes in chunks.values() for size in sizes)
         for kv, sizes in chunks.items()
+        for heads in rounds
         for optimizer in IN_MEMORY
         if size in sizes
     ]
+
+
+def _head_rounds(spec: Spec, axes: Axes) -> list[int]:
+    """Query heads of two head rounds and of the most, for models whose K and V are large; none for others.
+
+    More rounds hold less of K and V, and each costs a little.
+    """
+    if 2 * spec.kv_heads * spec.head_size < spec.hidden:
+        return []
+    usable = usable_rounds(split_heads(spec.heads, spec.kv_heads, axes.ulysses), whole_groups=True)
+    tried = [heads for heads in usable if spec.heads <= MOST_ROUNDS * heads and 2 * heads <= spec.heads]
+    return sorted({tried[-1], tried[0]}, reverse=True) if tried else []
 
 
 def _folder_of(*words: str) -> str | None:

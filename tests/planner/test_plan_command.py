@@ -56,6 +56,9 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "seconds_per_step": float,
     "tokens_per_second_per_gpu": float,
     "mfu_causal": float,
+    "bare_seconds": float,
+    "over_bare": float,
+    "batch": dict,
     "model": str,
     "gpus": str,
     "mesh": dict,
@@ -83,7 +86,12 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 )
 def test_the_object(say: Say, words: list[str]) -> None:
     found = answer(say(*words, "--json"))
-    assert set(found) == set(FIELDS)
+    assert set(found) == {*FIELDS, "lean", "kv_fetch"}
+    assert found["lean"] is None
+    assert found["over_bare"] == pytest.approx(found["seconds_per_step"] / found["bare_seconds"])
+    assert found["over_bare"] > 1
+    batch = found["batch"]
+    assert (batch["sequences"], batch["passes"]) == (found["mesh"]["shard"], 1)
     for name, kind in FIELDS.items():
         assert type(found[name]) is kind, name
     assert found["fits"] is True
@@ -107,6 +115,23 @@ def test_the_object(say: Say, words: list[str]) -> None:
     config = read_config(None, settings(shlex.split(found["train"])))
     assert config.plan is not None
     assert {name: getattr(config.plan, name) for name in found["plan"]} == found["plan"]
+
+
+def test_the_object_of_a_lean_plan(say: Say) -> None:
+    found = answer(say("llama3-8b", "--tokens", "2M", "--lean", "--json"))
+    assert found["memory"]["total"] < found["lean"]["fastest_memory_total"]
+    assert found["seconds_per_step"] >= found["lean"]["fastest_seconds_per_step"]
+    fetch = found["kv_fetch"]
+    assert (fetch["place"], fetch["chunk"]) == ("host", found["plan"]["chunk"])
+    assert fetch["balance_chunk"] <= fetch["chunk"]
+    assert fetch["fetch_seconds"] <= fetch["attend_seconds"]
+
+
+def test_the_words_of_a_lean_plan_and_of_days(say: Say) -> None:
+    lines = say("llama3-8b", "--tokens", "90M", "--disk", "28TB", "--lean").out.splitlines()
+    assert lines[1].startswith("Lean: ")
+    assert any(line.startswith("K and V: in host memory. Chunks of ") for line in lines)
+    assert any(re.match(r"A step: \d+\.\d days for 1 sequence; ", line) for line in lines)
 
 
 def test_the_words(say: Say) -> None:

@@ -112,7 +112,7 @@ def fill(
         for words in _shared_places(plan)
         if _used(replace(job, plan=_placed(hosted, folder, words))).device <= free.device
     ]
-    best, least = None, float("inf")
+    best, least, worse = None, float("inf"), 0
     if plan.heads is not None:  # head rounds need every o
         choices = [saved for saved in choices if len(saved[1]) == spec.layers]
     choices = [*_possible(job, free, choices)]
@@ -125,10 +125,11 @@ def fill(
         if placed is None:
             continue
         found, at_best = cost(placed) if cost else (work + _disk_work(placed, spec, itemsize), work)
+        worse += 1
         if found < least:
-            best, least = placed, found
-        if at_best >= least:
-            break  # the choices that follow compute more
+            best, least, worse = placed, found, 0
+        if at_best >= least or worse > len(choices) // 4:
+            break  # the choices that follow compute more, and copies have long ceased to gain
     return best
 
 
