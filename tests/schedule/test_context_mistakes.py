@@ -96,7 +96,7 @@ def test_refused(ranks, folders, heads: str, options: dict, sizes: dict[str, int
     [
         ({"recipe": "untied", "heads": 0}, "heads=0 is no number of heads: 8 is"),
         ({"recipe": "untied", "heads": "four"}, "heads=four is no number of heads: 8 is"),
-        ({"recipe": "sweep", "heads": 8}, "heads=8 means nothing under recipe 'sweep': leave it out, or use recipe 'u"),
+        ({"recipe": "alst", "heads": 8}, "heads=8 means nothing under recipe 'alst': leave it out, or use recipe 's"),
         ({"recipe": "untied", "checkpoint": "none"}, "checkpoint=none means nothing under recipe 'untied'"),
         ({"recipe": "ulysses", "chunk": 8}, "chunk=8 means nothing under recipe 'ulysses'"),
         ({"recipe": "ulises"}, "recipe 'ulises' does not exist: did you mean 'ulysses'"),

@@ -50,7 +50,7 @@ def test_place_prefers_o_to_x_and_the_device_to_the_host() -> None:
 
     assert (place(100 * gib, 0).x, place(100 * gib, 0).o) == ("device", "device")
     assert (place(4 * gib, 70 * gib).x, place(4 * gib, 70 * gib).o) == ("host", "host")
-    assert (place(5 * gib, 70 * gib).residual, place(7 * gib // 2, 70 * gib).residual) == ("device", None)
+    assert (place(5 * gib, 70 * gib).residual, place(7 * gib // 2, 70 * gib).residual) == ("device", "host")
     lean = place(4 * gib, 37 * gib)
     assert lean.o == "host"
     assert lean.placement(32).x.count("host") == 4
