@@ -41,6 +41,7 @@ PLANS = {
     "sweep-rebuild": {"recipe": "sweep", "chunk": 256, "tile": 100, "x": "host, rebuild*2"},
     "sweep-recompute": {"recipe": "sweep", "chunk": 256, "tile": 100, "o": "recompute"},
     "sweep-disk": {"recipe": "sweep", "chunk": 256, "tile": 100, "x": "disk, rebuild, host", "o": "disk"},
+    "sweep-all-on-disk": {"recipe": "sweep", "chunk": 256, "tile": 100} | dict.fromkeys(HOST, "disk"),
     "sweep-device": {"recipe": "sweep", "x": "device", "o": "device", "residual": "device"},
 }
 
@@ -67,7 +68,7 @@ def test_bf16_error(family: str, plan: str, packed: bool, kernel: str, tmp_path:
             (model(part, labels=part).loss * share).backward()
         return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
 
-    options = PLANS[plan] | {"kernel": kernel} | ({"disk": str(tmp_path)} if plan == "sweep-disk" else {})
+    options = PLANS[plan] | {"kernel": kernel} | ({"disk": str(tmp_path)} if "disk" in plan else {})
     model = ithaca.apply(ithaca.load_model(folder, "bfloat16"), ithaca.Plan(**options))
     assert model.kernel.name == kernel
     model(model.shard(tokens, tokens, ids)).backward()
@@ -81,8 +82,8 @@ def test_bf16_error(family: str, plan: str, packed: bool, kernel: str, tmp_path:
 
 
 def gradients(folder: Path, x: str, delays: bool, seed: int) -> dict[str, torch.Tensor]:
-    """Of two passes with every tape on the host, or x and o on the disk; freed slots are NaN, copies may come late."""
-    places = HOST | {"x": x} | ({"o": "disk", "disk": str(folder)} if "disk" in x else {})
+    """Of two passes with every tape on the host, or on the disk; freed slots are NaN, copies may come late."""
+    places = HOST | (dict.fromkeys(HOST, "disk") | {"disk": str(folder)} if "disk" in x else {}) | {"x": x}
     plan = ithaca.Plan(recipe="sweep", chunk=512, **places)
     model = ithaca.apply(ithaca.load_model(folder, "bfloat16"), plan)
     model.engine.poison = True
