@@ -45,6 +45,10 @@ GROWTH: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]]
         (2, SWEEP | {"chunk": TOKENS // 4, "tile": TOKENS // 4}),
         (2, SWEEP | {"chunk": TOKENS // 8, "tile": TOKENS // 8}),
     ),
+    "head rounds": (
+        (2, SWEEP | {"chunk": TOKENS // 4, "tile": TOKENS // 4}),
+        (2, SWEEP | {"chunk": TOKENS // 4, "tile": TOKENS // 4, "heads": 4}),
+    ),
 }
 # These compute nothing
 VIEWS = ("view", "slice", "detach", "t.default", "transpose", "as_strided", "split", "select", "unsqueeze", "expand")

@@ -225,6 +225,7 @@ PLANS = {
     "hybrid": (ithaca.Plan(recipe="hybrid", travel="gather", checkpoint="selective"), {"ring": 2}),
     "sweep": (ithaca.Plan(recipe="sweep", chunk=8, x="host, rebuild"), {"ulysses": 2}),
     "sweep-ring": (ithaca.Plan(recipe="sweep", chunk=8, o="recompute"), {"ring": 2}),
+    "sweep-rounds": (ithaca.Plan(recipe="sweep", chunk=8, heads=3), {"ring": 2}),
 }
 
 
@@ -290,7 +291,7 @@ def test_marks_change_no_bit_and_follow_the_pass(ranks, folder: Path, name: str)
 def check_order(places: list[tuple], plan: ithaca.Plan) -> None:
     """Each part once and in its order, recomputation included, with shares that never fall."""
     chunks = [place[3] for place in places if place[:3] == (0, FORWARD, 0)]
-    assert chunks == (list(range(4)) if plan.sweeps else [None]), asdict(plan)
+    assert chunks == (list(range(8 if plan.heads else 4)) if plan.sweeps else [None]), asdict(plan)
     forward = [(FORWARD, layer, chunk) for layer in (0, 1) for chunk in chunks]
     backward = [(BACKWARD, layer, chunk) for layer in (1, 0) for chunk in reversed(chunks)]
     rebuilt = [(REBUILD, 1, None)] if "rebuild" in str(plan.x) else []

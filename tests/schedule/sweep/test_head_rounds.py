@@ -16,10 +16,11 @@ from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.head_split import HeadSplit, head_rounds, split_heads, usable_rounds
 from ithaca.schedule.job import Job
-from ithaca.schedule.marks import pass_work
+from ithaca.schedule.marks import BACKWARD, PassWork, Reached, Step, pass_work
 from ithaca.schedule.step_memory import phases, step_memory
 from ithaca.schedule.sweep.cost import copies
 from ithaca.schedule.sweep.rebuild import rebuild_passes
+from ithaca.train.live_line import describe
 from tests.models import make_model, relative, save
 from tests.schedule.contexts import Options, context_step, packed, random_delays
 from tests.schedule.steps import EXACT, Outcome, Rows, assert_same, model_step, naive_step, random_batch
@@ -342,3 +343,18 @@ def test_marks_follow_the_rounds(heads: int | None) -> None:
         assert sum(found.forward[:4]) < sum(found.forward[4:])
     if heads == 3:  # and one head in the last round
         assert found.forward[3] - found.forward[0] == pytest.approx(3 * (found.forward[7] - found.forward[4]))
+
+
+def test_the_live_line_names_the_round() -> None:
+    work = PassWork(2, (1.0,) * 8, 1.0, (2.0,) * 8, rounds=2)
+    reached = Reached(Step(1, [1.0]), 0, lambda: work, BACKWARD, 1, 6)
+    assert describe(reached) == "backward, layer 2 of 2, heads 2 of 2, chunk 3 of 4"
+    assert reached.share() == pytest.approx((16 + 1 + 2) / work.total)
+
+
+def test_rounds_are_said(folders) -> None:
+    model = ithaca.apply(ithaca.load_model(folders["8/8"], "float64"), plan_of(3))
+    model.allocate(1, 64)
+    lines = model.describe_tapes()
+    assert f"between rounds {64 * 32 * 8 // 1024} KiB" in lines[1]
+    assert lines[2] == "Each block runs over its tiles 3 times: K and V of 3 of 8 key/value heads at a time"
