@@ -9,10 +9,12 @@ from ithaca.base.errors import PlanError
 from ithaca.config import read_config
 from ithaca.planner.batch import Batch, most_sequences, plan_batch, read_batch
 from ithaca.planner.hardware import Cluster
+from ithaca.planner.meshes import ranked_meshes
 from ithaca.planner.report import Question, as_object, train_line
-from ithaca.planner.search import search
+from ithaca.planner.search import fits, search
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import step_memory
+from ithaca.schedule.variants import Effort
 from tests import printed
 from tests.planner.test_search import K, M, cluster, spec_of
 
@@ -96,8 +98,10 @@ def test_the_most_that_fit_at_once(model: str, there: Cluster, tokens: int) -> N
     most = most_sequences(spec, there, tokens)
     assert most >= 1
     found = checked(model, there, tokens, plan_batch(spec, there, tokens, None), most)
-    more = search(spec, there, tokens, sequences=most + 1)
-    assert more is None or more.recomputed(spec) > 0
+    for sharing in there.sharing():
+        rows = most * sharing // there.count + 1
+        for mesh in ranked_meshes(spec, there, "sweep", tokens, sharing):
+            assert not fits(spec, there, rows * tokens, "sweep", mesh, Effort.LEAST_ONCE)
     if found.faster:
         assert found.faster.sequences < most
         assert found.faster.rate > found.answer.rate

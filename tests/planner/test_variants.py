@@ -8,7 +8,7 @@ from ithaca.parallel.axes import Axes
 from ithaca.planner.attention_rates import attention_seconds
 from ithaca.planner.balance import balance, describe, least_chunks
 from ithaca.planner.hardware import Cluster
-from ithaca.planner.search import HARDLY, Answer, _cost, fits, pass_seconds, search
+from ithaca.planner.search import HARDLY, Answer, _cost, fits, fitting, pass_seconds, search
 from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.plan import PLACED, Plan
 from ithaca.schedule.job import Job
@@ -52,6 +52,16 @@ def test_no_variant_is_faster(model: str, gpus: str, tokens: int, host: float, d
     assert (answer is None) == (not ways)
     assert answer is not None
     assert _cost(answer.seconds) <= HARDLY * min(cost for _, cost in ways)
+
+
+def test_a_smaller_chunk_where_less_is_computed_again() -> None:
+    """Though the best that any placement with that chunk could reach is hardly faster."""
+    spec, there = spec_of("qwen3-32b"), cluster(host=2.048 * TB)
+    answers = [*fitting(spec, there, 128 * K, "sweep", (1, 1), Effort.FEW)]
+    ways = every_way("qwen3-32b", there, 128 * K, Axes(shard=8), "cudnn+flash")
+    least = min(cost for _, cost in ways)
+    assert min(_cost(answer.seconds) for answer in answers) <= HARDLY * least
+    assert min(cost for plan, cost in ways if plan.chunk == 64 * K) > HARDLY * least
 
 
 def found(model: str, tokens: int, there: Cluster) -> Answer:
@@ -127,6 +137,12 @@ def test_attention_waits_for_k_and_v_below_it() -> None:
         return predict_seconds(replace(job, plan=plan), there.gpu, there.machine).waits
 
     assert waits(chunk) == 0
+    # Just below, the copies of a pass are still shorter than the pass
+    size = int(0.97 * balance(job, there.gpu, there.machine).chunk)
+    just_below = replace(job, plan=replace(job.plan, chunk=size), tokens=4 * size)
+    backward = predict_seconds(just_below, there.gpu, there.machine).passes[1]
+    assert backward.copies < backward.computing
+    assert backward.waits > 0
     assert waits(chunk // 8) > 2 * waits(chunk // 4) > 0
 
 
