@@ -403,7 +403,9 @@ def _kv_copies(job: "Job") -> StepCopies:
     backward = Copies(into=(passes * visits + 1) * kv, out=(passes - 1) * kv)
     recomputed = job.plan.placement(layers).o.count(RECOMPUTE)
     backward += Copies(into=(visits + 1) * kv * recomputed)  # a chunk attends twice, and reads its own tile again
-    gradients = passes * visits * sums  # a chunk's own are taken as soon as they are complete
+    # A chunk's own are taken as soon as they are complete. A rank without heads in a round adds nothing
+    adding = layers * sum(1 for split in head_passes(job) if split.kv[job.ulysses_rank])
+    gradients = adding * visits * sums
     return StepCopies(forward, backward + Copies(into=gradients, out=gradients))
 
 

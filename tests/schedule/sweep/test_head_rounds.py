@@ -276,6 +276,16 @@ def test_copies_of_a_step(folders, name: str, heads: int, chunk: int) -> None:
     assert (stated.into, stated.out) == (into, out)
 
 
+@pytest.mark.parametrize("kv", ["host", "disk"])
+def test_copies_of_a_rank_without_heads_in_the_last_round(ranks, folders, tmp_path: Path, kv: str) -> None:
+    """Of three K/V heads on two ranks, the second rank has none in the last round: it adds to no sums there."""
+    options = DEVICE | {"kv": kv} | ({"disk": str(tmp_path)} if kv == "disk" else {})
+    for into, out, job in ranks(2).run(counted, plan_of(4, 32, **options), folders["6/3"], 2):
+        assert [len(split.kv[1]) for (split,) in job.rounds] == [1, 0]
+        stated = copies(job, ("host", "disk"))
+        assert (stated.into, stated.out) == (into, out)
+
+
 def llama2(heads: int | None, tokens: int = 4 * 2**20, **options) -> Job:
     spec = read_spec(find_config("llama2-7b")[0])
     plan = ithaca.Plan(recipe="sweep", kernel="flash4", heads=heads, **options)
