@@ -1,4 +1,4 @@
-"""The planner's answer in words: lines to read, the object of `--json`, a refusal in one sentence.
+"""The planner's answer in words: lines to read, a refusal in one sentence.
 
 The lines give the verdict first, then memory, time, limits and alternatives, and last the command that trains so.
 Numbers that a user can check are printed as arithmetic.
@@ -6,7 +6,6 @@ Numbers that a user can check are printed as arithmetic.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ithaca.base import owners
 from ithaca.base.errors import PlanError
@@ -19,9 +18,8 @@ from ithaca.planner.batch import Batch
 from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import MOST_GPUS, Cluster, causal_mfu
 from ithaca.planner.lean import Lean
-from ithaca.planner.next_command import Trial, next_command, next_lines, plan_options, plan_settings
+from ithaca.planner.next_command import Trial, next_command, next_lines, plan_settings
 from ithaca.planner.search import LEAST_MEMORY, STEP, Answer, binding, longest, search
-from ithaca.planner.seconds import bare_seconds
 from ithaca.planner.slow_disk import slow_disk, slow_disk_line
 from ithaca.plans.places import REBUILD, RECOMPUTE
 from ithaca.plans.recipes import RECIPES
@@ -59,10 +57,6 @@ SHOWN = 1000  # an owner with less than this part of the total is left out
 PER_PARAMETER = 16  # bytes of weight, gradient and two moments
 MOST_TRIED = 4096  # GPUs up to which a refusal looks for enough of them
 HIDDEN = 0.005  # of a step: what computing waits for less than this is called hidden
-JSON_OWNERS = {  # all other owners are "activations"
-    "states": (owners.STATES, owners.GRADIENTS),
-    "workspace": (owners.GATHERED, owners.KERNELS, owners.ALLOCATOR),
-}
 
 
 @dataclass(frozen=True)
@@ -339,82 +333,6 @@ def _trial(question: Question, answer: Answer) -> Trial:
         batch=answer.batch if question.batched else None,
         micro_batch=answer.sequences if question.batched and answer.passes > 1 else None,
     )
-
-
-# As an object
-
-
-def as_object(
-    question: Question, answer: Answer, most: int, limit: str, beside: Beside | None = None
-) -> dict[str, Any]:
-    """The object of `--json`. `beside`: as in `explain`."""
-    parts, gpus = answer.memory.parts, question.cluster.machine.gpus
-    memory = {name: sum(parts.get(owner, 0) for owner in names) for name, names in JSON_OWNERS.items()}
-    seconds, axes = answer.seconds, answer.axes
-    bare = answer.passes * bare_seconds(answer.job(question.spec, question.documents), question.cluster.gpu)
-    return {
-        "fits": True,
-        "model": question.model,
-        "gpus": question.gpus,
-        "tokens": answer.tokens,
-        "max_tokens": longest_known(question.spec, answer, most),
-        "limit": limit,
-        "recomputed_attention_layers": answer.recomputed(question.spec),
-        "plan": plan_options(answer.plan),
-        "mesh": {"shard": axes.shard, "ring": axes.ring, "ulysses": axes.ulysses},
-        "kernel": answer.kernel,
-        "documents": len(question.documents.lengths(answer.tokens)) if question.documents else 1,
-        "memory": {
-            "states": memory["states"],
-            "activations": answer.memory.total - sum(memory.values()),
-            "workspace": memory["workspace"],
-            "total": answer.memory.total,
-        },
-        "memory_by_owner": parts,
-        "memory_free": question.cluster.capacity - answer.memory.total,
-        "host_bytes": answer.memory.host * gpus,
-        "disk_bytes": answer.memory.disk * gpus,
-        "seconds_per_step": seconds.step,
-        "seconds_by_part": {name: value for name, value in vars(seconds).items() if name not in ("step", "passes")},
-        "tokens_per_second_per_gpu": answer.rate,
-        "mfu_causal": mfu(question, answer),
-        "bare_seconds": bare,
-        "over_bare": seconds.step / bare,
-        "batch": _batch_object(answer, beside),
-        "lean": beside.as_object() if isinstance(beside, Lean) else None,
-        "kv_fetch": _fetch_object(question, answer),
-        "assumed": [
-            f"attention kernel {kernel_text(question.spec, question.cluster, answer, question.documents)}",
-            *assumptions(question.spec, question.cluster, answer),
-        ],
-        "alternatives": alternatives(question, answer, most),
-        "train": train_line(question, answer),
-    }
-
-
-def _batch_object(answer: Answer, beside: Beside | None) -> dict[str, Any]:
-    return {
-        "sequences": answer.batch,
-        "tokens": answer.batch * answer.tokens,
-        "passes": answer.passes,
-        "sequences_per_pass": answer.sequences,
-        "sequences_per_group": answer.rows,
-        "groups": answer.axes.data,
-        **(beside.as_object() if isinstance(beside, Batch) else {}),
-    }
-
-
-def _fetch_object(question: Question, answer: Answer) -> dict[str, Any] | None:
-    if (found := fetched(question, answer)) is None:
-        return None
-    place, balanced, chunk = found
-    return {
-        "place": place,
-        "chunk": chunk,
-        "balance_chunk": balanced.chunk,
-        "fetch_seconds": balanced.fetch * chunk,
-        "attend_seconds": balanced.attend * chunk**2,
-    }
 
 
 # A refusal

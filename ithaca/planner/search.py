@@ -125,6 +125,8 @@ def fitting(
     copied, kernel = replace(axes, replicate=cluster.copies), _kernel(spec, cluster)
     timed = _Timed(spec, cluster, tokens, rows, axes, documents)
     best = float("inf")
+    if effort is Effort.FEW and not fits(spec, cluster, rows * tokens, recipe, mesh, Effort.LEAST):
+        return  # as most questions about too few GPUs end: sooner than by trying every variant
     for variant in _variants(spec, cluster, rows * tokens, recipe, copied, effort):
         if best < float("inf") and timed.bound(variant) * HARDLY >= best:
             continue

@@ -98,8 +98,8 @@ def _head_rounds(spec: Spec, axes: Axes) -> list[int]:
     return sorted({tried[-1], tried[0]}, reverse=True) if tried else []
 
 
-def _folder_of(*words: str) -> str | None:
-    return SCRATCH if "disk" in words else None
+def _folder_of(kv: str) -> str | None:
+    return SCRATCH if kv == "disk" else None
 
 
 def _with_tiles(tries: Iterable[Mapping[str, Any]], spec: Spec) -> Iterator[dict[str, Any]]:

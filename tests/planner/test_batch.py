@@ -9,8 +9,9 @@ from ithaca.base.errors import PlanError
 from ithaca.config import read_config
 from ithaca.planner.batch import Batch, most_sequences, plan_batch, read_batch
 from ithaca.planner.hardware import Cluster
+from ithaca.planner.json_object import as_object
 from ithaca.planner.meshes import ranked_meshes
-from ithaca.planner.report import Question, as_object, train_line
+from ithaca.planner.report import Question, train_line
 from ithaca.planner.search import fits, search
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import step_memory
