@@ -116,6 +116,9 @@ class _Done(Work):
 
 
 def fill_from(target: Tensor, source: Tensor) -> None:
-    """Fill the target with the source, repeated if it is shorter."""
-    for part in target.split(max(source.numel(), 1)):
+    """Fill the target with the source, repeated if it is shorter; with zeros if a rank without heads sends nothing."""
+    if not source.numel():
+        target.zero_()
+        return
+    for part in target.split(source.numel()):
         part.copy_(source[: part.numel()])

@@ -33,3 +33,10 @@ def test_all_that_is_awaited_arrives(group: Loopback, there: int, back: int) -> 
     source, target = torch.arange(1.0, there + 1), torch.full((back,), torch.nan)
     group.all_to_all_single(target, source, [], []).wait()
     assert torch.equal(target, source.repeat(back)[:back])
+
+
+def test_a_rank_without_heads_sends_nothing(group: Loopback) -> None:
+    """The first of three ranks has none of 8/2 heads in the second round of `untied` with 6, and others have."""
+    target = torch.full((7,), torch.nan)
+    group.all_to_all_single(target, torch.empty(0), [], []).wait()
+    assert torch.equal(target, torch.zeros(7))
