@@ -52,19 +52,19 @@ def leanest(
     fastest = search(spec, cluster, tokens, recipe, documents=documents)
     if fastest is None:
         return None
-    least = _least_memory(spec, cluster, tokens, recipe, fastest.memory.total)
-    found = search(spec, cluster.limited(int(ROOM * least)), tokens, recipe, documents=documents)
+    name = recipe or LEAST_MEMORY  # others may fit as well, but would recompute attention
+    least = _least_memory(spec, cluster, tokens, name, fastest.memory.total)
+    found = search(spec, cluster.limited(int(ROOM * least)), tokens, name, documents=documents)
     answers = [answer for answer in (found, fastest) if answer]
     return Lean(min(answers, key=lambda answer: answer.memory.total), fastest)
 
 
-def _least_memory(spec: Spec, cluster: Cluster, tokens: int, recipe: str | None, enough: int) -> int:
+def _least_memory(spec: Spec, cluster: Cluster, tokens: int, recipe: str, enough: int) -> int:
     """Bytes of a GPU with which a Plan fits, and hardly any with less; `enough`: of a Plan that fits."""
-    name = recipe or LEAST_MEMORY
-    meshes = widest_meshes(spec, cluster, name, tokens)
+    meshes = widest_meshes(spec, cluster, recipe, tokens)
 
     def fit(size: int, effort: Effort) -> bool:
-        return any(fits(spec, cluster.limited(size), tokens, name, mesh, effort) for mesh in meshes)
+        return any(fits(spec, cluster.limited(size), tokens, recipe, mesh, effort) for mesh in meshes)
 
     effort = Effort.LEAST_ONCE if fit(enough, Effort.LEAST_ONCE) else Effort.LEAST
     low, high = 0, enough

@@ -137,9 +137,9 @@ def test_attention_waits_for_k_and_v_below_it() -> None:
         return predict_seconds(replace(job, plan=plan), there.gpu, there.machine).waits
 
     assert waits(chunk) == 0
-    # Just below, the copies of a pass are still shorter than the pass
-    size = int(0.97 * balance(job, there.gpu, there.machine).chunk)
-    just_below = replace(job, plan=replace(job.plan, chunk=size), tokens=4 * size)
+    # Just below, the copies of a pass are shorter than the pass. Many chunks, because a chunk's own are not fetched
+    size = int(0.98 * balance(job, there.gpu, there.machine).chunk)
+    just_below = replace(job, plan=replace(job.plan, chunk=size), tokens=64 * size)
     backward = predict_seconds(just_below, there.gpu, there.machine).passes[1]
     assert backward.copies < backward.computing
     assert backward.waits > 0
