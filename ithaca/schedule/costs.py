@@ -123,7 +123,7 @@ class Work:
 
 # Operations in steps of SmolLM2-135M, 30 layers, on an H200: 2,907 (`dense`, none), 3,207 (selective), 3,237 (full),
 # 3,507 (`sweep`) with 2K tokens, 6,087 with 4 tiles under full, 15,983 with 4 chunks; 3,776 (none) with 64K in 18
-# documents, where more products are split and then reduced
+# documents, where more products are split and then reduced; 3,396 since gradients of one input add up in its products
 PER_TILE = 32  # GPU operations of an MLP tile, forward, again and backward
 PER_SHARDED_LAYER = 48  # FSDP2's copies of a layer's weights and gradients, for both passes
 PER_LOSS_TILE = 25  # Llama3.2-1B: 2,503 with 8 tiles of the loss, 2,355 with 2

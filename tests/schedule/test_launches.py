@@ -102,7 +102,7 @@ def test_growth(counted: dict[str, list[int]], name: str) -> None:
     assert seen / BAND < said < seen * BAND
 
 
-# Measured on an H200 with kernel flash4: SmolLM2-135M, 64K tokens in 18 documents (bench/results/operations-…)
+# Measured on an H200 with kernel flash4: SmolLM2-135M, 64K tokens in 17 documents (bench/results/operations-…)
 MEASURED = Path("bench/results/operations-smollm2-135m-64K.json")
 
 

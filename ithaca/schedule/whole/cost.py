@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 X_SLOTS = 3  # tiles of an x on the device: one in use, one ahead, one on its way out
 X_TILE = 8192  # tokens copied at a time if the Plan has no tile
-KEEPING_ALL, CHECKPOINTED = 64, 42  # operations of a layer beside FSDP2's and its tiles' (costs.py)
+KEEPING_ALL, CHECKPOINTED = 52, 42  # operations of a layer beside FSDP2's and its tiles' (costs.py)
 PYTHON = {"none": 83, "selective": 133, "full": 158}  # the host, for a layer, likewise
 AGAIN = 1  # attention forward again, under `full`, in place of reading what is kept
 PER_ROUND = 30  # a head round: packing, attention and both again backward; assumed
