@@ -291,7 +291,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "ranks": (given("run", "t.tokens", "--ranks", "0"), "--ranks is 0: 1 or more is needed"),
     "a mesh that does not fit": (given("run", "t.tokens", "--ranks", "2", "--set", "mesh.ring=3"), "ring"),
     "an option of training": (given("run", "t.tokens", "--set", "train.steps=3"), "changes nothing in an evaluation"),
-    "no such option": (given("run", "t.tokens", "--set", "plan.chunks=3"), "'plan.chunks' is not an option"),
+    "no such option": (given("run", "t.tokens", "--set", "plan.chunkz=3"), "'plan.chunkz' is not an option"),
     "a chunk without sweep": (given("run", "t.tokens", "--set", "plan.chunk=8"), "chunk"),
     "an empty prompt": (given("run", "t.tokens", "--sample", ""), "has a prompt of 0 tokens"),
 }
