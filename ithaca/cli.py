@@ -85,6 +85,9 @@ def train(
     with_optimizer: Annotated[
         bool, typer.Option("--with-optimizer", help="With --from: take AdamW's state as well.")
     ] = False,
+    profile_step: Annotated[
+        int | None, typer.Option(metavar="N", help="Profile step N into the run folder: run.profile_step=N.")
+    ] = None,
 ) -> None:
     """Train a model, or continue a run. On several nodes: start it with torchrun or srun."""
     for name, folder in (("--run", run), ("--from", from_)):
@@ -94,7 +97,8 @@ def train(
             )
     if with_optimizer and not from_:
         raise ConfigError("--with-optimizer says what --from RUN takes, and --from is missing: name the run")
-    resolved = _read_config(config, set_ or [], run if not fresh else None, from_)
+    sets = [*(set_ or ()), *([] if profile_step is None else [f"run.profile_step={profile_step}"])]
+    resolved = _read_config(config, sets, run if not fresh else None, from_)
     from ithaca.train.launch import launch
     from ithaca.train.origin import Origin
 
@@ -478,7 +482,8 @@ def _suggest_flag(command: Any, name: str) -> str | None:
     from ithaca.config import option_defaults
 
     flags = {flag for item in command.params for flag in item.opts}
-    tables = {"train": ("",), "rehearse": ("plan.", "mesh."), "profile": ("plan.", "mesh.")}.get(command.name, ())  # what its --set takes
+    scene = ("plan.", "mesh.")
+    tables = {"train": ("",), "rehearse": scene, "profile": scene}.get(command.name, ())  # what its --set takes
     shown = []
 
     def show(setting: str) -> str:

@@ -1,4 +1,4 @@
-"""The command `ithaca profile`: a scene from its options, as of a rehearsal, and its profile as a folder and as lines."""
+"""The command `ithaca profile`: a scene from its options, as of a rehearsal; its profile as a folder and as lines."""
 
 import json
 import re

@@ -1,7 +1,7 @@
 """Lanes of a step, from the Chrome trace of torch's profiler: what computes, sends and copies when.
 
     compute    on a GPU its kernels, with fills and copies within its memory; on a CPU torch's operations
-    exchange   kernels of NCCL, messages of gloo, or the copies that stand for them in a rehearsal (parallel/loopback.py)
+    exchange   kernels of NCCL, messages of gloo, or copies that stand for them in a rehearsal (parallel/loopback.py)
     host       copies between the device and host memory; on a CPU by the threads of its engine (tape/engine.py)
     disk       reads and writes of tapes, by threads
 

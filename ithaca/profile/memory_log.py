@@ -1,4 +1,4 @@
-"""A memory meter that also keeps a log: every byte that comes and goes in a step, with time, owner, shape and source line.
+"""A memory meter that keeps a log: all bytes that come and go in a step, with time, owner, shape and source line.
 
 The log is replayed after the step (timeline.py). Nothing of it is thinned out while the step runs, so the peak and the
 tensors that are alive at it are exact.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,10 @@ class MemoryLog(Meter):
         self.changes.clear()
         self.held = {self._numbers[key]: found for key, found in self._live.items()}
         self._began, self._in_step = time.perf_counter(), True
+
+    def __exit__(self, *problem: Any) -> None:
+        self._in_step = False  # what the step leaves behind is freed later, and belongs to no step
+        super().__exit__(*problem)
 
     def now_seconds(self) -> float:
         """Seconds since the restart, the clock of the log."""

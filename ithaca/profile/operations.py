@@ -1,7 +1,7 @@
 """The operations of a step by the functions that run them, and how many hidden states each holds at its own peak.
 
-An allocation belongs to the innermost of these functions on the Python stack; what a backward pass runs again belongs to
-that. So the code that runs knows nothing of profiles, and a function that is renamed fails here at once.
+An allocation belongs to the innermost of these functions on the Python stack. What a backward pass runs again belongs
+to the backward pass. So the code that runs knows nothing of profiles, and a function that is renamed fails here.
 
 A hidden state, d, is tokens × hidden in the dtype of the computation: of the tokens that go through a block together
 (under `sweep` a rank's part of a chunk), or of all tokens of the rank. Counted are activations alone: tensors of the
@@ -107,7 +107,7 @@ def held_by_operations(log: MemoryLog) -> list[Held]:
     return [best[name] for name in ORDER if name in best]
 
 
-def predicted_bytes(job: Job) -> dict[str, float]:
+def predicted_bytes(job: Job) -> dict[str, int]:
     """Return the bytes that `cost.peaks` and `step_memory` predict for the operations that they know."""
     found, kept = dict(phases(job)), job.costs.kept(job, range(job.layers_running))
     peaks = job.costs.peaks(job)

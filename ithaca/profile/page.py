@@ -47,8 +47,8 @@ def _memory(report: dict[str, Any]) -> str:
 def _lanes() -> str:
     return (
         '<section><h2>Lanes</h2><figure><div id="lanes" class="chart" role="img" '
-        'aria-label="When each lane is busy: compute, exchange, host copies, disk"></div><figcaption>Busy times of each '
-        "lane in a step under torch's profiler. Gaps too short to see are closed. Drag to zoom, double-click to reset; "
+        'aria-label="When each lane is busy: compute, exchange, host copies, disk"></div><figcaption>Busy times of '
+        "each lane in a step under torch's profiler. Gaps too short to see are closed. Drag to zoom, double-click to reset; "
         "trace.json has every operation, for ui.perfetto.dev.</figcaption></figure></section>"
     )
 
@@ -56,7 +56,7 @@ def _lanes() -> str:
 def _table(table: Table) -> str:
     def row(cells: tuple[str, ...], tag: str) -> str:
         found = [
-            f'<{tag}{"" if head in TEXT or place == 0 else " class=n"}{" scope=col" if tag == "th" else ""}>'
+            f"<{tag}{'' if head in TEXT or place == 0 else ' class=n'}{' scope=col' if tag == 'th' else ''}>"
             f"{html.escape(cell)}</{tag}>"
             for place, (head, cell) in enumerate(zip(table.header, cells, strict=True))
         ]

@@ -1,8 +1,8 @@
 """A profile of one rank of a job: memory over time by owner, lanes, hidden states per operation, beside the prediction.
 
-    first step     the memory log watches it; it also warms up
-    second step    nothing watches: its seconds are the step's
-    third step     torch's profiler records lanes and trace
+first step     the memory log watches it; it also warms up
+second step    nothing watches: its seconds are the step's
+third step     torch's profiler records lanes and trace
 """
 
 import platform
@@ -54,7 +54,7 @@ def profile_scene(scene: Scene, grid: Mesh | None = None) -> tuple[dict[str, Any
     gpu = this_gpu(scene, grid.device)
     predicted = predicted_seconds(scene, model, gpu) if gpu else None
     report = {
-        **_head(model),
+        **describe_model(model),
         "model": scene.model,
         "tokens": scene.tokens,
         "ranks": scene.axes.size,
@@ -75,7 +75,7 @@ def profile_scene(scene: Scene, grid: Mesh | None = None) -> tuple[dict[str, Any
     return report, recording
 
 
-def _head(model: Model) -> dict[str, Any]:
+def describe_model(model: Model) -> dict[str, Any]:
     """What ran, and on what."""
     device = model.mesh.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()

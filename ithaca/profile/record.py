@@ -7,9 +7,10 @@ beside its own.
 
 import gzip
 import json
+import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,6 +24,7 @@ from ithaca.schedule.marks import Mark, PassWork, StepMarks
 from ithaca.tape.engine import Engine
 
 CLOCK = "ithaca: clock"  # a range that says how the host's clock and the trace's are apart
+QUIET = "6"  # torch's profiler would print a line at its start and at its end
 LARGE = 8 << 20  # bytes of a trace that is compressed
 
 
@@ -34,22 +36,25 @@ class Phases(StepMarks):
         self.found: list[dict[str, Any]] = []
         self._clock, self._inner = clock, inner
 
+    def step(self, number: int, passes: Sequence[float]) -> AbstractContextManager[None]:
+        return self._inner.step(number, passes) if self._inner else super().step(number, passes)
+
     def begin_pass(self, work: Callable[[], PassWork]) -> Mark:
         further = self._inner.begin_pass(work) if self._inner else None
 
         def mark(phase: str, layer: int | None = None, chunk: int | None = None) -> None:
             if further:
                 further(phase, layer, chunk)
-            self._note(phase, layer, chunk)
+            self._note(phase, layer)
 
         return mark
 
     def mark(self, phase: str) -> None:
         if self._inner:
             self._inner.mark(phase)
-        self._note(phase, None, None)
+        self._note(phase, None)
 
-    def _note(self, phase: str, layer: int | None, chunk: int | None) -> None:
+    def _note(self, phase: str, layer: int | None) -> None:
         last = self.found[-1] if self.found else {}
         if (last.get("phase"), last.get("layer")) != (phase, layer):  # chunks of a layer are not told apart
             self.found.append({"seconds": self._clock(), "phase": phase, "layer": layer})
@@ -78,6 +83,7 @@ class Recording:
 @contextmanager
 def record_lanes(device: torch.device, engine: Engine) -> Iterator[Recording]:
     """Record the body, which is one step, with torch's profiler and the threads of the engine."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     recording, threads, before = Recording(), Threads(), engine.watch
     engine.watch = threads.watch
     try:

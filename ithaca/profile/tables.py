@@ -1,5 +1,6 @@
 """The tables of a profile, as rows of words: for the terminal and for the page. Prediction beside measurement."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ LARGEST_SHOWN = 10  # tensors in the terminal; the page has all
 class Table:
     title: str
     header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     note: str = ""
 
 

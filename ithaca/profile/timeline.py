@@ -105,4 +105,3 @@ def _snapshots(log: MemoryLog, changes: list[Change], moments: list[int]) -> lis
         done = moment
         found.append(dict(now))
     return found
-
