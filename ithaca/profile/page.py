@@ -48,8 +48,8 @@ def _lanes() -> str:
     return (
         '<section><h2>Lanes</h2><figure><div id="lanes" class="chart" role="img" '
         'aria-label="When each lane is busy: compute, exchange, host copies, disk"></div><figcaption>Busy times of '
-        "each lane in a step under torch's profiler. Gaps too short to see are closed. Drag to zoom, double-click to reset; "
-        "trace.json has every operation, for ui.perfetto.dev.</figcaption></figure></section>"
+        "each lane in a step under torch's profiler. Gaps too short to see are closed. Drag to zoom, double-click to "
+        "reset; trace.json has every operation, for ui.perfetto.dev.</figcaption></figure></section>"
     )
 
 

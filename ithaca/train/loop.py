@@ -278,6 +278,7 @@ class TrainingRun:
         """Train until the last step (return False) or until a user asks to stop (return True)."""
         every = self.config.run.checkpoint_every
         self.folder.begin_steps()
+        self.profile.begin(self)
         if self.validation and self.done < self.steps and self.stop.agreed():
             return True  # a user broke off the validation before the first step
         while self.done < self.steps:

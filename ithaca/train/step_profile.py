@@ -52,15 +52,20 @@ class StepProfile:
         """Let the log see what lives all the time: whatever the body allocates."""
         return self._log or nullcontext()
 
+    def begin(self, run: "TrainingRun") -> None:
+        """Say so if the run is past its step and has no profile of it."""
+        if self.step and run.done >= self.step and not self.folder.exists():
+            run.progress.say(f"Step {self.step} is not profiled: the run has done {run.done} steps already")
+
     @contextmanager
     def watch(self, run: "TrainingRun") -> Iterator[None]:
         """Watch the body, which is the run's next step, if it is one of the two."""
         number, device = run.done + 1, run.mesh.device
-        if self._log is None or number not in (self.step, self.step + 1):  # pyrefly: ignore
-            yield
-        elif number == self.step:
+        if self._log is not None and number == self.step:
             with record_lanes(device, run.model.engine) as self._recording:
                 yield
+        elif self._log is None or self._recording is None or number != self.step + 1:  # pyrefly: ignore
+            yield
         else:
             mark_gradients(run.model.decoder)
             self._log.restart()

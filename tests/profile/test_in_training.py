@@ -57,6 +57,8 @@ def test_the_last_steps_may_be_the_ones(nursery: Nursery, tmp_path: Path) -> Non
     out = train(nursery, tmp_path, "run", ["train.steps=3", "run.profile_step=2"], ranks="1")
     assert "Step 2 took" in out
     assert " before. Profile of rank 0: " in out
+    out = train(nursery, tmp_path, "run", ["train.steps=4", "run.profile_step=1"], ranks="1")
+    assert "Step 1 is not profiled: the run has done 3 steps already" in out
 
 
 @pytest.mark.parametrize(
