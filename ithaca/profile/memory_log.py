@@ -21,7 +21,7 @@ from torch import Tensor
 from ithaca.rehearsal.memory_meter import Meter
 
 PACKAGE = str(Path(__file__).parent.parent) + "/"
-WATCHING = tuple(f"{PACKAGE}{name}" for name in ("profile/", "rehearsal/memory_meter.py", "base/"))
+WATCHING = tuple(f"{PACKAGE}{name}" for name in ("profile/", "rehearsal/memory_meter.py", "base/", "cli.py"))
 FindOperation = Callable[[Iterable[CodeType]], str | None]
 PLACES = 3  # lines of Ithaca that are kept for an allocation, the innermost first
 
