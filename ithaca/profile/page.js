@@ -139,9 +139,10 @@ function drawMemory(range) {
     if (phase.seconds < range[0] || phase.seconds > range[1]) continue;
     make("line", { class: "phase", x1: here, x2: here, y1: 16, y2: BOTTOM }, plot);
     const text = phase.layer === null ? phase.phase : `${phase.phase} ${phase.layer}`;
-    if (here >= free) {
-      make("text", { x: here + 3, y: 14 }, plot, text);
-      free = here + 10 + text.length * 6.5;
+    const left = Math.min(here + 3, W - RIGHT - text.length * 6.5);  // within the chart
+    if (left >= free) {
+      make("text", { x: left, y: 14 }, plot, text);
+      free = left + 7 + text.length * 6.5;
     }
   }
   const top = x(times[line.peak]), right = top > W - 220;

@@ -16,7 +16,7 @@ class Timeline:
     """Bytes by owner at some moments of a step. The peak is one of them."""
 
     seconds: list[float]
-    owners: dict[str, list[int]]  # the largest at the peak first
+    owners: dict[str, list[int]]  # those that change least first: at the bottom of a stack they leave the others level
     peak: int  # the index of the moment with most bytes
 
 
@@ -34,10 +34,11 @@ def make_timeline(log: MemoryLog, points: int = POINTS) -> Timeline:
     moments = sorted(chosen | {*best.values()})
     held = [Counter(snapshot) for snapshot in _snapshots(log, changes, moments)]
     peak = moments.index(_most(totals))
-    order = [owner for owner, size in held[peak].most_common() if size]
-    order += sorted({owner for each in held for owner, size in each.items() if size} - {*order})
+    owners = {owner for each in held for owner, size in each.items() if size}
+    sizes = {owner: [each[owner] for each in held] for owner in owners}
+    order = sorted(owners, key=lambda owner: (max(sizes[owner]) - min(sizes[owner]), -sizes[owner][peak], owner))
     seconds = [changes[moment - 1].seconds if moment else 0.0 for moment in moments]
-    return Timeline(seconds, {owner: [each[owner] for each in held] for owner in order}, peak)
+    return Timeline(seconds, {owner: sizes[owner] for owner in order}, peak)
 
 
 def peak_bytes(log: MemoryLog) -> dict[str, int]:

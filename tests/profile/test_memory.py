@@ -173,3 +173,14 @@ def test_an_operations_peak_by_hand() -> None:
     log.changes = [Change(float(at), number, BLOCKS, size) for at, (number, size) in enumerate(moves)]
     held = {each.operation: (each.alive, each.made) for each in held_by_operations(log)}
     assert held == {of.SUMS: (500, 500), of.PROJECTION: (30, 30), of.BACKWARD: (38, 8)}
+
+
+def test_the_chart_keeps_the_most_of_each_stretch() -> None:
+    """Bytes that go up and down within each stretch stay at their top."""
+    log = log_of()
+    log.allocations = [Allocation((1,), "float32", (), None, False)]
+    sizes = [5, -5] * 500
+    log.changes = [Change(number / 1e3, 0, BLOCKS, size) for number, size in enumerate(sizes)]
+    line = make_timeline(log, 50)
+    assert line.owners[BLOCKS][1:-1] == [5] * (len(line.seconds) - 2)
+    assert 40 <= len(line.seconds) <= 50

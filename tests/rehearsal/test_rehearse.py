@@ -212,9 +212,9 @@ def predicted(monkeypatch: pytest.MonkeyPatch, kernel: Any = CUDNN, **options: A
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     scene = Scene(model="llama3-8b", tokens=2**20, **options)
     model: Any = SimpleNamespace(spec=read_spec(PRESETS["llama3-8b"]), dtype=torch.bfloat16, kernel=kernel)
-    gpu = rehearse._this_gpu(scene, torch.device("cuda"))
+    gpu = rehearse.this_gpu(scene, torch.device("cuda"))
     assert gpu is not None
-    return rehearse._predicted_seconds(scene, model, gpu)
+    return rehearse.predicted_seconds(scene, model, gpu).step
 
 
 def test_more_ranks_than_a_node_has_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
