@@ -28,6 +28,7 @@ from bench.step import Steps, read_source
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.sizes import format_tokens, parse_tokens
 from ithaca.planner.hardware import causal_mfu, peak_flops
+from ithaca.profile.spans import covered
 
 STEP = "bench.operations step"  # the range that the profiler records
 SYNCHRONISATIONS = {
@@ -51,7 +52,7 @@ def count(events: Iterable[Any]) -> Row:
         for event in everything
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation and event.name not in named
     ]
-    spans = sorted((event.time_range.start, event.time_range.end) for event in gpu)
+    spans = [(event.time_range.start, event.time_range.end) for event in gpu]
     kinds = Counter(event.name for event in gpu)
     times: Counter[str] = Counter()
     for event in gpu:
@@ -59,7 +60,7 @@ def count(events: Iterable[Any]) -> Row:
     return {
         "operations": len(gpu),
         "launches": sum(calls[name] for name in LAUNCHES),
-        "busy_seconds": _covered(spans) / 1e6,
+        "busy_seconds": covered(spans) / 1e6,
         "kernel_seconds": sum(times.values()) / 1e6,
         **{word: sum(calls[name] for name in names) for word, names in SYNCHRONISATIONS.items()},
         "host_to_device_copies": sum(number for name, number in kinds.items() if "HtoD" in name),
@@ -70,15 +71,6 @@ def count(events: Iterable[Any]) -> Row:
         ],
         "most": [{"name": name[:120], "operations": number} for name, number in kinds.most_common(MOST_NAMES)],
     }
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of sorted spans."""
-    covered, until = 0.0, float("-inf")
-    for start, stop in spans:
-        covered += max(stop - max(start, until), 0.0)
-        until = max(until, stop)
-    return covered
 
 
 def measure(model: str, layers: int | None, bounds: tuple[int, ...], plan: ithaca.Plan, repeats: int) -> Row:

@@ -33,11 +33,12 @@ from bench.record import record
 from bench.step import read_source
 from ithaca.base.sizes import parse_tokens
 from ithaca.optimizer.adamw import clip
+from ithaca.profile.lanes import Event, span_of
+from ithaca.profile.spans import overlap, union
 
 ATTENTION = ("flash", "fmha", "cudnn", "sdpa")  # in the names of attention kernels
 MESSAGE = "nccldevkernel"
 WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")
-Event = dict[str, Any]  # of a Chrome trace
 
 
 def kind(name: str) -> str:
@@ -56,8 +57,8 @@ def read_trace(events: Iterable[Event]) -> dict[str, Any]:
     attention = [at for at, what in launched if what == "A"]
     first, last = (attention[0], attention[-1]) if attention else (0.0, 0.0)
     waits = [call["name"] for call in calls if call["name"].endswith(WAITS) and first < call["ts"] < last]
-    messages = [span(kernel) for kernel in kernels if kind(kernel["name"]) == "M"]
-    busy = union(span(kernel) for kernel in kernels if kind(kernel["name"]) == "A")
+    messages = sorted(span_of(kernel) for kernel in kernels if kind(kernel["name"]) == "M")
+    busy = union(span_of(kernel) for kernel in kernels if kind(kernel["name"]) == "A")
     seconds = sum(end - start for start, end in messages)
     within = [what for at, what in launched if first <= at <= last]
     return {
@@ -69,26 +70,6 @@ def read_trace(events: Iterable[Event]) -> dict[str, Any]:
         "message_seconds": seconds / 1e6,
         "hidden": overlap(messages, busy) / seconds if seconds else None,
     }
-
-
-def span(event: Event) -> tuple[float, float]:
-    return event["ts"], event["ts"] + event["dur"]
-
-
-def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same times as spans that do not overlap, in order."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
-
-
-def overlap(spans: Iterable[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """How long the spans lie under the others, which are in order and do not overlap."""
-    return sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in spans for begin, stop in others)
 
 
 def work(rank: int, port: int, args: Any, out: Path) -> None:

@@ -85,6 +85,9 @@ def train(
     with_optimizer: Annotated[
         bool, typer.Option("--with-optimizer", help="With --from: take AdamW's state as well.")
     ] = False,
+    profile_step: Annotated[
+        int | None, typer.Option(metavar="N", help="Profile step N into the run folder: run.profile_step=N.")
+    ] = None,
 ) -> None:
     """Train a model, or continue a run. On several nodes: start it with torchrun or srun."""
     for name, folder in (("--run", run), ("--from", from_)):
@@ -94,7 +97,8 @@ def train(
             )
     if with_optimizer and not from_:
         raise ConfigError("--with-optimizer says what --from RUN takes, and --from is missing: name the run")
-    resolved = _read_config(config, set_ or [], run if not fresh else None, from_)
+    sets = [*(set_ or ()), *([] if profile_step is None else [f"run.profile_step={profile_step}"])]
+    resolved = _read_config(config, sets, run if not fresh else None, from_)
     from ithaca.train.launch import launch
     from ithaca.train.origin import Origin
 
@@ -344,6 +348,42 @@ def rehearse(
 
 
 @app.command()
+def profile(
+    model: Annotated[
+        str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b. Weights are not read.")
+    ],
+    ranks: Annotated[int, typer.Option(help="GPUs of the job. This process runs one of its ranks.")] = 8,
+    tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M.")] = "1M",
+    layers: Annotated[
+        int | None, typer.Option(help="Layers to run. The memory of the others is held. Default: all.")
+    ] = None,
+    documents: Annotated[
+        str | None, typer.Option(help="Packed documents, as 64x4K, 192K+64x1K or a token file. Default: one.")
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="The recipe.")] = "sweep",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set an option of plan or mesh, as plan.chunk=128K."),
+    ] = None,
+    cap: Annotated[str | None, typer.Option(help="GPU memory to use at most, as 80GB.")] = None,
+    hardware: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file with the GPU's rates, as ithaca plan --measure writes."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where the files go. Default: a folder in profiles/.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show where the memory and the time of a step go: a table, a page for the browser, a trace for Perfetto."""
+    from ithaca.base.sizes import parse_bytes, parse_tokens
+    from ithaca.profile.command import run
+
+    limit = parse_bytes(cap) if cap else None
+    run(model, ranks, parse_tokens(tokens), layers, recipe, set_ or [], limit, hardware, documents, out, json)
+
+
+@app.command()
 def doctor(
     model: Annotated[
         str | None, typer.Option(help="The model whose longest context is planned. Default: llama3-8b, tiny on a CPU.")
@@ -442,7 +482,8 @@ def _suggest_flag(command: Any, name: str) -> str | None:
     from ithaca.config import option_defaults
 
     flags = {flag for item in command.params for flag in item.opts}
-    tables = {"train": ("",), "rehearse": ("plan.", "mesh.")}.get(command.name, ())  # what its --set takes
+    scene = ("plan.", "mesh.")
+    tables = {"train": ("",), "rehearse": scene, "profile": scene}.get(command.name, ())  # what its --set takes
     shown = []
 
     def show(setting: str) -> str:

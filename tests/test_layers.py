@@ -26,6 +26,7 @@ ROOMS = (
     "config",
     "planner",
     "rehearsal",
+    "profile",
     "train",
     "evaluate",
     "doctor",

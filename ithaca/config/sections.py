@@ -173,6 +173,8 @@ class RunSection:
     """Steps between lines in log.txt and, without a terminal, in the output. Default: twelve a run, or one a minute."""
     report: str = ""
     """Where metrics go besides the run folder: `tensorboard` or `wandb`."""
+    profile_step: int | None = None
+    """Profile this step, and memory in the step after it, on the first rank, into the run folder. Default: none."""
     timeout: float | None = None
     """Seconds to wait for a rank that hangs before the run stops. Default: 600 plus three expected steps."""
     share_gpus: bool = False
@@ -191,6 +193,8 @@ class RunSection:
             raise ConfigError(f"run.keep is {self.keep}: 1 or more is needed")
         if self.log_every is not None and self.log_every < 1:
             raise ConfigError(f"run.log_every is {self.log_every}: 1 or more is needed")
+        if self.profile_step is not None and self.profile_step < 1:
+            raise ConfigError(f"run.profile_step is {self.profile_step}: 1 or more is needed")
         if self.timeout is not None and not 0 < self.timeout <= MOST_SECONDS:
             raise ConfigError(
                 f"run.timeout is {self.timeout:g}: seconds above 0 and up to {MOST_SECONDS} are needed, as 1200"

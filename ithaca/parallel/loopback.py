@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.profiler import record_function
 
 from ithaca.base.torch_private import Work, group_name
 
 NAME = "loopback"
+MARK = "ithaca: loopback"  # the range of a message in a trace of torch's profiler
 
 
 def start_loopback(ranks: int) -> None:
@@ -84,12 +86,13 @@ class Loopback(dist.ProcessGroup):
 
     def _beside(self, fill: Callable[[], object], result: Any, source: Tensor) -> dist.Work:
         if source.device.type != "cuda":
-            fill()
+            with record_function(MARK):
+                fill()
             return _Done(result)
         if self._stream is None:
             self._stream = torch.cuda.Stream(source.device)
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), record_function(MARK):
             fill()
         return _Done(result, self._stream.record_event())
 

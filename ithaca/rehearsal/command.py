@@ -12,7 +12,7 @@ from ithaca.config import read_config
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
-from ithaca.planner.documents import read_documents
+from ithaca.planner.documents import Documents, read_documents
 from ithaca.planner.hardware import Machine, parse_gpus, read_gpus
 from ithaca.planner.meshes import choose
 from ithaca.planner.next_command import Trial, next_command, next_lines
@@ -36,6 +36,51 @@ def run(
     documents: str | None = None,
 ) -> None:
     """Run `ithaca rehearse MODEL --ranks P --tokens S` and print its report."""
+    if bare and memory_only:
+        raise ConfigError("--bare times the kernels that --memory-only leaves out: give one of the two")
+    words, packed = scene_words(model, ranks, tokens, layers, recipe, sets, cap, hardware, documents)
+    from ithaca.rehearsal.rehearse import Scene, rehearse  # imports torch, which takes seconds
+
+    report = rehearse(Scene(**words, memory_only=memory_only, bare=bare))
+    if packed:
+        report["documents_packed"] = packed.describe(tokens)
+    if not report["fits"]:
+        if as_json:
+            print(json.dumps(report, indent=2))
+        raise RunError(does_not_fit(report))
+    trial = Trial(
+        model=model,
+        spec=read_spec(find_config(model)[0]),
+        tokens=tokens,
+        plan=words["plan"],
+        axes=words["axes"],
+        nodes=ranks // _node_gpus(ranks),
+        documents=packed,
+    )
+    report["train"] = next_command(trial)
+    print(json.dumps(report, indent=2) if as_json else "\n".join([*_lines(report), "", *next_lines(trial)]))
+
+
+def does_not_fit(report: dict[str, Any]) -> str:
+    """Return the sentence for a scene that does not fit this device."""
+    return (
+        f"{format_tokens(report['tokens'])} tokens do not fit ({report['why']}): the predicted peak is "
+        f"{format_bytes(report['peak_bytes_predicted'])}"
+    )
+
+
+def scene_words(
+    model: str,
+    ranks: int,
+    tokens: int,
+    layers: int | None,
+    recipe: str,
+    sets: list[str],
+    cap: int | None,
+    hardware: Path | None,
+    documents: str | None,
+) -> tuple[dict[str, Any], Documents | None]:
+    """Return the fields of a `Scene` from a command's options, and its documents. Raise what is wrong with them."""
     config = read_config(None, [f"plan.recipe={recipe}", *sets])
     foreign = [item for item in sets if not item.startswith(("plan.", "mesh."))]
     if foreign:
@@ -44,46 +89,20 @@ def run(
         raise ConfigError("--recipe auto cannot be rehearsed: give the recipe that ithaca plan chooses, as sweep")
     mesh_given = any(item.startswith("mesh.") for item in sets)
     axes = _axes(model, ranks, tokens, config.plan, dict(vars(config.mesh)), mesh_given)
-    if bare and memory_only:
-        raise ConfigError("--bare times the kernels that --memory-only leaves out: give one of the two")
     packed = None if documents is None else read_documents(documents)
     bounds = None if packed is None else (0, *accumulate(packed.lengths(tokens)))
     read_gpus(hardware)  # report a mistake in this file before the step, not after it
-    from ithaca.rehearsal.rehearse import Scene, rehearse  # imports torch, which takes seconds
-
-    scene = Scene(
-        model=model,
-        plan=config.plan,
-        tokens=tokens,
-        layers=layers,
-        cap=cap,
-        memory_only=memory_only,
-        bare=bare,
-        hardware=hardware,
-        axes=axes,
-        documents=bounds,
-    )
-    report = rehearse(scene)
-    if packed:
-        report["documents_packed"] = packed.describe(tokens)
-    if not report["fits"]:
-        if as_json:
-            print(json.dumps(report, indent=2))
-        raise RunError(
-            f"{format_tokens(tokens)} tokens do not fit ({report['why']}): the predicted peak is "
-            f"{format_bytes(report['peak_bytes_predicted'])}"
-        )
-    trial = Trial(
-        model=model,
-        spec=read_spec(find_config(model)[0]),
-        tokens=tokens,
-        plan=config.plan,
-        axes=axes,
-        nodes=ranks // _node_gpus(ranks),
-        documents=packed,
-    )
-    report["train"] = next_command(trial)
-    print(json.dumps(report, indent=2) if as_json else "\n".join([*_lines(report), "", *next_lines(trial)]))
+    words = {
+        "model": model,
+        "plan": config.plan,
+        "tokens": tokens,
+        "layers": layers,
+        "cap": cap,
+        "hardware": hardware,
+        "axes": axes,
+        "documents": bounds,
+    }
+    return words, packed
 
 
 def _axes(model: str, ranks: int, tokens: int, plan: Plan, mesh: dict[str, Any], mesh_given: bool) -> Axes:

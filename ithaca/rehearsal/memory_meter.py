@@ -57,7 +57,8 @@ class Meter(TorchDispatchMode):
         self._live[key] = owner, storage.nbytes()
         if owner == GATHERED:
             self._gathered[key] = weakref.ref(storage)
-        self._add(owner, storage.nbytes())
+        self._appeared(key, tensor)
+        self._add(key, owner, storage.nbytes())
         weakref.finalize(storage, self._forget, key).atexit = False  # pyrefly: ignore
 
     def _follow_gathered(self) -> None:
@@ -66,7 +67,7 @@ class Meter(TorchDispatchMode):
             storage, (owner, before) = reference(), self._live[key]
             if storage is not None and storage.nbytes() != before:
                 self._live[key] = owner, storage.nbytes()
-                self._add(owner, storage.nbytes() - before)
+                self._add(key, owner, storage.nbytes() - before)
 
     def _give(self, key: int, owner: str) -> None:
         before, size = self._live[key]
@@ -74,17 +75,26 @@ class Meter(TorchDispatchMode):
         self._gathered.pop(key, None)
         self.now[before] -= size
         self.now[owner] += size
+        self._changed(key, before, -size)
+        self._changed(key, owner, size)
 
     def _forget(self, key: int) -> None:
         owner, size = self._live.pop(key)
         self._gathered.pop(key, None)
-        self._add(owner, -size)
+        self._add(key, owner, -size)
 
-    def _add(self, owner: str, size: int) -> None:
+    def _add(self, key: int, owner: str, size: int) -> None:
         self.now[owner] += size
         self._total += size
         if self._total > self._most:
             self._most, self.peak = self._total, Counter(self.now)
+        self._changed(key, owner, size)
+
+    def _appeared(self, key: int, tensor: Tensor) -> None:
+        """Called for the first tensor of a new storage, for a meter that keeps a log (profile/memory_log.py)."""
+
+    def _changed(self, key: int, owner: str, size: int) -> None:
+        """Called after an owner's bytes of a storage grew by `size`, likewise."""
 
 
 class MarkedReduceScatter:

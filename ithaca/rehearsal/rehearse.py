@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,12 +33,13 @@ from ithaca.parallel.batch import Batch
 from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.hardware import Gpu, Machine, causal_mfu, nearest, read_gpus
-from ithaca.planner.seconds import predict_seconds
+from ithaca.planner.seconds import Seconds, predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.fake_kernels import FakeKernel, TimedKernel
 from ithaca.rehearsal.kernel_bound import Products, attention_seconds, product_seconds, synchronize
 from ithaca.rehearsal.memory_meter import Meter, mark_gradients
 from ithaca.schedule.job import ONE_RANK, Job
+from ithaca.schedule.marks import OPTIMIZER, StepMarks
 from ithaca.schedule.step_memory import absent_layers, step_memory
 from ithaca.tape.devices import count_devices
 from ithaca.tape.spec import disk_bytes, host_bytes
@@ -85,17 +86,22 @@ def rehearse(scene: Scene, device: str | None = None, say: Callable[[str], None]
     try:
         return play(scene, grid, say)
     except torch.OutOfMemoryError as problem:
-        spec = _held_spec(scene)
-        kernel = choose_kernel(scene.plan.kernel, grid.device, torch.bfloat16, spec.head_size).name
-        predicted = step_memory(scene.job(spec, torch.bfloat16, kernel))
-        return {
-            "model": scene.model,
-            "tokens": scene.tokens,
-            "fits": False,
-            "why": str(problem).split(". ")[0],
-            "peak_bytes_predicted": predicted.total,
-            "memory_predicted": predicted.parts,
-        }
+        return out_of_memory(scene, grid, problem)
+
+
+def out_of_memory(scene: Scene, grid: Mesh, problem: Exception) -> dict[str, Any]:
+    """The report of a scene that does not fit."""
+    spec = _held_spec(scene)
+    kernel = choose_kernel(scene.plan.kernel, grid.device, torch.bfloat16, spec.head_size).name
+    predicted = step_memory(scene.job(spec, torch.bfloat16, kernel))
+    return {
+        "model": scene.model,
+        "tokens": scene.tokens,
+        "fits": False,
+        "why": str(problem).split(". ")[0],
+        "peak_bytes_predicted": predicted.total,
+        "memory_predicted": predicted.parts,
+    }
 
 
 def loopback_mesh(axes: Axes, device: str | None = None) -> Mesh:
@@ -112,11 +118,55 @@ def play(
     watch: Callable[[Kernel, Meter], Kernel] = lambda kernel, _: kernel,
 ) -> dict[str, Any]:
     """The same on ranks of any job, whether they are there or looped back; `watch` may wrap the kernel once more."""
+    stage = set_stage(scene, grid, Meter, say, watch)
+    model, optimizer, batch, meter, clock = stage.model, stage.optimizer, stage.batch, stage.meter, stage.clock
+    # The first step warms up and is watched, which takes longer: seven seconds of forty were seen. The second is timed
+    products = Products()
+    seconds, peak = {}, {}
+    if not scene.once:
+        with meter, products if scene.bare else nullcontext():
+            seconds = run_step(model, optimizer, batch)
+        peak = _peaks(meter, grid.device)
+    if not scene.memory_only:
+        clock.restart()
+        with products if scene.bare and scene.once else nullcontext():
+            seconds = run_step(model, optimizer, batch)
+    peak = peak or _peaks(meter, grid.device)
+    seconds["attention"] = clock.seconds()
+    stage.held.clear()
+    report = _report(scene, stage.spec, model, peak, {} if scene.memory_only else seconds)
+    return report | (_bare(model, clock, products, seconds) if scene.bare else {})
+
+
+AnyMeter = TypeVar("AnyMeter", bound=Meter)
+
+
+@dataclass(frozen=True)
+class Stage(Generic[AnyMeter]):
+    """A scene that is ready for its steps. The meter has seen all of it."""
+
+    spec: Spec  # of the model whose memory is held
+    model: Model
+    optimizer: torch.optim.Optimizer
+    batch: Batch
+    meter: AnyMeter
+    clock: TimedKernel
+    held: list[Tensor]  # in the place of layers that do not run
+
+
+def set_stage(
+    scene: Scene,
+    grid: Mesh,
+    make_meter: Callable[[torch.device, torch.dtype], AnyMeter],
+    say: Callable[[str], None] = lambda _: None,
+    watch: Callable[[Kernel, AnyMeter], Kernel] = lambda kernel, _: kernel,
+) -> Stage[AnyMeter]:
+    """Put the model, its optimizer, its tapes and a batch onto the device, under a meter."""
     spec = _held_spec(scene)
     if scene.cap is not None:
         _cap(grid.device, scene.cap)
     source = _source(scene, spec)
-    meter = Meter(grid.device, source.compute_dtype(grid.device))
+    meter = make_meter(grid.device, source.compute_dtype(grid.device))
     timed: list[TimedKernel] = []
 
     def wrap(kernel: Kernel) -> Kernel:
@@ -133,26 +183,11 @@ def play(
         held = _hold_absent(scene, spec, model)
         model.allocate(scene.axes.shard, scene.tokens, say)
         batch = model.shard(*_tokens(scene, spec))
-    # The first step warms up and is watched, which takes longer: seven seconds of forty were seen. The second is timed
     synchronize(grid.device)
     if grid.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     meter.restart()
-    products = Products()
-    (clock,), seconds, peak = timed, {}, {}
-    if not scene.once:
-        with meter, products if scene.bare else nullcontext():
-            seconds = _step(model, optimizer, batch)
-        peak = _peaks(meter, grid.device)
-    if not scene.memory_only:
-        clock.restart()
-        with products if scene.bare and scene.once else nullcontext():
-            seconds = _step(model, optimizer, batch)
-    peak = peak or _peaks(meter, grid.device)
-    seconds["attention"] = clock.seconds()
-    del held
-    report = _report(scene, spec, model, peak, {} if scene.memory_only else seconds)
-    return report | (_bare(model, clock, products, seconds) if scene.bare else {})
+    return Stage(spec, model, optimizer, batch, meter, timed[0], held)
 
 
 def _hold_absent(scene: Scene, spec: Spec, model: Model) -> list[Tensor]:
@@ -218,8 +253,10 @@ def _tokens(scene: Scene, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:
     return tokens, tokens, torch.arange(len(lengths)).repeat_interleave(lengths).expand(rows)
 
 
-def _step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[str, float]:
-    """Seconds of its parts."""
+def run_step(
+    model: Model, optimizer: torch.optim.Optimizer, batch: Batch, marks: StepMarks | None = None
+) -> dict[str, float]:
+    """Run a step and return the seconds of its parts; `marks` are told where it is."""
     seconds, began = {}, time.perf_counter()
 
     def lap(name: str) -> None:
@@ -228,10 +265,12 @@ def _step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[
         now = time.perf_counter()
         seconds[name], began = now - began, now
 
-    loss = model(batch)
+    loss = model(batch) if marks is None else model(batch, marks=marks)
     lap("forward")
     loss.backward()
     lap("backward")
+    if marks:
+        marks.mark(OPTIMIZER)
     optimizer.step()
     optimizer.zero_grad()
     lap("optimizer")
@@ -241,6 +280,11 @@ def _step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[
 def _peaks(meter: Meter, device: torch.device) -> dict[str, int]:
     """Bytes by owner at the peak; what kernels take for themselves, and what the allocator keeps beside."""
     found = {owner: size for owner, size in meter.peak.most_common() if size > 0 and owner != HOST}
+    return with_allocator(found, device)
+
+
+def with_allocator(found: dict[str, int], device: torch.device) -> dict[str, int]:
+    """Add what a GPU's allocator has counted beside the tensors that a meter saw."""
     if device.type != "cuda":
         return found
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -274,7 +318,7 @@ def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], second
     } | (_speed(scene, model, seconds) if seconds else {})
 
 
-def _this_gpu(scene: Scene, device: torch.device) -> Gpu | None:
+def this_gpu(scene: Scene, device: torch.device) -> Gpu | None:
     """The GPU here, as the table has it; None without a GPU that is known."""
     if device.type != "cuda":
         return None
@@ -285,22 +329,22 @@ def _this_gpu(scene: Scene, device: torch.device) -> Gpu | None:
         return None
 
 
-def _predicted_seconds(scene: Scene, model: Model, gpu: Gpu) -> float:
-    """Messages loop back through this GPU's memory, and no other rank shares its disk."""
+def predicted_seconds(scene: Scene, model: Model, gpu: Gpu) -> Seconds:
+    """Seconds by part. Messages loop back through this GPU's memory, and no other rank shares its disk."""
     job, link = scene.job(model.spec, model.dtype, model.kernel.name), gpu.bandwidth / 2
     machine, disks = Machine(nodes=scene.axes.size, gpus=1, inside=link, across=link), count_devices(job.plan.folders)
-    return predict_seconds(job, gpu, machine, max(disks, 1)).step
+    return predict_seconds(job, gpu, machine, max(disks, 1))
 
 
 def _speed(scene: Scene, model: Model, seconds: dict[str, float]) -> dict[str, float | None]:
     """Speed of the layers that were rehearsed, with embedding, loss and optimizer."""
     step = seconds["forward"] + seconds["backward"] + seconds["optimizer"]
     rate = scene.tokens / step / scene.axes.context
-    gpu = _this_gpu(scene, model.mesh.device)
+    gpu = this_gpu(scene, model.mesh.device)
     attended = attended_length(scene.documents) if scene.documents else scene.tokens
     return {
         "seconds": step,
-        "seconds_predicted": _predicted_seconds(scene, model, gpu) if gpu else None,
+        "seconds_predicted": predicted_seconds(scene, model, gpu).step if gpu else None,
         **{f"{part}_seconds": taken for part, taken in seconds.items()},
         "tokens_per_second_per_gpu": rate,
         "mfu_causal": causal_mfu(model.spec, attended, rate, gpu.flops) if gpu else None,

@@ -175,8 +175,8 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
 
 
 def _loss_phases(job: Job) -> Iterator[tuple[str, Bytes]]:
-    head, tile = table_parameters(job), job.plan.loss_tile
-    logits = min(tile, job.block_tokens) * job.spec.vocab * job.itemsize
+    head, tile = table_parameters(job), min(job.plan.loss_tile, job.block_tokens)
+    logits = tile * job.spec.vocab * job.itemsize
     # Without tapes, the last block's output and its gradient are tensors
     states = 0 if job.plan.sweeps else 2 * job.hidden(job.block_tokens)
     states += job.costs.kept(job, range(job.layers_running))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ithaca.base.errors import RunError
 from ithaca.base.tiles import Tiles
-from ithaca.tape.engine import Engine, Mark
+from ithaca.tape.engine import DISK_READ, DISK_WRITE, Engine, Mark
 from ithaca.tape.file import TapeFile
 from ithaca.tape.spec import Stretch, whole_blocks
 from ithaca.tape.tape import Slots, SlotTape
@@ -121,14 +121,16 @@ def _read(engine: Engine, file: TapeFile, place: int, target: memoryview, before
         before.result()
     if engine.before_disk:
         engine.before_disk()
-    file.read(place, target)
+    with engine.watch(DISK_READ):
+        file.read(place, target)
 
 
 def _write(engine: Engine, file: TapeFile, place: int, source: memoryview, copied: Mark) -> None:
     engine.wait(copied)
     if engine.before_disk:
         engine.before_disk()
-    file.write(place, source)
+    with engine.watch(DISK_WRITE):
+        file.write(place, source)
 
 
 def _end(future: Future[None]) -> None:

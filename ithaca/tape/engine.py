@@ -13,12 +13,15 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Mark = Any  # a CUDA event or a threading.Event
+# What the threads of an engine do, in their own words: a copy to or from the device, a read from the disk, a write
+COPY_IN, COPY_OUT, DISK_READ, DISK_WRITE = "copy in", "copy out", "disk read", "disk write"
 
 
 class Engine(ABC):
@@ -28,6 +31,8 @@ class Engine(ABC):
         self.device = device
         self.before_copy: Callable[[], None] | None = None  # called before each copy, by tests that delay copies
         self.before_disk: Callable[[], None] | None = None  # the same before each read from the disk or write to it
+        # Called by a thread with what it begins; a profile times the context. A GPU's copies are on its own trace
+        self.watch: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext()
         self.poison = False  # fill freed slots with NaN, by tests that look for reads of a freed slot
 
     @abstractmethod
@@ -120,7 +125,7 @@ class ThreadEngine(Engine):
         return self._copy("out", target, source, after, spoil=self.poison and not stays)
 
     def _copy(self, way: str, target: Tensor, source: Tensor, after: Sequence[Mark | None], spoil: bool) -> Mark:
-        done = threading.Event()
+        done, what = threading.Event(), COPY_IN if way == "in" else COPY_OUT
 
         def work() -> None:
             try:
@@ -129,7 +134,7 @@ class ThreadEngine(Engine):
                         mark.wait()
                 if self.before_copy:
                     self.before_copy()
-                with torch.no_grad():
+                with torch.no_grad(), self.watch(what):
                     target.copy_(source)
                     if spoil:
                         source.fill_(torch.nan)

@@ -51,6 +51,7 @@ from ithaca.train.start import (
     open_source,
     settle,
 )
+from ithaca.train.step_profile import StepProfile, check_step, open_profile
 from ithaca.train.stop import StopRequest, write_error
 from ithaca.train.unlearned import Unlearned, with_labels
 from ithaca.train.validation import Validation, measure, metrics_of, open_validation
@@ -97,7 +98,10 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
         source = together(grid.group, lambda: open_source(config, described, resumed, data))
         if held_out:
             together(grid.group, lambda: check_vocabulary(source, held_out.data))
-        TrainingRun(config, run, apply(source, plan, grid), data, rows, why, origin, held_out).go(launched, roll)
+        profile = open_profile(config, run.path, grid, source)
+        with profile.building():
+            model = apply(source, plan, grid)
+        TrainingRun(config, run, model, data, rows, why, origin, held_out, profile).go(launched, roll)
     except IthacaError as error:
         refused = not isinstance(error, LostRankError)
         raise
@@ -121,29 +125,33 @@ class TrainingRun:
         why: Sequence[str] = (),
         origin: Origin | None = None,
         held_out: Windows | None = None,
+        profile: StepProfile | None = None,
     ):
         """`why`: the planner's lines about a Plan that it chose. `origin`: the run that a new run starts from.
 
-        `held_out`: what to validate on, if the run does.
+        `held_out`: what to validate on, if the run does. `profile`: of one of its steps.
         """
         self.config, self.folder, self.model, self.data = config, folder, model, data
         assert is_settled(config.train)
         self.steps: int = config.train.steps  # pyrefly: ignore
         self.mesh: Mesh = model.mesh
         self.first = self.mesh.rank == 0
-        check_rows(self._pass_size()[0], self.mesh)
-        model.check_memory(*self._pass_size())
+        check_step(config.run.profile_step, self.steps)
+        self.profile = profile or StepProfile(None, folder.path, self.mesh.device, model.dtype)
+        check_rows(self.pass_size()[0], self.mesh)
+        model.check_memory(*self.pass_size())
         self.disk_seconds, slow = check_disks(model, config, data)
         # The tapes are allocated last: until then, nothing else may take their memory
-        tape_bytes = model.host_bytes(*self._pass_size())
+        tape_bytes = model.host_bytes(*self.pass_size())
         options = config.train
-        self.optimizer = make_optimizer(
-            model,
-            learning_rate=options.learning_rate,  # pyrefly: ignore
-            betas=(options.beta1, options.beta2),
-            weight_decay=options.weight_decay,
-            reserved_bytes=tape_bytes,
-        )
+        with self.profile.building():
+            self.optimizer = make_optimizer(
+                model,
+                learning_rate=options.learning_rate,  # pyrefly: ignore
+                betas=(options.beta1, options.beta2),
+                weight_decay=options.weight_decay,
+                reserved_bytes=tape_bytes,
+            )
         self.why, self.early_warnings = why, slow  # printed when there is a log to print them to
         self.announced = False
         keep = config.run.keep
@@ -179,7 +187,7 @@ class TrainingRun:
             self.marks = make_marks(self.mesh.device)
         self.sinks = Sinks([], folder, self.progress.warn)
 
-    def _pass_size(self) -> tuple[int, int]:
+    def pass_size(self) -> tuple[int, int]:
         """Return the number of sequences in a pass, over all ranks, and the tokens of each."""
         options = self.config.train
         return options.micro_batch or options.batch, options.tokens  # pyrefly: ignore
@@ -230,12 +238,13 @@ class TrainingRun:
             if self._validate(roll) and self.validation:
                 self.checkpoints.add_note(self.done, self.validation.note())  # it was written without its loss
             stopped = self._steps(roll)
+            self.profile.finish(self)
             self._save()
             self.checkpoints.wait()
             self._report_problem(final=True)
             self._conclude(stopped)
         except torch.OutOfMemoryError as error:
-            raise RunError(explain_out_of_memory(self.model, *self._pass_size(), error)) from None
+            raise RunError(explain_out_of_memory(self.model, *self.pass_size(), error)) from None
         except RuntimeError as error:
             if lost_touch(error):
                 self.stop.ignore()
@@ -252,7 +261,7 @@ class TrainingRun:
 
     def _step_seconds(self) -> float:
         """Return an upper bound for the seconds of a step on the rank with the most sequences."""
-        rows, tokens = self._pass_size()
+        rows, tokens = self.pass_size()
         passes = self.config.train.batch // rows  # pyrefly: ignore
         sequences = passes * math.ceil(rows / self.mesh.data_ranks)
         flops = self.model.spec.flops_per_token(tokens) * sequences * tokens / self.mesh.context_ranks
@@ -260,7 +269,8 @@ class TrainingRun:
 
     def _allocate(self) -> None:
         """Allocate the Plan's tapes before the first step."""
-        self.model.allocate(*self._pass_size(), self.progress.live)
+        with self.profile.building():
+            self.model.allocate(*self.pass_size(), self.progress.live)
         for line in self.model.describe_tapes():
             self.progress.say(line)
 
@@ -268,12 +278,14 @@ class TrainingRun:
         """Train until the last step (return False) or until a user asks to stop (return True)."""
         every = self.config.run.checkpoint_every
         self.folder.begin_steps()
+        self.profile.begin(self)
         if self.validation and self.done < self.steps and self.stop.agreed():
             return True  # a user broke off the validation before the first step
         while self.done < self.steps:
-            with roll.limit(self.timeout):
+            with roll.limit(self.timeout), self.profile.watch(self):
                 metrics = self._step()
             self._publish(metrics)
+            self.profile.add(self, metrics)
             self._report_problem(final=False)
             best = self._validate(roll)
             if self.stop.agreed() and self.done < self.steps:
@@ -287,7 +299,7 @@ class TrainingRun:
         validation = self.validation
         if validation is None or not validation.due(self.done, self.steps):
             return False
-        began, rows = time.perf_counter(), self._pass_size()[0]
+        began, rows = time.perf_counter(), self.pass_size()[0]
         limit, stopped, tell = lambda: roll.limit(self.timeout), self.stop.agreed, self.progress.place
         found = measure(self.model, validation.windows, rows, limit, stopped, tell)
         if found is None:

@@ -3,7 +3,7 @@
     config.toml     the resolved configuration      model/       config.json and tokenizer of the model, for export
     metrics.jsonl   one object per step             loss.png     a picture of the loss
     checkpoints/    the newest few                  log.txt      the printed lines
-    lock            held while a job trains here
+    lock            held while a job trains here    profile-step-N/    the profile of a step, if one is wanted
 
 Rank 0 writes. The lock keeps a second job out of the folder. When a run continues from a checkpoint, metrics of later
 steps are cut off first: those steps are done again. On several nodes, all must see the same folder (`check_shared`).

@@ -116,7 +116,7 @@ def play_documents(file: Path) -> None:
         seen.update(bounds=batch.bounds, attended=batch.attended)
         return dict.fromkeys(("forward", "backward", "optimizer"), 1.0)
 
-    rehearse._step = step
+    rehearse.run_step = step
     plan = Plan(recipe="sweep", chunk=64)
     scene = Scene(model="tiny", plan=plan, tokens=128, axes=Axes(shard=2, ulysses=2), documents=(0, 32, 128))
     found = rehearse.rehearse(scene)
@@ -138,7 +138,7 @@ def two_steps(file: Path) -> None:
         watched.append(torch._C._len_torch_dispatch_stack())
         return dict.fromkeys(("forward", "backward", "optimizer"), float(len(watched)))
 
-    rehearse._step = step
+    rehearse.run_step = step
     plan = Plan(recipe="sweep", chunk=512)
     found = rehearse.rehearse(Scene(model="tiny", plan=plan, tokens=2048, axes=Axes(ring=2, ulysses=2)))
     file.write_text(json.dumps(found | {"watched": watched}))
@@ -170,7 +170,7 @@ def test_parts_of_a_step_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     optimizer: Any = SimpleNamespace(step=lambda: done.append("step"), zero_grad=lambda: done.append("zero"))
     model: Any = Model()
     batch: Any = None
-    assert rehearse._step(model, optimizer, batch) == {"forward": 1.0, "backward": 2.0, "optimizer": 3.0}
+    assert rehearse.run_step(model, optimizer, batch) == {"forward": 1.0, "backward": 2.0, "optimizer": 3.0}
     assert done == ["forward", "backward", "step", "zero"]
 
 
@@ -212,9 +212,9 @@ def predicted(monkeypatch: pytest.MonkeyPatch, kernel: Any = CUDNN, **options: A
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     scene = Scene(model="llama3-8b", tokens=2**20, **options)
     model: Any = SimpleNamespace(spec=read_spec(PRESETS["llama3-8b"]), dtype=torch.bfloat16, kernel=kernel)
-    gpu = rehearse._this_gpu(scene, torch.device("cuda"))
+    gpu = rehearse.this_gpu(scene, torch.device("cuda"))
     assert gpu is not None
-    return rehearse._predicted_seconds(scene, model, gpu)
+    return rehearse.predicted_seconds(scene, model, gpu).step
 
 
 def test_more_ranks_than_a_node_has_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
