@@ -126,10 +126,10 @@ def _run(
                     if rank not in codes:
                         os.kill(child, number)
             for rank, child in children.items():
-                if rank not in codes and os.waitpid(child, os.WNOHANG)[0]:
-                    codes[rank] = 0
+                if rank not in codes and (code := _code(child)) is not None:
+                    codes[rank] = code
             time.sleep(0.005)
-        return [_ended(Path(folder), rank) for rank in range(ranks)]
+        return [_ended(Path(folder), rank, codes[rank]) for rank in range(ranks)]
 
 
 def _run_commands(
@@ -140,18 +140,27 @@ def _run_commands(
             _fork(_command, (words, folder, environ), number, 1, Path(notes))
             for number, (words, environ) in enumerate(commands)
         ]
-        left = set(children)
+        codes: dict[int, int] = {}
         try:
             disturb(children)
             until = time.monotonic() + SECONDS
-            while left and time.monotonic() < until:
-                left -= {child for child in left if os.waitpid(child, os.WNOHANG)[0]}
+            while len(codes) < len(children) and time.monotonic() < until:
+                for child in children:
+                    if child not in codes and (code := _code(child)) is not None:
+                        codes[child] = code
                 time.sleep(0.02)
         finally:
-            for child in left:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-        return [_ended(Path(notes), number) for number in range(len(commands))]
+            for child in children:
+                if child not in codes:
+                    os.kill(child, signal.SIGKILL)
+                    codes[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return [_ended(Path(notes), number, codes[child]) for number, child in enumerate(children)]
+
+
+def _code(child: int) -> int | None:
+    """How a process ended, as `Ended.code` has it; None while it runs."""
+    ended, status = os.waitpid(child, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def _fork(function: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, folder: Path) -> int:
@@ -177,15 +186,13 @@ def _fork(function: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    (folder / f"code{rank}").write_text(str(code))
     os._exit(code)
 
 
-def _ended(folder: Path, rank: int) -> Ended:
-    code = folder / f"code{rank}"
+def _ended(folder: Path, rank: int, code: int) -> Ended:
     files = [folder / f"{name}{rank}" for name in ("out", "err")]
     said = [file.read_text(errors="replace") if file.exists() else "" for file in files]  # killed before it had them
-    return Ended(int(code.read_text()) if code.exists() else -signal.SIGKILL, *said)
+    return Ended(code, *said)
 
 
 def _command(words: tuple[str, ...], folder: Path, environ: dict[str, str] | None = None) -> None:
