@@ -29,7 +29,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "untied": {"recipe": "untied", "tile": 100},
     "sweep": {"recipe": "sweep", "chunk": 250, "tile": 50},
     "sweep-host": {"recipe": "sweep", "chunk": 250} | HOST,
-    "sweep-rebuild": {"recipe": "sweep", "chunk": 256, "x": "host, rebuild*2"},
+    "sweep-rebuild": {"recipe": "sweep", "chunk": 256, "x": "rebuild, host, rebuild"},
     "sweep-recompute": {"recipe": "sweep", "chunk": 400, "o": "recompute"},
     "fpdt": {"recipe": "fpdt", "chunks": 7, "tile": 50},
 }

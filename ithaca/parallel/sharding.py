@@ -99,13 +99,18 @@ def prepare_pass(decoder: Decoder, zero: int, first: bool, last: bool) -> None:
         decoder.set_requires_gradient_sync(zero > 1 or last)
 
 
-def weights_of_blocks(decoder: Decoder) -> Callable[[int], AbstractContextManager[dict[str, Tensor]]]:
-    """Given a layer, its weights to be read at any time until this pass has gone backward."""
-    if isinstance(decoder, FSDPModule):
-        return lambda layer: opened(decoder.blocks[layer])
-    # What the pass computes with, even if other copies are made before its backward
-    kept = [block.weights() for block in decoder.blocks if isinstance(block, Unit)]
-    return lambda layer: nullcontext({name: weight.detach() for name, weight in kept[layer].items()})
+Readable = Callable[[], AbstractContextManager[dict[str, Tensor]]]  # gathers the weights of a unit, to be read
+
+
+def readable(unit: nn.Module) -> Readable:
+    """The weights of a unit, to be read at any time until this pass has gone backward."""
+    if isinstance(unit, FSDPModule):
+        return lambda: opened(unit)
+    # One rank's: what the pass computes with, even if other copies are made before its backward. A tied table's: it
+    # belongs to the decoder, and is gathered whenever a block runs
+    assert isinstance(unit, Unit)
+    kept = unit.weights()
+    return lambda: nullcontext({name: weight.detach() for name, weight in kept.items()})
 
 
 @contextmanager

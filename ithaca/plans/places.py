@@ -2,6 +2,7 @@
 
 host                    every layer in host memory
 host, rebuild*7         every eighth layer; those between are recomputed
+rebuild*30, host*2      the last two of 32 layers. x of layer 0 is looked up in the embedding again
 device*4, host*28       of 32 layers, the first four on the device
 disk*8, host            eight on disk, the ninth in host memory, and so on
 """
@@ -16,7 +17,8 @@ from ithaca.base.errors import PlanError, suggestion
 
 IN_MEMORY = ("device", "host")
 KEPT = (*IN_MEMORY, "disk")  # the fastest first
-REBUILD, RECOMPUTE = "rebuild", "recompute"  # x from x and o of the layer below; o by running attention again
+# x from x and o of the layer below, or layer 0's by a look-up in the embedding; o by running attention again
+REBUILD, RECOMPUTE = "rebuild", "recompute"
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,6 @@ class Placement:
 
     def __post_init__(self) -> None:
         """Raise an error if a layer's backward pass could not get its x."""
-        if self.x[0] == REBUILD:
-            raise PlanError(f"x='{spell(self.x)}' keeps nothing that layer 0 could be rebuilt from: begin with 'host'")
         for layer in range(1, len(self.x)):
             if self.x[layer] == REBUILD and self.o[layer - 1] == RECOMPUTE:
                 raise PlanError(

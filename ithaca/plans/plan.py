@@ -75,8 +75,8 @@ class Plan:
     Llama3-8B and larger models to 64K for narrow ones (`mlp_tile`); otherwise all."""
 
     x: str | None = None
-    """Where block inputs are saved: `device`, `host` or `disk`; or `rebuild`: recomputed from o (sweep). One word, or a
-    list that is repeated over the layers: `host, rebuild*7` saves every eighth."""
+    """Where block inputs are saved: `device`, `host` or `disk`; or `rebuild`: recomputed from o, layer 0's looked up in
+    the embedding (sweep). One word, or a list repeated over the layers: `host, rebuild*7` saves every eighth."""
 
     o: str | None = None
     """Where attention outputs are saved: `device`, `host` or `disk`; or `recompute`: attention runs again. A word or a

@@ -1,4 +1,6 @@
-"""The embedding on tapes: rows of the table to the first block's x; backward, the residual's gradient to the table."""
+"""The embedding on tapes: rows of the table to the first block's x; backward, the residual's gradient to the table.
+
+An x of the first block that is not saved is looked up once more (sweep/rebuild_x.py)."""
 
 from typing import Any
 
@@ -18,13 +20,30 @@ def embed(table: Tensor, tokens: Tensor, tapes: Pass, tile: int) -> Tensor:
     return _Embed.apply(table, tokens, tapes, tile)
 
 
+class LookedUp:
+    """x of the first block, looked up tile by tile."""
+
+    def __init__(self, table: Tensor, tokens: Tensor, tiles: Tiles):
+        self._table, self._tokens, self._tiles = table, tokens, tiles
+
+    def read(self, index: int, toward: int = 0, changed: bool = True) -> Tensor:  # noqa: ARG002
+        return F.embedding(self._tokens[self._tiles.rows(index)], self._table)
+
+    def prefetch(self, index: int) -> None:
+        """Nothing is fetched."""
+
+    def release(self, tile: Tensor) -> None:
+        """The tile is freed with its last reference."""
+
+
 class _Embed(torch.autograd.Function):
     @staticmethod
     @owned_by(BLOCKS)
     def forward(ctx: Any, table: Tensor, tokens: Tensor, tapes: Pass, tile: int) -> Tensor:
         xs = tapes.x(0)
-        for index, rows in enumerate(xs.tiles.slices()):
-            xs.write(index, xs.blank(index).copy_(F.embedding(tokens[rows], table)), again=True)
+        found = LookedUp(table, tokens, xs.tiles)
+        for index in range(xs.tiles.count):
+            xs.write(index, xs.blank(index).copy_(found.read(index)), again=True)
         ctx.save_for_backward(tokens)
         ctx.shape, ctx.tapes, ctx.tile = table.shape, tapes, tile
         return table.new_zeros((), dtype=at_least_fp32(table.dtype))

@@ -24,7 +24,7 @@ from ithaca.parallel.exchange import Exchange
 from ithaca.parallel.head_split import Rounds
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.ring import Ring, ring_runs
-from ithaca.parallel.sharding import weights_of_blocks
+from ithaca.parallel.sharding import readable
 from ithaca.plans.plan import Plan
 from ithaca.schedule.embedding import embed
 from ithaca.schedule.loss import head_logits, tape_loss, tape_token_losses, tiled_loss, token_losses
@@ -122,7 +122,7 @@ def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     rounds = tuple(split for (split,) in context.rounds)
     rotations = Rotations(decoder.rotary, batch.positions, tapes.residual.tiles)
     carrier = decoder.embed(lambda table: embed(table, batch.tokens, tapes, tile))
-    weights_of = weights_of_blocks(decoder)
+    weights_of = [readable(block) for block in decoder.blocks]
     for layer, block in enumerate(decoder.blocks):
         call = SweepCall(
             spec,
@@ -135,6 +135,8 @@ def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
             ring,
             rounds,
             weights_of,
+            readable(decoder.embedding),
+            batch.tokens,
             context.mark,
         )
         carrier = block(partial(run_sweep, call=call), carrier)

@@ -110,10 +110,8 @@ def _fewer_x(job: Job, tapes: Sequence[TapeSpec], ranks: int) -> list[str]:
     plan, layers = job.plan, job.spec.layers
     if not plan.sweeps or (plan.x, plan.o) != ("host", "host") or hosted is None:
         return []
-    enough = next(count for count in range(1, layers + 1) if 2 ** (count + 1) - 2 >= layers)
+    enough = next(count for count in range(layers) if 2 ** (count + 2) - 2 >= layers)
     saved = layers_to_keep(layers, enough)
-    if len(saved) == layers:
-        return []
     freed = format_bytes(ranks * (layers - len(saved)) * job.tiles.length * hosted.row)
     return [f"plan.x='{spell(['host' if layer in saved else REBUILD for layer in range(layers)])}' frees {freed}"]
 
@@ -142,7 +140,9 @@ def describe_tapes(job: Job) -> list[str]:
             f"Each block runs over its tiles {rounds} times: K and V of {heads} of {len(job.heads.kv)} key/value heads "
             "at a time"
         )
-    if missing := placement.x.count(REBUILD):
+    if placement.x[0] == REBUILD:
+        lines.append("Backward looks x of layer 0 up in the embedding again")
+    if missing := placement.x[1:].count(REBUILD):
         passes = rebuild_passes(placement, spec, rounds)
         lines.append(
             f"Backward recomputes x of {format_count(missing, 'layer')} from attention outputs: "

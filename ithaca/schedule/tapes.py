@@ -57,7 +57,7 @@ class Tapes:
         for spec in specs:
             with owned_by(KEYS if spec.option == "kv" else TAPES):
                 self._tapes.setdefault(spec.name, {}).update(self._allocate(spec))
-        features = next((spec.features for spec in specs if spec.name == "x"), ())
+        features = next((spec.features for spec in specs if spec.name == "residual"), ())  # as those of x
         self._homes = {
             home: self._x_at(home, features) for rebuild in rebuilds.values() for home in rebuild.homes.values()
         }

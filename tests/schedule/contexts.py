@@ -51,7 +51,7 @@ RECIPES: dict[str, Options] = {
     "untied": {"recipe": "untied"},
     "sweep": {"recipe": "sweep"},
     "sweep-recompute": {"recipe": "sweep", "o": "recompute"},
-    "sweep-rebuild": {"recipe": "sweep", "x": "host, rebuild*2"},
+    "sweep-rebuild": {"recipe": "sweep", "x": "rebuild, host, rebuild"},
     "sweep-mixed": {"recipe": "sweep", "x": "device, rebuild, host", "o": "host, recompute, device"},
     "sweep-keys-on-host": {"recipe": "sweep", "kv": "host", "lse": "host"},
     "sweep-all-on-host": {"recipe": "sweep", "kv": "host", "lse": "host", "residual": "host"},

@@ -31,7 +31,7 @@ RECIPES: dict[str, Options] = {
     "untied-gather": {"recipe": "untied", "travel": "gather", "x": "device, host"},
     "sweep": {"recipe": "sweep"},
     "sweep-recompute": {"recipe": "sweep", "o": "recompute"},
-    "sweep-rebuild": {"recipe": "sweep", "x": "host, rebuild*2"},
+    "sweep-rebuild": {"recipe": "sweep", "x": "rebuild, host, rebuild"},
     "sweep-all-on-host": {"recipe": "sweep", "kv": "host", "lse": "host", "residual": "host"},
     "fpdt": {"recipe": "fpdt"},
 }

@@ -28,6 +28,7 @@ from ithaca.plans.plan import CHUNK, Plan
 from ithaca.rehearsal import rehearse
 from ithaca.rehearsal.fake_kernels import FakeKernel
 from ithaca.rehearsal.memory_meter import Meter
+from ithaca.schedule.embedding import LookedUp
 from ithaca.schedule.job import BF16, Job
 from ithaca.schedule.step_memory import Memory, block_parameters, host_states, phases, resident, step_memory
 from ithaca.tape.spec import KV_STAGED, STAGED
@@ -46,6 +47,8 @@ SCENES: dict[str, tuple[Words, dict[str, int]]] = {
     "fpdt on a ring": ({"recipe": "fpdt", "chunks": 5}, {"ulysses": 2, "ring": 2}),
     "o recomputed": ({**SWEEP, "o": "recompute"}, {"ulysses": 4}),
     "x rebuilt": ({**SWEEP, "x": "host, rebuild"}, {"ulysses": 4}),
+    "x looked up": ({**SWEEP, "x": "rebuild, host"}, {"ulysses": 4}),
+    "no x saved": ({**SWEEP, "x": "rebuild"}, {"ulysses": 4}),
     "on the device": ({**SWEEP, "x": "device", "o": "device", "residual": "device"}, {"ulysses": 4}),
     "on the host": ({**SWEEP, "kv": "host", "lse": "host"}, {"ulysses": 4}),
     "chunks that do not divide": ({**SWEEP, "chunk": 100}, {"ulysses": 2, "shard": 2}),
@@ -64,6 +67,9 @@ SCENES: dict[str, tuple[Words, dict[str, int]]] = {
 ALWAYS = {
     ("sweep on a ring", True, 2),
     ("x rebuilt", True, LAYERS),
+    ("x looked up", False, LAYERS),
+    ("x looked up", True, LAYERS),
+    ("no x saved", False, LAYERS),
     ("on the host", False, 2),
     ("head rounds", True, 2),
     ("moments on the host", True, 2),
@@ -89,11 +95,20 @@ def watch(name: str, tied: bool, present: int, file: Path) -> None:
     # A virtual CPU may announce instructions for bf16 that it does not have
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
     seen: list[Counter[str]] = []
+    looking: list[Counter[str]] = []  # while x of layer 0 is looked up: forward, and again backward
+    read = LookedUp.read
 
     class Watching(FakeKernel):
         def __init__(self, kernel: Kernel, meter: Meter):
             super().__init__(kernel)
             self._meter = meter
+
+            def read_rows(*args: Any) -> Tensor:
+                found = read(*args)
+                looking.append(Counter(meter.now))
+                return found
+
+            LookedUp.read = read_rows  # pyrefly: ignore
 
         def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
             seen.append(Counter(self._meter.now))
@@ -113,7 +128,8 @@ def watch(name: str, tied: bool, present: int, file: Path) -> None:
     )
     found = rehearse.play(scene, mesh(**axes), watch=Watching)
     dist.destroy_process_group()
-    file.write_text(json.dumps({"last": seen[0], "first": seen[-1], "host": found["host_bytes"]}))
+    states = {"last": seen[0], "first": seen[-1], "look-up": looking[-1:]}
+    file.write_text(json.dumps({**states, "host": found["host_bytes"]}))
 
 
 def predict(name: str, tied: bool, present: int) -> tuple[Job, dict[str, Counter[str]]]:
@@ -132,7 +148,7 @@ def test_what_a_rehearsed_rank_holds(nursery: Nursery, tmp_path: Path, name: str
     job, predicted = predict(name, tied, present)
     block = BF16 * block_parameters(job).all
     counters = 4 * sum(1 for _ in tiny(tied).with_layers(present).shapes())  # AdamW's, of steps
-    passing = job.costs.passing_bytes(job) > 0 and job.axes.size > 1
+    passing = job.costs.passing_bytes(job)
     for which in ("last", "first"):
         held = Counter(found[which])
         for owner in (KEYS, TAPES, BATCH, GRADIENTS):
@@ -141,9 +157,12 @@ def test_what_a_rehearsed_rank_holds(nursery: Nursery, tmp_path: Path, name: str
             assert held[STATES] == predicted[which][STATES] + counters
         # Of the blocks that are predicted, the one before is not there when the first is run; and those of an x that
         # is made in passing are needed at the last alone, and are the ones before
-        more = (passing if which == "last" else 1 + passing) if job.axes.size > 1 else 0
-        assert held[GATHERED] == predicted[which][GATHERED] - more * block, which
+        more = (block if passing else 0) if which == "last" else block + passing
+        assert held[GATHERED] == predicted[which][GATHERED] - (more if job.axes.size > 1 else 0), which
     assert found["host"] == step_memory(job).host - host_states(job)
+    if "the look-up of x" in job.costs.peaks(job):
+        inside = resident(job) + dict(phases(job))["the look-up of x of the first block"]
+        assert Counter(*found["look-up"])[GATHERED] == inside[GATHERED] - block  # of the one before, as above
 
 
 # From here on arithmetic alone

@@ -1,7 +1,7 @@
 """What a block of the sweep needs beside its weights, in each of its head rounds."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,13 +9,14 @@ from torch import Tensor
 
 from ithaca.attention.walk import Walk
 from ithaca.base.tiles import Tiles
-from ithaca.model.block import Weights
 from ithaca.model.linear import Summed
 from ithaca.model.rotary import Rotary, Rotation
 from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.exchange import Exchange
 from ithaca.parallel.head_split import HeadSplit
 from ithaca.parallel.ring import Ring
+from ithaca.parallel.sharding import Readable
+from ithaca.schedule.embedding import LookedUp
 from ithaca.schedule.marks import Mark, no_mark
 from ithaca.schedule.pre_post_attention import Projection, post_attention
 from ithaca.schedule.sweep.cost import hops
@@ -52,7 +53,9 @@ class SweepCall:
     exchange: Exchange
     ring: Ring
     rounds: tuple[HeadSplit, ...]
-    weights_of: Callable[[int], AbstractContextManager[Weights]]  # gathers the weights of another layer, to be read
+    weights_of: Sequence[Readable]  # by layer
+    table: Readable  # the embedding's
+    tokens: Tensor  # of this rank
     mark: Mark = no_mark
     round: int = 0  # the head round that runs
 
@@ -93,8 +96,14 @@ class SweepCall:
     @contextmanager
     def advance_from(self, layer: int) -> Iterator[Advance]:
         """Output projection and MLP of another layer, while its weights are gathered."""
-        with self.weights_of(layer) as w:
+        with self.weights_of[layer]() as w:
             yield lambda x, o, y: post_attention(self.spec, w, x, o, y, self.tile)
+
+    @contextmanager
+    def look_up(self) -> Iterator[LookedUp]:
+        """x of layer 0, while the embedding's table is gathered."""
+        with self.table() as w:
+            yield LookedUp(w["weight"], self.tokens, self.tapes.residual.tiles)
 
     @property
     def hops(self) -> int:

@@ -31,12 +31,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE
+from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE, GATHERED
 from ithaca.base.tiles import Tiles
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.head_split import HeadSplit
 from ithaca.parallel.layout import Layout
-from ithaca.plans.places import KEPT, RECOMPUTE
+from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE
 from ithaca.plans.plan import CHUNK, Plan
 from ithaca.schedule.costs import (
     PER_TILE,
@@ -57,7 +57,7 @@ from ithaca.schedule.costs import (
     moved_bytes,
     other_launches,
 )
-from ithaca.schedule.sweep.rebuild import passing_layers, rebuild_passes, rebuilds_of
+from ithaca.schedule.sweep.rebuild import EMBEDDING, looks_up_in_passing, passing_layers, rebuild_passes, rebuilds_of
 from ithaca.tape.spec import TapeSpec
 
 if TYPE_CHECKING:
@@ -163,9 +163,16 @@ def tapes(job: "Job") -> list[TapeSpec]:
 
 
 def passing_bytes(job: "Job") -> int:
-    """Weights of other layers that are gathered at once while an x is rebuilt chunk by chunk."""
-    has_x = any(tape.name == "x" for tape in job.tapes)
-    return passing_layers(rebuilds_of(job.plan, job.spec)) * job.block_parameters * job.itemsize * has_x
+    """Weights of other layers, and of the embedding, that are gathered at once while an x is rebuilt in passing."""
+    rebuilds = rebuilds_of(job.plan, job.spec)
+    blocks = passing_layers(rebuilds) * job.block_parameters * job.itemsize
+    return blocks + (_table_bytes(job) if looks_up_in_passing(rebuilds) else 0)
+
+
+def _table_bytes(job: "Job") -> int:
+    """The embedding's table, gathered for a look-up alone. A tied one, and those of ZeRO-1 and 2, are there anyway."""
+    here = job.spec.tied or job.plan.zero < 3
+    return 0 if here else job.spec.vocab * job.spec.hidden * job.itemsize
 
 
 def kept(job: "Job", layers: range) -> int:  # noqa: ARG001
@@ -174,10 +181,13 @@ def kept(job: "Job", layers: range) -> int:  # noqa: ARG001
 
 
 def peaks(job: "Job") -> dict[str, Counter[str]]:
-    """Bytes at the two peaks of a chunk's backward pass, with what its neighbours hold."""
-    words = job.plan.placement(job.spec.layers).o
-    found = [_peaks(job, recomputed) for recomputed in {word == RECOMPUTE for word in words}]
-    return {name: max((each[name] for each in found), key=Counter.total) for name in found[0]}
+    """Bytes at the two peaks of a chunk's backward pass, with what its neighbours hold; and while x is looked up."""
+    placement = job.plan.placement(job.spec.layers)
+    each = [_peaks(job, recomputed) for recomputed in {word == RECOMPUTE for word in placement.o}]
+    found = {name: max((peaks[name] for peaks in each), key=Counter.total) for name in each[0]}
+    if placement.x[0] == REBUILD and not looks_up_in_passing(rebuilds_of(job.plan, job.spec)):
+        found["the look-up of x"] = Counter({GATHERED: _table_bytes(job), BLOCKS: job.hidden(job.block_tokens)})
+    return found
 
 
 def _peaks(job: "Job", recomputed: bool) -> dict[str, Counter[str]]:
@@ -420,8 +430,9 @@ def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:
         passing = layer not in rebuild.homes
         times = _backward_reads(job, layer) if passing else 1
         for below in range(rebuild.source, layer):
-            total += Copies(into=times * o * (placement.o[below] in places))
-            if below == rebuild.source or not passing:
+            if below != EMBEDDING:
+                total += Copies(into=times * o * (placement.o[below] in places))
+            if below != EMBEDDING and (below == rebuild.source or not passing):
                 total += Copies(into=times * x * (at[below] in places))
             at[below + 1] = homes.get(below + 1, "" if passing else homes[layer])
             total += Copies(out=x * (at[below + 1] in places))

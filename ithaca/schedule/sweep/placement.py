@@ -3,9 +3,10 @@
 Of the tapes that all layers share, K and V are where the Plan says. A residual or log-sum-exps that the Plan leaves
 open are placed here with x and o.
 
-What is cheapest to compute again is given up first: x of some layers (output projection and MLP, linear in the tokens),
-and only then o, from the first layer on (attention, at long contexts nearly all of a step). Not saving an o frees
-little, because the next layer's x can then no longer be rebuilt and must be saved.
+What is cheapest to compute again is given up first: x of layer 0 (a look-up in the embedding), then x of other layers
+(output projection and MLP, linear in the tokens), and only then o, from the first layer on (attention, at long contexts
+nearly all of a step). Not saving an o frees little, because the next layer's x can then no longer be rebuilt and must
+be saved.
 
 A disk is slow, so going there counts as work: at long contexts o goes to the disk before it is given up, x hardly ever.
 To the disk go first the tapes that move least for each byte they keep: o and log-sum-exps are written and read once in
@@ -141,12 +142,12 @@ def _check_sweep(plan: Plan) -> None:
 def every_choice(layers: int) -> list[Saved]:
     """What can be saved: every o with x of ever fewer layers, then o of ever fewer."""
     every, fewest = set(range(layers)), fewest_kept(layers)
-    fewer_x = [(layers_to_keep(layers, count), every) for count in range(layers, fewest - 1, -1)]
+    fewer_x = [(layers_to_keep(layers, count), every) for count in range(layers - 1, fewest - 1, -1)]
     fewer_o = [
-        (layers_to_keep(layers, fewest) | set(range(min(given_up + 1, layers))), every - set(range(given_up)))
+        (layers_to_keep(layers, fewest) | set(range(1, min(given_up + 1, layers))), every - set(range(given_up)))
         for given_up in range(1, layers + 1)
     ]
-    return fewer_x + fewer_o
+    return [(every, every), *fewer_x, *fewer_o]
 
 
 def some_choices(layers: int) -> list[Saved]:

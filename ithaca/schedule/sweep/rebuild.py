@@ -1,8 +1,9 @@
 """Keep o, rebuild x: which x are rebuilt in the backward pass, from which layer, and onto which tapes. No torch.
 
 Attention is most of a long step, so o is saved. From x and o of a layer, the next x costs only the output projection
-and the MLP. Backward goes down the layers. When it reaches a layer whose x was not saved, it starts from the nearest
-saved x below and recomputes layer by layer. Rebuilt x need no tapes of their own: they go onto tapes of layers above,
+and the MLP. x of layer 0 costs a look-up in the embedding, whose table is gathered meanwhile. Backward goes down the
+layers. When it reaches a layer whose x was not saved, it starts from the nearest saved x below, or from the embedding,
+and recomputes layer by layer. Rebuilt x need no tapes of their own: they go onto tapes of layers above,
 whose o and x are no longer needed.
 
 The last layer comes first and finds no free tape. Its x exists for one chunk at a time: the chunk passes through all
@@ -20,6 +21,7 @@ from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, Placement
 from ithaca.plans.plan import Plan
 
 Home = tuple[str, int]  # ("o", 31): the tape of layer 31's o
+EMBEDDING = -1  # in the place of a layer: what is below layer 0
 LONGEST_PASSING = 4  # layers that a chunk passes through with their weights gathered together
 
 
@@ -27,8 +29,12 @@ LONGEST_PASSING = 4  # layers that a chunk passes through with their weights gat
 class Rebuild:
     """How the x of one layer is rebuilt."""
 
-    source: int  # the layer below whose x is there
+    source: int  # the layer below whose x is there, or EMBEDDING
     homes: Mapping[int, Home]  # the tapes for x of the layers above it; an x without one exists only in passing
+
+    def layers(self, top: int) -> range:
+        """The layers whose output projection and MLP run to rebuild the x of `top`."""
+        return range(max(self.source, 0), top)
 
 
 def rebuilds_of(plan: Plan, spec: Spec) -> Mapping[int, Rebuild]:
@@ -51,7 +57,7 @@ def plan_rebuilds(placement: Placement, roomy: bool) -> Mapping[int, Rebuild]:
     for layer in reversed(range(last + 1)):
         o_serves = roomy and placement.o[layer] != RECOMPUTE
         if layer not in there:
-            source = max(below for below in there if below < layer)
+            source = max((below for below in there if below < layer), default=EMBEDDING)
             free.sort(key=lambda home: (KEPT.index(_place(placement, home)), home))
             homes = dict(zip(range(layer, source, -1), free, strict=False))
             del free[: len(homes)]
@@ -67,30 +73,37 @@ def plan_rebuilds(placement: Placement, roomy: bool) -> Mapping[int, Rebuild]:
 
 
 def layers_to_keep(layers: int, count: int) -> set[int]:
-    """The best layers to save x of, if `count` are saved; layer 0 is always one.
+    """The best layers to save x of, if only `count` are saved; layer 0 is none of them, because it costs a look-up.
 
     Free tapes double on the way down, and so can distances: 2, 4, 8 … layers, and each x is rebuilt only once. The
     first distance stays short, because the weights of all its layers are gathered together.
     """
-    lengths = [2 ** min(place + 1, 32) for place in range(count)]  # from the top
+    assert count < layers
+    lengths = [2 ** min(place + 1, 32) for place in range(count + 1)]  # from the top
     if (total := sum(lengths)) < layers:
         lengths = [layers * length // total for length in lengths]
         lengths[0] = min(lengths[0], LONGEST_PASSING)
-    top, kept = layers, {0}
+    top, kept = layers, set()
     for number, length in enumerate(lengths[:-1]):
-        top = max(top - length, count - 1 - number)  # leave a layer for each that is still to come
+        top = max(top - length, count - number)  # leave a layer for each that is still to come
         kept.add(top)
     return kept
 
 
 def fewest_kept(layers: int) -> int:
     """How many x must be saved for the first distance to be short."""
-    return 1 if layers <= LONGEST_PASSING else 2
+    return 0 if layers <= LONGEST_PASSING else 1
 
 
 def passing_layers(rebuilds: Mapping[int, Rebuild]) -> int:
     """The most layers whose weights are gathered together to rebuild an x in passing."""
-    return max((layer - rebuild.source for layer, rebuild in rebuilds.items() if layer not in rebuild.homes), default=0)
+    in_passing = (rebuild.layers(layer) for layer, rebuild in rebuilds.items() if layer not in rebuild.homes)
+    return max(map(len, in_passing), default=0)
+
+
+def looks_up_in_passing(rebuilds: Mapping[int, Rebuild]) -> bool:
+    """Whether the embedding's table is gathered while a block runs, to rebuild an x in passing."""
+    return any(rebuild.source == EMBEDDING and layer not in rebuild.homes for layer, rebuild in rebuilds.items())
 
 
 def rebuild_passes(placement: Placement, spec: Spec, rounds: int = 1) -> int:
@@ -100,7 +113,7 @@ def rebuild_passes(placement: Placement, spec: Spec, rounds: int = 1) -> int:
         # In passing, each round rebuilds x for the chunk itself and, except in the first round of the last layer,
         # before that for its K and V
         times = 1 if layer in rebuild.homes else 2 * rounds - (layer == last)
-        passes += times * (layer - rebuild.source)
+        passes += times * len(rebuild.layers(layer))
     return passes
 
 

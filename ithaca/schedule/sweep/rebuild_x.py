@@ -1,9 +1,10 @@
 """x of a layer for its backward pass: read from its tape, or rebuilt from a layer below (rebuild.py has the plan).
 
 From x and o of a layer, output projection and MLP give the next x, over the same tiles as forward, so the same bits.
+Below layer 0 there is the embedding.
 
     onto tapes    layer by layer over all chunks, with the weights of one layer gathered at a time
-    in passing    chunk by chunk through all layers, with the weights of all of them gathered together
+    in passing    chunk by chunk through all layers, with the weights of all of them gathered together; the table too
 
 In passing, a chunk takes at most two more hidden states: its x, and that of the layer before. It is rebuilt at every
 read: for the chunk itself and for K and V of later chunks, in every head round.
@@ -16,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ithaca.schedule.sweep.rebuild import Rebuild
+from ithaca.schedule.sweep.rebuild import EMBEDDING, Rebuild
 from ithaca.schedule.tapes import Pass
 from ithaca.tape.tape import Tape
 
@@ -34,34 +35,44 @@ class XReader(Protocol):
     def release(self, tile: Tensor) -> None: ...
 
 
+LookUp = Callable[[], AbstractContextManager[XReader]]  # x of layer 0, while the embedding's table is gathered
 OpenReader = Callable[[bool], XReader]  # whether the o of a chunk is used up when its x is released
 
 
 @contextmanager
-def open_xs(tapes: Pass, layer: int, advance_from: AdvanceFrom) -> Iterator[OpenReader]:
+def open_xs(tapes: Pass, layer: int, advance_from: AdvanceFrom, look_up: LookUp) -> Iterator[OpenReader]:
     """x of a layer, while its backward pass runs."""
     rebuild = tapes.rebuild(layer)
     if rebuild is not None and layer not in rebuild.homes:
         with ExitStack() as stack:
-            steps = {below: stack.enter_context(advance_from(below)) for below in range(rebuild.source, layer)}
+            source = stack.enter_context(look_up()) if rebuild.source == EMBEDDING else tapes.x(rebuild.source)
+            steps = {below: stack.enter_context(advance_from(below)) for below in rebuild.layers(layer)}
             tapes.house(rebuild)
             home = tapes.x(layer - 1) if layer - 1 in rebuild.homes else None
-            yield lambda used_up: _PassingX(tapes, rebuild, steps, home if used_up else None)
+            yield lambda used_up: _PassingX(tapes, source, steps, home if used_up else None)
         return
     if rebuild is not None:
         tapes.house(rebuild)
-        _rebuild_onto_tapes(tapes, layer, rebuild, advance_from)
+        _rebuild_onto_tapes(tapes, layer, rebuild, advance_from, look_up)
     xs = tapes.x(layer)
     yield lambda _: xs
 
 
-def _rebuild_onto_tapes(tapes: Pass, top: int, rebuild: Rebuild, advance_from: AdvanceFrom) -> None:
-    """Rebuild x layer by layer from the nearest saved x. An intermediate x that nothing else needs borrows the top
-    layer's tape."""
-    for layer in range(rebuild.source, top):
-        xs = tapes.x(layer if layer == rebuild.source or layer in rebuild.homes else top)
-        ys = tapes.x(layer + 1 if layer + 1 in rebuild.homes else top)
-        os = _saved_o(tapes, layer)
+def _rebuild_onto_tapes(tapes: Pass, top: int, rebuild: Rebuild, advance_from: AdvanceFrom, look_up: LookUp) -> None:
+    """Rebuild x layer by layer from the nearest saved x, or from the embedding. An intermediate x that nothing else
+    needs borrows the top layer's tape."""
+
+    def home(layer: int) -> Tape:
+        return tapes.x(layer if layer in rebuild.homes else top)
+
+    if rebuild.source == EMBEDDING:
+        ys = home(0)
+        with look_up() as rows:
+            for chunk in range(ys.tiles.count):
+                ys.write(chunk, ys.blank(chunk).copy_(rows.read(chunk)))
+    for layer in rebuild.layers(top):
+        xs = tapes.x(layer) if layer == rebuild.source else home(layer)
+        ys, os = home(layer + 1), _saved_o(tapes, layer)
         with advance_from(layer) as advance:
             for chunk in range(xs.tiles.count):
                 x, o, y = xs.read(chunk, toward=1), os.read(chunk, toward=1), ys.blank(chunk)
@@ -74,14 +85,13 @@ def _rebuild_onto_tapes(tapes: Pass, top: int, rebuild: Rebuild, advance_from: A
 class _PassingX:
     """x of a layer, rebuilt one chunk at a time. The x of the layer before goes to `home`, where the chunk's o was."""
 
-    def __init__(self, tapes: Pass, rebuild: Rebuild, steps: dict[int, Advance], home: Tape | None):
-        self._tapes, self._steps, self._home = tapes, steps, home
-        self._xs = tapes.x(rebuild.source)
+    def __init__(self, tapes: Pass, source: XReader, steps: dict[int, Advance], home: Tape | None):
+        self._tapes, self._xs, self._steps, self._home = tapes, source, steps, home
         self._below: dict[int, tuple[int, Tensor]] = {}  # by the address of the x that was rebuilt from it
 
     def read(self, index: int, toward: int = 0, changed: bool = True) -> Tensor:  # noqa: ARG002
-        source = self._xs.read(index, toward)
-        x, y = source, torch.empty_like(source)
+        x = source = self._xs.read(index, toward)
+        y = torch.empty_like(source) if self._steps else source  # without a step, x is what was looked up
         for layer, advance in self._steps.items():
             os = _saved_o(self._tapes, layer)
             o = os.read(index)

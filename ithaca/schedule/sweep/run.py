@@ -8,8 +8,9 @@
                                  -> backward of the projections -> write the residual's gradient in place
 
 Attention runs once if o and the log-sum-exp are saved; otherwise a chunk's attention is recomputed shortly before its
-backward pass. x is read, or rebuilt from o of layers below (rebuild_x.py). K and V are recomputed, each tile when a
-chunk first visits it, so that reading x hides behind attention; the last layer still has those of its forward pass.
+backward pass. x is read, or rebuilt from o of layers below and the embedding (rebuild_x.py). K and V are recomputed,
+each tile when a chunk first visits it, so that reading x hides behind attention; the last layer still has those of its
+forward pass.
 
 Of the sequence's full length the device holds K, V (in the dtype of the computation) and their gradients (fp32):
 6 · Hkv · D / hidden d, 1.5 d for Llama3-8B. The rest lives where the Plan puts it. Beside that, about 20 hidden states
@@ -163,7 +164,7 @@ def _backward(call: SweepCall, w: Summed) -> None:
     tapes, layer, count = call.tapes, call.layer, call.walk.tiles.count
     if tapes.rebuild(layer):
         call.mark(REBUILD, layer)
-    with open_xs(tapes, layer, call.advance_from) as open_reader:
+    with open_xs(tapes, layer, call.advance_from, call.look_up) as open_reader:
         for part in reversed(call.in_rounds()):
             _round_backward(part, w, open_reader)
     if layer > 0 and not tapes.rebuild(layer - 1):

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.plans.places import REBUILD, RECOMPUTE, Placement
-from ithaca.schedule.sweep.rebuild import LONGEST_PASSING, layers_to_keep, passing_layers, plan_rebuilds, rebuild_passes
+from ithaca.schedule.sweep.rebuild import (
+    EMBEDDING,
+    LONGEST_PASSING,
+    layers_to_keep,
+    passing_layers,
+    plan_rebuilds,
+    rebuild_passes,
+)
 from tests.schedule.sweep.placements import placements
 
 SPEC = read_spec(PRESETS["llama3-8b"])  # whose o is as wide as its x
@@ -21,6 +28,8 @@ def from_the_first(last_o: str) -> Placement:
 @settings(max_examples=300, deadline=None)
 @example(placement=from_the_first("host"), roomy=True)
 @example(placement=from_the_first(RECOMPUTE), roomy=True)
+@example(placement=Placement((REBUILD,) * 6, ("host",) * 6), roomy=True)
+@example(placement=Placement((REBUILD,), (RECOMPUTE,)), roomy=False)
 @given(placement=st.integers(1, 20).flatmap(placements), roomy=st.booleans())
 def test_a_rebuilt_x_overwrites_nothing_that_is_needed(placement: Placement, roomy: bool) -> None:
     rebuilds, last = dict(plan_rebuilds(placement, roomy)), len(placement.x) - 1
@@ -28,8 +37,8 @@ def test_a_rebuilt_x_overwrites_nothing_that_is_needed(placement: Placement, roo
     for layer in reversed(range(last + 1)):
         if layer not in holds.values():
             rebuild = rebuilds.pop(layer)
-            assert rebuild.source in holds.values()
-            assert all(placement.o[below] != RECOMPUTE for below in range(rebuild.source, layer))
+            assert rebuild.source == max((held for held in holds.values() if held < layer), default=EMBEDDING)
+            assert all(placement.o[below] != RECOMPUTE for below in rebuild.layers(layer))
             for above, home in rebuild.homes.items():
                 kind, owner = home
                 assert rebuild.source < above <= layer
@@ -44,14 +53,15 @@ def test_a_rebuilt_x_overwrites_nothing_that_is_needed(placement: Placement, roo
 
 @pytest.mark.parametrize("layers", [1, 4, 16, 28, 32, 61, 80])
 def test_few_kept_x_rebuild_each_other_once(layers: int) -> None:
-    for count in range(1, layers + 1):
+    for count in range(layers):
         kept = layers_to_keep(layers, count)
         assert len(kept) == count
-        assert 0 in kept
+        assert 0 not in kept
         placement = Placement(tuple("host" if n in kept else REBUILD for n in range(layers)), ("host",) * layers)
         passes = rebuild_passes(placement, SPEC)
-        assert passes >= layers - count
-        if 2 ** (count + 1) - 2 >= layers:
-            assert passes == layers - count
-        if count > 1:
+        least = layers - 1 - count  # layer 0 is looked up
+        assert passes >= least
+        if 2 ** (count + 2) - 2 >= layers:
+            assert passes == least
+        if count > 0:
             assert passing_layers(plan_rebuilds(placement, roomy=True)) < LONGEST_PASSING
