@@ -102,6 +102,18 @@ def fsdp_backward_unfinished(root: Any) -> bool:
     return root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
 
 
+def drop_reduced(root: Any, stream: torch.cuda.Stream | None) -> None:
+    """Free the gradients that FSDP2 has sent and keeps until its next reduction; the stream waits until they arrive."""
+    context = root._get_fsdp_state()._comm_ctx
+    if hasattr(context, "reduce_scatter_states"):
+        states, context.reduce_scatter_states = context.reduce_scatter_states, []
+    else:  # before torch 2.12
+        states, context.reduce_scatter_state = [context.reduce_scatter_state], None
+    for state in states:
+        if stream is not None and state is not None and state.event is not None:
+            stream.wait_event(state.event)
+
+
 def discard_fsdp_gradients(module: Any) -> None:
     """Forget the gradients that FSDP2 holds back until it may reduce them. `zero_grad` does not reach them."""
     group = module._get_fsdp_state()._fsdp_param_group

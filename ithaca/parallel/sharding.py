@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from ithaca.base.errors import InputError, RunError
 from ithaca.base.owners import GATHERED, STATES, owned_by
 from ithaca.base.precision import at_least_fp32
-from ithaca.base.torch_private import discard_fsdp_gradients, fsdp_backward_unfinished
+from ithaca.base.torch_private import discard_fsdp_gradients, drop_reduced, fsdp_backward_unfinished
 from ithaca.model.decoder import Decoder, Unit, stored_name
 from ithaca.model.source import Weights
 from ithaca.parallel.axes import runs_alone
@@ -142,6 +142,18 @@ def discard_unreduced(decoder: Decoder) -> None:
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             discard_fsdp_gradients(module)
+
+
+def settle(decoder: Decoder) -> None:
+    """Wait until the gradients sent so far are reduced, and return to the GPU what they and gathered weights took.
+
+    FSDP2 keeps a gradient that it reduces until the next unit's comes. Memory that its streams have freed stays theirs.
+    """
+    on_gpu = next(decoder.parameters()).is_cuda
+    if isinstance(decoder, FSDPModule):
+        drop_reduced(decoder, torch.cuda.current_stream() if on_gpu else None)
+        if on_gpu:
+            torch.cuda.empty_cache()
 
 
 class _Total(torch.autograd.Function):

@@ -24,7 +24,7 @@ from ithaca.parallel.exchange import Exchange
 from ithaca.parallel.head_split import Rounds
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.ring import Ring, ring_runs
-from ithaca.parallel.sharding import readable
+from ithaca.parallel.sharding import readable, settle
 from ithaca.plans.plan import Plan
 from ithaca.schedule.embedding import embed
 from ithaca.schedule.loss import head_logits, tape_loss, tape_token_losses, tiled_loss, token_losses
@@ -137,6 +137,7 @@ def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
             weights_of,
             readable(decoder.embedding),
             batch.tokens,
+            partial(settle, decoder),
             context.mark,
         )
         carrier = block(partial(run_sweep, call=call), carrier)

@@ -8,6 +8,7 @@ functions. Planner, memory check, rehearsal and benchmarks take their figures fr
     tapes(job)                            the tapes, which `run.py` allocates
     kept(job, layers)                     device bytes that blocks leave for their backward pass, beside tapes
     passing_bytes(job)                    weights of other layers that a block gathers beside its own
+    settles(job)                          whether the head's gradient is reduced before the last block goes backward
     peaks(job)                            bytes by owner at the peaks within a block
     messages(job, layer)                  what a block sends, forward and backward
     work(job)                             FLOPs, bytes and GPU operations of a step
@@ -190,6 +191,8 @@ class Schedule(Protocol):
     def kept(self, job: Job, layers: range) -> int: ...
 
     def passing_bytes(self, job: Job) -> int: ...
+
+    def settles(self, job: Job) -> bool: ...
 
     def peaks(self, job: Job) -> dict[str, Bytes]: ...
 

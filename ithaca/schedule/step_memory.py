@@ -141,10 +141,11 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     waiting = (high * head.all if reduces else table) if tied else 0
     new = job.passes == 1  # otherwise this rank's gradients are there already, and others are added to them
     of_head = 0 if not new or (tied and reduces) else high * head.unit_mine - waiting
-    # While the last block goes backward the head's gradient is being reduced; while the first does, a block's
+    # While the last block goes backward the head's gradient may be being reduced; while the first does, a block's
+    reducing = reduces and not tied and not job.costs.settles(job)
     after_head = Counter(
         {
-            GRADIENTS: of_head + (0 if tied else reduces * high * head.unit),
+            GRADIENTS: of_head + reducing * high * head.unit,
             LOSS: waiting,
             BLOCKS: kept(job, range(job.layers_running)),
         }

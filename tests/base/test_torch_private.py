@@ -1,6 +1,7 @@
 """Each private name of torch that Ithaca uses does what it is used for. Seen with torch 2.11 and 2.13."""
 
 import ast
+import gc
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -136,10 +137,33 @@ def in_a_job() -> None:
     # Of the second pass alone: the first one's gradients are forgotten
     assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4, 4))
 
+    dropped_between_units(mesh)
+
     failing = model(Fails.apply(torch.ones(1, 4, requires_grad=True)))
     with pytest.raises(RuntimeError, match="on purpose"):
         failing.sum().backward()
     assert torch_private.fsdp_backward_unfinished(model)
+
+
+def dropped_between_units(mesh: DeviceMesh) -> None:
+    """The second unit's gradient is kept after its reduction, until it is dropped."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh)
+    kept = []
+
+    def count() -> int:
+        return sum(type(found).__name__ == "ReduceScatterState" for found in gc.get_objects())
+
+    def between(*_) -> None:
+        kept.append(count())
+        torch_private.drop_reduced(model, None)
+        kept.append(count())
+
+    model[0].register_full_backward_pre_hook(between)
+    model(torch.ones(1, 4)).sum().backward()
+    assert kept == [1, 0]
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 class Fails(torch.autograd.Function):

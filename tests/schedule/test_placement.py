@@ -182,7 +182,11 @@ def test_two_ranks_on_one_disk(ranks, folders, tmp_path: Path) -> None:
 def test_late_copies_change_no_bit(folders, tmp_path: Path, kind: str) -> None:
     batches = [random_batch(1, 41, documents=True, ignored=0.1, seed=1)] * 2
     plain = step(folders[kind], ithaca.Plan(recipe="sweep", chunk=9, tile=4), batches)
-    some = (("rebuild*4, host, rebuild", "host"), ("host*2, rebuild, disk, rebuild*2", "disk"), ("device, rebuild*5", "host"))
+    some = (
+        ("rebuild*4, host, rebuild", "host"),
+        ("host*2, rebuild, disk, rebuild*2", "disk"),
+        ("device, rebuild*5", "host"),
+    )
     for seed, (x, o) in enumerate(some):
         plan = sweep(tmp_path, x=x, o=o, lse="host", kv="host", chunk=9, tile=4)
         model, chance = ithaca.apply(ithaca.load_model(folders[kind], "float64"), plan), random.Random(seed)

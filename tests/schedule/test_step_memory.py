@@ -47,6 +47,7 @@ SCENES: dict[str, tuple[Words, dict[str, int]]] = {
     "fpdt on a ring": ({"recipe": "fpdt", "chunks": 5}, {"ulysses": 2, "ring": 2}),
     "o recomputed": ({**SWEEP, "o": "recompute"}, {"ulysses": 4}),
     "x rebuilt": ({**SWEEP, "x": "host, rebuild"}, {"ulysses": 4}),
+    "many chunks": ({**SWEEP, "chunk": 64}, {"ulysses": 4}),
     "x looked up": ({**SWEEP, "x": "rebuild, host"}, {"ulysses": 4}),
     "no x saved": ({**SWEEP, "x": "rebuild"}, {"ulysses": 4}),
     "on the device": ({**SWEEP, "x": "device", "o": "device", "residual": "device"}, {"ulysses": 4}),
@@ -67,6 +68,8 @@ SCENES: dict[str, tuple[Words, dict[str, int]]] = {
 ALWAYS = {
     ("sweep on a ring", True, 2),
     ("x rebuilt", True, LAYERS),
+    ("many chunks", False, LAYERS),
+    ("many chunks", True, 2),
     ("x looked up", False, LAYERS),
     ("x looked up", True, LAYERS),
     ("no x saved", False, LAYERS),

@@ -1,6 +1,6 @@
 """What a block of the sweep needs beside its weights, in each of its head rounds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -56,6 +56,7 @@ class SweepCall:
     weights_of: Sequence[Readable]  # by layer
     table: Readable  # the embedding's
     tokens: Tensor  # of this rank
+    settle: Callable[[], None]  # frees what reductions have taken (parallel/sharding.py)
     mark: Mark = no_mark
     round: int = 0  # the head round that runs
 

@@ -76,6 +76,9 @@ ATTENDING_AGAIN = 6  # a visit that is recomputed: assumed
 # Tensors that another head round reads and writes, counted in the code: normed x forward, for K and V, and backward
 # with its gradient, which is added to the residual; o and do with all heads, put on their tape and taken from it
 ROUND_HIDDEN, ROUND_QUERIES = 14, 2
+# Chunks from which on the last block's backward pass waits until the head's gradient is reduced: tens of milliseconds,
+# beside a second or more of attention, for the memory of that gradient
+LONG = 8
 REBUILDING = 12  # a tile of an x that is rebuilt: the forward third of a tile
 
 
@@ -95,6 +98,16 @@ def chunks_under_way(ulysses: int, ring: int, recomputed: bool = False) -> int:
 def chunks_sending_keys(ulysses: int, ring: int) -> int:
     """Chunks whose K and V go with their own queries in backward: those that begin before the first one attends."""
     return 1 + hops(ulysses, ring)
+
+
+def is_long(chunks: int) -> bool:
+    """Whether a pass over so many chunks frees the head's gradient before the last block goes backward."""
+    return chunks >= LONG
+
+
+def settles(job: "Job") -> bool:
+    """Whether nothing of the head is being reduced any more while the last block goes backward."""
+    return is_long(job.chunks)
 
 
 def head_passes(job: "Job") -> list[HeadSplit]:

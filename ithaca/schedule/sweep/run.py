@@ -50,6 +50,7 @@ from ithaca.schedule.marks import BACKWARD, FORWARD, REBUILD
 from ithaca.schedule.pre_post_attention import Projection, post_attention, post_attention_backward, summed
 from ithaca.schedule.round_heads import put_heads, take_heads
 from ithaca.schedule.sweep.call import SweepCall
+from ithaca.schedule.sweep.cost import is_long
 from ithaca.schedule.sweep.kv_tapes import KVGradients, KVTiles, KVWithGradients
 from ithaca.schedule.sweep.rebuild_x import OpenReader, XReader, open_xs
 
@@ -79,6 +80,8 @@ class _Sweep(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
+        if ctx.call.layer == ctx.call.spec.layers - 1 and is_long(ctx.call.walk.tiles.count):
+            ctx.call.settle()
         names, wanted = ctx.names, ctx.needs_input_grad[3:]
         given = dict(zip(names, ctx.saved_tensors, strict=True))
         with owned_by(BLOCKS):

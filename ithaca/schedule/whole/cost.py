@@ -100,6 +100,11 @@ def passing_bytes(job: "Job") -> int:  # noqa: ARG001
     return 0
 
 
+def settles(job: "Job") -> bool:  # noqa: ARG001
+    """The head's gradient is reduced while the last block goes backward."""
+    return False
+
+
 def kept(job: "Job", layers: range) -> int:
     """Device bytes that these blocks leave for their backward pass."""
     if job.plan.checkpoint == "none":
