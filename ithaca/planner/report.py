@@ -24,11 +24,13 @@ from ithaca.planner.slow_disk import slow_disk, slow_disk_line
 from ithaca.plans.places import REBUILD, RECOMPUTE
 from ithaca.plans.recipes import RECIPES
 
+LOOK_UP = "look-up"  # x of layer 0 if it is not saved
 PLACES = {
     "device": "on the GPU",
     "host": "in host memory",
     "disk": "on disk",
     REBUILD: "recomputed from attention outputs",
+    LOOK_UP: "looked up in the embedding again",
     RECOMPUTE: "recomputed",
 }
 LIMITS = {
@@ -163,7 +165,8 @@ def saved_lines(spec: Spec, answer: Answer) -> list[str]:
     if plan.checkpoint == "none":
         lines = [f"Saved activations: all of {spec.layers} layers on the GPU"]
     else:
-        lines = [f"Saved block inputs: {_by_place(placement.x)}"]
+        first = LOOK_UP if placement.x[0] == REBUILD else placement.x[0]
+        lines = [f"Saved block inputs: {_by_place((first, *placement.x[1:]))}"]
     if plan.checkpoint == "selective":
         lines.append(f"Saved attention outputs: {_by_place(('device',) * spec.layers)}")
     elif "o" in plan.entry.options:
