@@ -289,7 +289,7 @@ def test_thousands_of_gpus_share_a_sequence() -> None:
         pytest.param("8xH100-80GB", 1.9e12, 1e12, None, "host", marks=pytest.mark.full),
         ("8xH100-80GB", 1.9e12, 8e12, None, "disk"),
         ("8xH100-80GB", 1.9e12, 0.0, "ulysses", "GPU"),
-        ("1xH200-141GB", 0.2e12, 0.0, None, "GPU"),
+        ("1xH200-141GB", 0.2e12, 0.0, None, "host"),
         ("16xA100-40GB", 0.1e12, 0.0, None, "GPU"),
     ],
 )

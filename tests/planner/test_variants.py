@@ -73,10 +73,10 @@ def found(model: str, tokens: int, there: Cluster) -> Answer:
 def test_the_host_where_it_pays_and_the_device_where_it_does_not() -> None:
     """At 7M, K and V in host memory make room for chunks of 64K; at 1M there is room for everything."""
     assert found("llama3-8b", M, cluster()).plan.kv == "device"
-    answer = found("llama3-8b", 7488 * K, cluster(host=2.048 * TB))
+    answer = found("llama3-8b", 7744 * K, cluster(host=2.048 * TB))
     assert (answer.plan.kv, answer.plan.chunk) == ("host", 64 * K)
     there, axes = cluster(host=2.048 * TB), answer.axes
-    ways = every_way("llama3-8b", there, 7488 * K, axes, answer.kernel)
+    ways = every_way("llama3-8b", there, 7744 * K, axes, answer.kernel)
     on_device = min(cost for plan, cost in ways if plan.kv == "device")
     assert on_device > 1.01 * answer.seconds.step
 

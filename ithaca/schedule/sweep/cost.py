@@ -199,7 +199,9 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
     each = [_peaks(job, recomputed) for recomputed in {word == RECOMPUTE for word in placement.o}]
     found = {name: max((peaks[name] for peaks in each), key=Counter.total) for name in each[0]}
     if placement.x[0] == REBUILD and not looks_up_in_passing(rebuilds_of(job.plan, job.spec)):
-        found["the look-up of x"] = Counter({GATHERED: _table_bytes(job), BLOCKS: job.hidden(job.block_tokens)})
+        # Before the sums of the block's gradients are there
+        blocks = job.hidden(job.block_tokens) - job.high * job.block_parameters
+        found["the look-up of x"] = Counter({GATHERED: _table_bytes(job), BLOCKS: blocks})
     return found
 
 

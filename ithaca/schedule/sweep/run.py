@@ -34,6 +34,7 @@ are inputs of each block's autograd Function, and the carrier's gradient is the 
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -84,9 +85,9 @@ class _Sweep(torch.autograd.Function):
             ctx.call.settle()
         names, wanted = ctx.names, ctx.needs_input_grad[3:]
         given = dict(zip(names, ctx.saved_tensors, strict=True))
-        with owned_by(BLOCKS):
+        with owned_by(BLOCKS), _open_xs(ctx.call) as open_reader:  # x is rebuilt before there are sums of gradients
             w = summed(ctx.call.spec, given, [name for name, needed in zip(names, wanted, strict=True) if needed])
-            _backward(ctx.call, w)
+            _backward(ctx.call, w, open_reader)
         if w.all_sums is not None:
             w.all_sums *= scale
         return scale, None, None, *(w.sums.get(name) for name in names)
@@ -163,13 +164,17 @@ def _join_rounds(call: SweepCall, chunk: int, o: Tensor) -> Tensor | None:
     return None
 
 
-def _backward(call: SweepCall, w: Summed) -> None:
+def _open_xs(call: SweepCall) -> AbstractContextManager[OpenReader]:
+    """x of the block for its backward pass."""
+    if call.tapes.rebuild(call.layer):
+        call.mark(REBUILD, call.layer)
+    return open_xs(call.tapes, call.layer, call.advance_from, call.look_up)
+
+
+def _backward(call: SweepCall, w: Summed, open_reader: OpenReader) -> None:
     tapes, layer, count = call.tapes, call.layer, call.walk.tiles.count
-    if tapes.rebuild(layer):
-        call.mark(REBUILD, layer)
-    with open_xs(tapes, layer, call.advance_from, call.look_up) as open_reader:
-        for part in reversed(call.in_rounds()):
-            _round_backward(part, w, open_reader)
+    for part in reversed(call.in_rounds()):
+        _round_backward(part, w, open_reader)
     if layer > 0 and not tapes.rebuild(layer - 1):
         for tape in (tapes.x(layer - 1), *tapes.o_and_lse(layer - 1), tapes.residual):
             tape.prefetch(count - 1)
