@@ -195,11 +195,6 @@ def _hold_absent(scene: Scene, spec: Spec, model: Model) -> list[Tensor]:
     absent = spec.layers - model.spec.layers
     if absent == 0:
         return []
-    if model.plan.checkpoint == "none":
-        raise PlanError(
-            f"checkpoint='none' keeps everything of {absent} layers that --layers {model.spec.layers} leaves out: "
-            f"rehearse all {spec.layers}"
-        )
     job, running = (scene.job(which, model.dtype, model.kernel.name) for which in (spec, model.spec))
     tensors = []
     for owner, size in absent_layers(job, running).items():
