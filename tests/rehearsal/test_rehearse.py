@@ -105,7 +105,7 @@ def play_keeping_all(name: str, file: Path) -> None:
 
 @pytest.mark.parametrize("name", KEEPING_ALL)
 def test_everything_that_absent_layers_keep_is_held(nursery: Nursery, tmp_path: Path, name: str) -> None:
-    """With checkpoint='none', by the meter's peak. A GPU's norm keeps x alone, as is held; torch's on a CPU keeps more."""
+    """With checkpoint='none', by the meter's peak. A GPU's norm keeps x alone, as is held; torch's on a CPU more."""
     end = nursery.job(play_keeping_all, name, tmp_path / "found.json")[0]
     assert end.code == 0, end.err
     two, three, four = json.loads((tmp_path / "found.json").read_text())
