@@ -30,6 +30,7 @@ ROOMS = (
     "train",
     "evaluate",
     "doctor",
+    "bench",
     "cli",
 )
 TOP = ("__init__", "__main__")  # the public names and `python -m ithaca`: they may import every room
