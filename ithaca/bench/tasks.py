@@ -1,7 +1,7 @@
 """The tasks of each benchmark, made of its table and the limits that were asked for."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ithaca.base.errors import ConfigError
@@ -54,8 +54,11 @@ def _point_task(name: str, row: Row, tokens: int, here: Here, limits: Limits, gp
 
     def predict() -> Json:
         found = measured.predict_at(tokens)
-        known = read_gpus()
-        others = {gpu: Measured(here.model, here.spec, row, limits, Place(gpu=known[gpu])) for gpu in gpus}
+        known = [read_gpus()[gpu] for gpu in gpus]
+        others = {
+            gpu.name: Measured(here.model, here.spec, row, replace(limits, cap=int(gpu.memory)), Place(gpu=gpu))
+            for gpu in known
+        }
         return found | ({"gpus": {gpu: other.predict_at(tokens) for gpu, other in others.items()}} if gpus else {})
 
     return Task(name=name, question=question, predict=predict, measure=lambda ask: measured.measure_at(ask, tokens))
@@ -107,7 +110,8 @@ def start(name: str, model: str, limits: Limits, options: Options, lengths: Sequ
         tasks, line = [_longest_task(row, here, limits) for row in rows], longest_line
     else:
         tasks, line = POINTS[name](lengths, here, limits), point_line
-    store = Store(options.out, name, model, f"{limits.ranks}x{limits.cap / 1e9:g}GB")
+    size = f"{limits.cap / 1e9:g}GB" if limits.cap >= 1e9 else f"{limits.cap / 1e6:g}MB"
+    store = Store(options.out, name, model, f"{limits.ranks}x{size}")
     run(tasks, store, here, options, line)
 
 
