@@ -127,6 +127,9 @@ def peers(
     path: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A folder with packages that are not installed.")
     ] = None,
+    attention: Annotated[
+        str, typer.Option(help="Attention of transformers, as sdpa or flash_attention_4; best: the fastest of all.")
+    ] = "best",
     only: Only = None,
     seconds: Seconds = None,
     out: Out = RESULTS,
@@ -136,7 +139,7 @@ def peers(
     from ithaca.bench.peers import run_peers
 
     lengths = _lengths(tokens)
-    run_peers(model, layers, lengths, rounds, path, _options(out, only, seconds, False, commit))
+    run_peers(model, layers, lengths, rounds, path, attention, _options(out, only, seconds, False, commit))
 
 
 @bench.command()

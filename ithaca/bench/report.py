@@ -178,11 +178,16 @@ def _longest_text(page: Page, model: str, rows: Sequence[Stored]) -> None:
     limits = rows[0].question["limits"]
     page.add(
         "",
-        f"### {model}: {limits['ranks']} GPUs of {limits['cap'] / 1e9:g} GB, {limits['host'] / 1e12:g} TB of host memory",
+        f"{_heading(model, rows)}, {limits['host'] / 1e12:g} TB of host memory",
         "",
         f"A measured longest context is written as (fits, does not fit): both were tried. No context above "
         f"{format_tokens(limits['most'])} was looked for.",
     )
+
+
+def _heading(model: str, rows: Sequence[Stored]) -> str:
+    limits = rows[0].question["limits"]
+    return f"### {model}: {limits['ranks']} GPUs of {limits['cap'] / 1e9:g} GB"
 
 
 def _bounds(found: Json) -> str:
@@ -243,8 +248,7 @@ def _point_cells(found: Json) -> list[str]:
 
 
 def _context_parallel(page: Page, model: str, name: str, rows: Sequence[Stored]) -> None:
-    limits = rows[0].question["limits"]
-    page.add("", f"### {model}: {limits['ranks']} GPUs of {limits['cap'] / 1e9:g} GB")
+    page.add("", _heading(model, rows))
     header = ("tokens", "without", "peak", "tokens/s/GPU", "causal MFU", "with", "peak", "tokens/s/GPU", "causal MFU")
     table = []
     for tokens in dict.fromkeys(row.question["tokens"] for row in rows):
@@ -281,14 +285,13 @@ def _short_plan(found: Json) -> str:
     return plan_words({key: plan[key] for key in ("recipe", "checkpoint", "x") if key in plan})
 
 
-def _dial(page: Page, model: str, name: str, rows: Sequence[Stored]) -> None:
-    limits = rows[0].question["limits"]
-    page.add("", f"### {model}: {limits['ranks']} GPUs of {limits['cap'] / 1e9:g} GB")
+def _dial(page: Page, model: str, _: str, rows: Sequence[Stored]) -> None:
+    page.add("", _heading(model, rows))
     gpus = [*dict.fromkeys(gpu for row in rows for gpu in (row.predicted or {}).get("gpus", {}))]
     header = ("", "peak", "step", "tokens/s/GPU", "causal MFU", *(f"{gpu}, tokens/s/GPU" for gpu in gpus))
     table = []
     for row in rows:
-        found, write, _ = _found(row)
+        found, write = _found(row)[:2]
         others = [_speed((row.predicted or {}).get("gpus", {}).get(gpu, {}))[0] for gpu in gpus]
         table.append([row.name, *map(write, _point_cells(found)), *map(_italic, others)])
     page.table(header, table)
@@ -319,9 +322,8 @@ def _dial_group(row: Stored) -> str:
     return row.name.rsplit(" ", 1)[0]
 
 
-def _recompute(page: Page, model: str, name: str, rows: Sequence[Stored]) -> None:
-    limits = rows[0].question["limits"]
-    page.add("", f"### {model}: {limits['ranks']} GPUs of {limits['cap'] / 1e9:g} GB")
+def _recompute(page: Page, model: str, _: str, rows: Sequence[Stored]) -> None:
+    page.add("", _heading(model, rows))
     table = []
     for row in rows:
         found, write, kind = _found(row)
@@ -334,7 +336,7 @@ def _recompute(page: Page, model: str, name: str, rows: Sequence[Stored]) -> Non
 
 
 # Peers
-def _peers(page: Page, model: str, name: str, rows: Sequence[Stored]) -> None:
+def _peers(page: Page, model: str, _: str, rows: Sequence[Stored]) -> None:
     layers = rows[0].question["layers"]
     page.add("", f"### {model}, {layers} layers, one device", "", "Medians over rounds in which every side has a turn.")
     table, sides = [], [*dict.fromkeys((row.question["tokens"], row.question["side"]) for row in rows)]

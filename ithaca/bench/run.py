@@ -88,8 +88,8 @@ def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line:
             print(line(found), flush=True)
             continue
         row = store.row(task.name, task.question, None if options.predict else here.machine)
-        row.predicted = task.predict() if row.answer is None else row.predicted
-        if row.answer is None and task.measure and not options.predict:
+        row.predicted = row.predicted if row.done else task.predict()
+        if not row.done and task.measure and not options.predict:
             left += not _measure(task, row, Ask(row.measurements, lambda: store.save(order), here.deadline), origin)
         elif not row.origin:
             row.origin = origin

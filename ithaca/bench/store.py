@@ -31,6 +31,11 @@ class Stored:
     measurements: list[Json] = field(default_factory=list)  # [{"request": …, "result": …}]
     origin: Json = field(default_factory=dict)  # machine, commit, command
 
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to measure. A side whose package was missing is tried again."""
+        return self.answer is not None and (self.answer.get("ran", True) or self.answer.get("final", False))
+
 
 class Store:
     """The results of one benchmark of one model."""
