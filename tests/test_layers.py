@@ -94,6 +94,8 @@ def without_torch(program: str) -> None:
         ["--help"],
         ["train", "--help"],
         ["plan", "--help"],
+        ["bench", "ladder", "--help"],
+        ["bench", "ladder", "--predict", "--out", "/tmp/ithaca-no-torch"],
         ["plan", "tiny", "--gpus", "1xH100-80GB", "--tokens", "64K", "--json"],
     ],
 )

@@ -21,7 +21,9 @@ Lengths = Annotated[str, typer.Option(help="Context lengths, with commas between
 Timed = Annotated[str, typer.Option(help="The length of the timed step, if so much fits; 0: no step is timed.")]
 Host = Annotated[str, typer.Option(help="Memory of the node that the ranks share.")]
 Most = Annotated[str, typer.Option(help="The longest context to look at.")]
-Only = Annotated[str | None, typer.Option(metavar="TEXT,…", help="Only rows whose names contain one of these.")]
+Only = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="Only rows whose names contain this. May be repeated.")
+]
 Seconds = Annotated[
     float | None, typer.Option(help="End after so many seconds. The same command goes on later. Default: never.")
 ]
@@ -155,10 +157,10 @@ def report(
     print("\n".join(f"Wrote {path}" for path in write_report(results, out)))
 
 
-def _options(out: Path, only: str | None, seconds: float | None, predict: bool, commit: str | None) -> "Options":
+def _options(out: Path, only: list[str] | None, seconds: float | None, predict: bool, commit: str | None) -> "Options":
     from ithaca.bench.run import Options
 
-    return Options(out=out, only=only, seconds=seconds, predict=predict, commit=commit)
+    return Options(out=out, only=tuple(only or ()), seconds=seconds, predict=predict, commit=commit)
 
 
 def _limits(ranks: int, cap: str | None, host: str, most: str = "16M", timed: str = "0") -> "Limits":

@@ -1,7 +1,7 @@
 """One side of a comparison, in a process of its own: forward and backward of somebody else's program, or of Ithaca.
 
 All sides have the same random weights and tokens, and train every weight. Theirs hold weights and gradients in bf16, as
-people run them; Ithaca holds them in fp32 and computes in bf16. Nobody has an optimizer here: its time is small at these
+people run them; Ithaca holds them in fp32 and computes in bf16. Nobody has an optimizer: its time is small at these
 lengths, and its memory follows from the parameters. Memory counts what is allocated beside weights and gradients.
 Packages are those that are installed, or those of a folder. One that is missing is said, with its install line, and its
 side does not run.

@@ -7,6 +7,7 @@ Every figure says what it is: measured, predicted (in italics), or quoted from o
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ithaca.base.errors import ConfigError
@@ -348,20 +349,21 @@ def _peers(page: Page, model: str, _: str, rows: Sequence[Stored]) -> None:
             why = next((answer["why"] for answer in found), asked[0].error or "not run yet")
             table.append([format_tokens(tokens), side, why, "–", "–", "–"])
             continue
-        seconds = _median([answer["seconds"] for answer in ran])
-        beside = _median([answer["bytes_beside"] for answer in ran])
-        mfu = ran[0].get("mfu_causal")
-        shown = "–" if mfu is None else f"{100 * _median([answer['mfu_causal'] for answer in ran]):.1f} %"
-        kernel = ran[0].get("attention", "–")
-        cells = [f"{format_number(seconds)} s", format_bytes(beside) if beside else "–", shown, kernel]
+        beside, mfu = (_median([answer[key] for answer in ran]) for key in ("bytes_beside", "mfu_causal"))
+        cells = [
+            f"{format_number(_median([answer['seconds'] for answer in ran]) or 0)} s",
+            "–" if beside is None else format_bytes(beside),
+            "–" if mfu is None else f"{100 * mfu:.1f} %",
+            ran[0]["attention"],
+        ]
         table.append([format_tokens(tokens), side, *cells])
     page.table(("tokens", "side", "step", "memory beside weights and gradients", "causal MFU", "attention"), table)
 
 
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+def _median(values: Sequence[float | None]) -> float | None:
+    """The median of what was measured; None if nothing was, as memory on a CPU."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Page, str, str, Sequence[Stored]], None]]] = {

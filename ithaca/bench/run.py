@@ -39,7 +39,7 @@ class Options:
     """What all benchmarks are asked with."""
 
     out: Path
-    only: str | None = None  # parts of names, with commas between them
+    only: tuple[str, ...] = ()  # parts of names; none: all rows
     seconds: float | None = None
     predict: bool = False
     commit: str | None = None
@@ -114,13 +114,12 @@ def _measure(task: Task, row: Stored, ask: Ask, origin: Json) -> bool:
     return True
 
 
-def _choose(tasks: Sequence[Task], only: str | None) -> list[Task]:
-    parts = [part.strip().lower() for part in only.split(",")] if only else [""]
-    chosen = [task for task in tasks if any(part in task.name.lower() for part in parts)]
-    if not chosen:
-        names = ", ".join(task.name for task in tasks)
-        raise ConfigError(f"--only {only} is in no row's name: the rows are {names}")
-    return chosen
+def _choose(tasks: Sequence[Task], only: tuple[str, ...]) -> list[Task]:
+    for part in only:
+        if not any(part.lower() in task.name.lower() for task in tasks):
+            names = "; ".join(task.name for task in tasks)
+            raise ConfigError(f"--only '{part}' is in no row's name: the rows are {names}")
+    return [task for task in tasks if not only or any(part.lower() in task.name.lower() for part in only)]
 
 
 # One line of a row
