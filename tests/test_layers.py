@@ -95,12 +95,17 @@ def without_torch(program: str) -> None:
         ["train", "--help"],
         ["plan", "--help"],
         ["bench", "ladder", "--help"],
-        ["bench", "ladder", "--predict", "--out", "/tmp/ithaca-no-torch"],
         ["plan", "tiny", "--gpus", "1xH100-80GB", "--tokens", "64K", "--json"],
     ],
 )
 def test_commands_that_answer_without_torch(words: list[str]) -> None:
     without_torch(f"from ithaca.cli import app\napp({words}, standalone_mode=False)")
+
+
+def test_a_benchmark_is_predicted_without_torch(tmp_path: Path) -> None:
+    words = ["bench", "ladder", "--predict", "--commit", "none", "--out", str(tmp_path / "out")]
+    page = ["bench", "report", str(tmp_path / "out"), "--out", str(tmp_path / "results.md")]
+    without_torch(f"from ithaca.cli import app\nfor words in {words}, {page}:\n    app(words, standalone_mode=False)")
 
 
 def test_rooms_without_torch() -> None:
