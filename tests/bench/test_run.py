@@ -145,7 +145,7 @@ def test_a_prediction_replaces_no_measurement(child: Child, ladder: Ladder) -> N
     assert predicted["Sweep"].predicted["longest"] > 2**22  # pyrefly: ignore
     assert predicted["Sweep"].origin["machine"] == {"predicted_for": "H100-80GB"}
     measured = ladder(only=("Sweep, keep o",))
-    again = ladder(predict=True, only=("Sweep, keep o",))
+    again = ladder(Limits(host=500 * GB), predict=True, only=("Sweep, keep o",))
     assert again["Sweep, keep o"] == measured["Sweep, keep o"]
     assert measured["Sweep, keep o"].answer
 
