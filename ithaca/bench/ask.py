@@ -13,6 +13,7 @@ from ithaca.base.errors import RunError
 
 Json = dict[str, Any]
 CHILD = "ithaca.bench.child"
+LEAVING = 20  # seconds for a process to give its device back after it has said its result
 
 
 class TimeIsUp(Exception):
@@ -43,16 +44,15 @@ def run_child(request: Json, seconds: float | None = None) -> Json:
     try:
         if not ours.poll(seconds):
             raise TimeIsUp
-        return ours.recv()
+        found = ours.recv()
+        process.join(LEAVING)
+        return found
     except EOFError:
-        process.join()
+        process.join(LEAVING)
         return {"error": f"the process of the measurement ended with code {process.exitcode} and said nothing"}
     finally:
-        if process.is_alive():
-            process.join(5)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.kill()  # nothing happens if it has ended
+        process.join()
 
 
 def _serve(request: Json, pipe: Any) -> None:

@@ -34,6 +34,7 @@ from ithaca.rehearsal.rehearse import Scene, loopback_mesh, out_of_memory, play
 
 Json = dict[str, Any]
 WARM = 8  # a step over one part in so many of the tokens builds the kernels before one that is timed alone
+NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 PACKAGES = ("flash-attn-4", "transformers", "liger-kernel", "deepspeed")
 
 
@@ -88,8 +89,7 @@ def time(request: Json) -> Json:
     scene, grid = _scene(request)
     if not request["hold"]:
         scene = replace(scene, hold_absent=False, cap=None, once=True)
-        tokens = max(scene.tokens // WARM, min(scene.tokens, 2 * (scene.plan.chunk or 0)))
-        play(replace(scene, tokens=tokens, repeats=1), grid)
+        play(replace(scene, tokens=_warm_tokens(scene), repeats=1), grid)
         _free(grid)
     report = _fitting(lambda: play(scene, grid), scene, grid, request["cap"])
     if not report["fits"]:
@@ -97,6 +97,12 @@ def time(request: Json) -> Json:
     _free(grid)
     fewer = play(replace(scene, layers=request["layers"] // 2, hold_absent=False, once=True), grid)
     return report | {"fewer_layers": fewer["layers"], "fewer_seconds": fewer["seconds"]}
+
+
+def _warm_tokens(scene: Scene) -> int:
+    """Tokens of a step that builds the kernels: two chunks, or a part of all tokens."""
+    chunks = 2 * scene.plan.chunk_of(scene.tokens, shorten=True) if scene.plan.sweeps else 0
+    return max(scene.tokens // WARM, min(scene.tokens, chunks))
 
 
 def _scene(request: Json) -> tuple[Scene, Mesh]:
@@ -117,7 +123,9 @@ def _fitting(rehearse: Callable[[], Json], scene: Scene, grid: Mesh, cap: int) -
     """The report of a rehearsal, and whether it fits."""
     try:
         report = rehearse()
-    except torch.OutOfMemoryError as problem:
+    except RuntimeError as problem:  # libraries have words of their own for it
+        if not isinstance(problem, torch.OutOfMemoryError) and not any(word in str(problem) for word in NO_MEMORY):
+            raise
         return out_of_memory(scene, grid, problem)
     report = {name: value for name, value in report.items() if name not in ("plan", "memory_predicted")}
     if not grid.gpu and report["peak_bytes"] > cap:

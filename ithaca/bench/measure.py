@@ -20,6 +20,8 @@ Json = dict[str, Any]
 NO_FURTHER = "not reached"  # what limits a context that is as long as was looked for
 SHORT_STEP = 0.5  # seconds: shorter steps are timed REPEATS times, with more layers
 REPEATS, MORE_LAYERS = 5, 4
+LONG_STEP = 4.0  # seconds of the layers that run: beyond, memory is rehearsed without attention
+SIZES = ("peak_bytes", "peak_bytes_predicted", "host_bytes", "disk_bytes", "kernel")
 
 
 class Measures(Protocol):
@@ -96,8 +98,7 @@ class Measured:
             "limit": NO_FURTHER if found.fails is None else reports[found.fails].get("limit", "GPU"),
             "tries": {str(tokens): report["fits"] for tokens, report in sorted(reports.items())},
         }
-        names = ("peak_bytes", "peak_bytes_predicted", "host_bytes", "disk_bytes", "kernel")
-        return answer | {name: reports[found.fits][name] for name in names if found.fits}
+        return answer | {name: reports[found.fits][name] for name in SIZES if found.fits}
 
     # One length
     def predict_at(self, tokens: int) -> Json:
@@ -121,11 +122,20 @@ class Measured:
             if beyond := prediction.beyond(step_memory(prediction.job(tokens))):
                 answer = {"fits": False, "limit": beyond}
             else:
-                answer = self._timed(ask, prediction, tokens, hold=True)
+                answer = self._at(ask, prediction, tokens)
             answer |= {"tokens": tokens, "plan": dict(options)}
             if answer["fits"]:
                 break
         return answer
+
+    def _at(self, ask: Measures, prediction: Prediction, tokens: int) -> Json:
+        """Memory and time in one measurement; in two if steps are long, since a step that is watched takes its time."""
+        if (prediction.seconds(tokens, links=False) or 0) * self.layers / self.spec.layers < LONG_STEP:
+            return self._timed(ask, prediction, tokens, hold=True)
+        found = ask(_request("memory", self.model, prediction, tokens, self.layers))
+        if not found["fits"]:
+            return {"fits": False, "limit": "GPU", "peak_bytes_predicted": found["peak_bytes_predicted"]}
+        return {name: found[name] for name in SIZES} | self._timed(ask, prediction, tokens, hold=False)
 
     # Time
     def _predicted_speed(self, prediction: Prediction, tokens: int) -> Json:
@@ -143,7 +153,7 @@ class Measured:
             layer = found["seconds"] / found["layers"]
         seconds = found["seconds"] + (self.spec.layers - found["layers"]) * layer
         links, here = (prediction.seconds(tokens, links) for links in (True, False))
-        names = ("peak_bytes", "peak_bytes_predicted", "host_bytes", "kernel") if hold else ()
+        names = SIZES if hold else ()
         return {
             "fits": True,
             "timed": tokens,

@@ -12,7 +12,7 @@ def commit() -> str:
     """Return the commit of Ithaca's own tree, marked if it has changes; 'unknown' if it has no history here."""
 
     def git(*words: str) -> str:
-        folder = Path(__file__).parent
+        folder = Path(__file__).parent.parent
         done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 

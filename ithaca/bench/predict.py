@@ -17,7 +17,7 @@ from ithaca.tape.budget import KEPT_BACK
 
 SHORTEST = 1024  # tokens: no shorter context is looked for
 CPU_SHORTEST = 128
-FINE = 64  # a length is right to one part in so many
+FINE = 256  # a length is right to one part in so many
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line:
         row.predicted = row.predicted if row.done else task.predict()
         if not row.done and task.measure and not options.predict:
             left += not _measure(task, row, Ask(row.measurements, lambda: store.save(order), here.deadline), origin)
-        elif not row.origin:
+        elif not row.answer:
             row.origin = origin
         store.save(order)
         print(f"{task.name}: {row.error}" if row.error else line(row), flush=True)

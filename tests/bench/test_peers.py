@@ -1,11 +1,15 @@
 """Sides that are measured in turn have the same weights: transformers here, DeepSpeed's pieces by a stand-in."""
 
+import math
 from pathlib import Path
 
 import pytest
 
+from ithaca.bench import peer_sides
 from ithaca.bench.peer_names import ITHACA_PLANNED, ITHACA_SWEEP, LIGER, PACKAGES, PLAIN, TILED, WITH_ALST
 from ithaca.bench.report import make_report
+from ithaca.model.families import read_spec
+from ithaca.model.presets import PRESETS
 from tests.bench.test_commands import answer, measured, only
 from tests.nursery import Nursery
 
@@ -51,3 +55,11 @@ def test_sides_in_turn(nursery: Nursery, tmp_path: Path) -> None:
     page = make_report(tmp_path / "out")["results.md"]
     assert f"| 600 | {PLAIN} | " in page
     assert "not run: " in page
+
+
+def test_a_side_whose_first_loss_is_wrong_has_no_time() -> None:
+    spec = read_spec(PRESETS["tiny"])
+    expected = math.log(spec.vocab) + spec.hidden * 0.02**2 / 2
+    assert peer_sides._check_loss(expected + 0.2, spec) == expected + 0.2
+    with pytest.raises(AssertionError, match="was expected of random weights"):
+        peer_sides._check_loss(expected + 0.4, spec)
