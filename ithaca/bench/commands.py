@@ -150,11 +150,14 @@ def report(
     out: Annotated[Path, typer.Option(metavar="PAGE", help="The page to write; its pictures go beside it.")] = Path(
         "docs/results.md"
     ),
+    readme: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the short table into this file, between its marks.")
+    ] = None,
 ) -> None:
     """Write a page with tables and pictures of all stored results."""
     from ithaca.bench.report import write_report
 
-    print("\n".join(f"Wrote {path}" for path in write_report(results, out)))
+    print("\n".join(f"Wrote {path}" for path in write_report(results, out, readme)))
 
 
 def _options(out: Path, only: list[str] | None, seconds: float | None, predict: bool, commit: str | None) -> "Options":

@@ -51,9 +51,10 @@ def _request(kind: str, model: str, prediction: Prediction, tokens: int, layers:
 class Measured:
     """One row on one machine."""
 
-    def __init__(self, model: str, spec: Spec, row: Row, limits: Limits, place: Place):
+    def __init__(self, model: str, spec: Spec, row: Row, limits: Limits, place: Place, peak_at: int | None = None):
         self.model, self.spec, self.row, self.limits, self.place = model, spec, row, limits, place
         self.layers = min(row.layers, spec.layers)
+        self.peak_at = peak_at  # tokens at which memory is asked for as well
 
     def prediction(self, options: Options) -> Prediction:
         return Prediction(self.spec, options, self.row.axes(self.limits.ranks), self.limits, self.place)
@@ -66,8 +67,10 @@ class Measured:
         if not tokens:
             return {"longest": 0}
         more = prediction.limit(min(round(1.05 * tokens), self.limits.most + 1))
-        found = {"longest": tokens, "limit": NO_FURTHER if tokens >= self.limits.most else more}
+        found: Json = {"longest": tokens, "limit": NO_FURTHER if tokens >= self.limits.most else more}
         found |= {"peak_bytes": prediction.device_bytes(step_memory(prediction.job(tokens)))}
+        if self.peak_at and tokens >= self.peak_at:
+            found["peak_at"] = [self.peak_at, prediction.device_bytes(step_memory(prediction.job(self.peak_at)))]
         return found | (self._predicted_speed(prediction, min(tokens, self.limits.timed)) if self.limits.timed else {})
 
     def measure_longest(self, ask: Measures) -> Json:
@@ -85,6 +88,9 @@ class Measured:
 
         found = bracket(prediction.longest(), fits, self.place.shortest, self.limits.most)
         answer = self._bracketed(found, reports)
+        if self.peak_at and found.fits >= self.peak_at:
+            fits(self.peak_at)
+            answer["peak_at"] = [self.peak_at, reports[self.peak_at]["peak_bytes"]]
         if found.fits and self.limits.timed:
             answer |= self._timed(ask, prediction, min(found.fits, self.limits.timed), hold=False)
         return answer

@@ -53,7 +53,7 @@ def run_peers(
 def _task(question: Json, path: Path | None) -> Task:
     name = f"{format_tokens(question['tokens'])} round {question['round']}: {question['side']}"
     request = {"kind": "peer", **question, "path": str(path.resolve()) if path else None}
-    return Task(name=name, question=question, predict=lambda: None, measure=partial(_measure, request))
+    return Task(name=name, question=question, about={}, predict=lambda: None, measure=partial(_measure, request))
 
 
 def _measure(request: Json, ask: Ask) -> Json:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, LEFT, RIGHT, TOP, LINE = 860, 250, 150, 44, 22
+WIDTH, LEFT, RIGHT, TOP, LINE = 860, 250, 150, 50, 22
 COLORS = ("#2c6fbb", "#c0392b", "#3a8f5c", "#8e5ea2", "#b8860b", "#555555")
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
@@ -73,8 +73,9 @@ class Line:
 
 
 def lines(title: str, curves: Sequence[Line], label_x: Callable[[float], str], y_label: str) -> str:
-    """Return a picture of curves over a logarithmic x, from 0 upwards."""
-    left, right, bottom, height = 70, 200, 60, 360
+    """Return a picture of curves over a logarithmic x, from 0 upwards. Labels that begin alike share a color."""
+    left, right, bottom, height = 70, 200, 40, 340
+    names = [*dict.fromkeys(curve.label.split(",")[0] for curve in curves)]
     xs = sorted({x for curve in curves for x, _ in curve.points})
     top = max(y for curve in curves for _, y in curve.points)
     span = math.log(xs[-1] / xs[0]) or 1.0
@@ -88,7 +89,7 @@ def lines(title: str, curves: Sequence[Line], label_x: Callable[[float], str], y
     parts += [_text(left - 6, at(xs[0], share * top)[1] + 4, f"{share * top:.3g}", "end") for share in (0, 0.5, 1)]
     parts.append(_text(left, TOP - 8, y_label))
     for number, curve in enumerate(curves):
-        color = COLORS[number % len(COLORS)]
+        color = COLORS[names.index(curve.label.split(",")[0]) % len(COLORS)]
         places = [at(x, y) for x, y in curve.points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         dash = "" if curve.measured else ' stroke-dasharray="5 3"'

@@ -13,7 +13,9 @@ from typing import Any
 from ithaca.base.errors import ConfigError
 from ithaca.base.files import read_small
 from ithaca.base.sizes import format_bytes, format_number, format_seconds, format_tokens
+from ithaca.bench.measure import NO_FURTHER
 from ithaca.bench.picture import Bar, Line, bars, lines
+from ithaca.bench.readme import with_block
 from ithaca.bench.rows import plan_words
 from ithaca.bench.store import Stored, read_results
 
@@ -51,9 +53,10 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def write_report(folder: Path, page: Path) -> list[Path]:
-    """Write the page and its pictures; return their paths."""
+def write_report(folder: Path, page: Path, readme: Path | None = None) -> list[Path]:
+    """Write the page and its pictures, and the block of a README; return their paths."""
     files = make_report(folder, page.stem)
+    text = with_block(readme, folder, page) if readme else None
     written = []
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -64,6 +67,9 @@ def write_report(folder: Path, page: Path) -> list[Path]:
             path = page.parent / (page.name if name.endswith(".md") else name)
             path.write_text(content, encoding="utf-8")
             written.append(path)
+        if readme and text is not None:
+            readme.write_text(text, encoding="utf-8")
+            written.append(readme)
     except OSError as problem:
         raise ConfigError(f"--out {page} cannot be written ({problem.strerror}): name another page") from None
     return written
@@ -150,14 +156,21 @@ def _ladder(page: Page, model: str, name: str, rows: Sequence[Stored]) -> None:
         found, write, kind = _found(row)
         longest = found.get("longest")
         factor = f"{longest / before:.2f}" if longest and before and kind == like else "–"
-        peak = format_bytes(found["peak_bytes"]) if found.get("peak_bytes") else "–"
-        cells = [_bounds(found), factor, peak, found.get("limit") or "–"]
+        cells = [_bounds(found), factor, _peak_words(found), found.get("limit") or "–"]
         cells += [_tokens(found.get("timed")), *_speed(found)]
         table.append([row.name, *map(write, cells), _published_words(row)])
         before, like = (longest, kind) if found else (before, like)
     page.table(header, table)
     _notes(page, rows)
     _longest_picture(page, f"Longest context of {model} by technique", name, rows)
+
+
+def _peak_words(found: Json) -> str:
+    """'74 GiB; 59.1 GiB at 3M': the peak at the longest context, and at another length if that was asked for."""
+    if not found.get("peak_bytes"):
+        return "–"
+    tokens, size = found.get("peak_at") or (None, 0)
+    return format_bytes(found["peak_bytes"]) + (f"; {format_bytes(size)} at {format_tokens(tokens)}" if tokens else "")
 
 
 def _ablation(page: Page, model: str, name: str, rows: Sequence[Stored]) -> None:
@@ -170,7 +183,7 @@ def _ablation(page: Page, model: str, name: str, rows: Sequence[Stored]) -> None
         share = f"{100 * found['longest'] / full['longest']:.0f} %" if both else "–"
         peak = format_bytes(found["peak_bytes"]) if found.get("peak_bytes") else "–"
         cells = [_bounds(found), share, peak, found.get("limit") or "–"]
-        table.append([row.name, *map(write, cells), row.question["adds"]])
+        table.append([row.name, *map(write, cells), row.about["adds"]])
     page.table(("", "longest", "of the full stack", "peak", "limit", "in its place"), table)
     _longest_picture(page, f"Longest context of {model} without one component", name, rows)
 
@@ -197,14 +210,17 @@ def _bounds(found: Json) -> str:
         return "–"
     if not found["longest"]:
         return "nothing fits"
-    if found["longest"] >= 1 and "fails" not in found:
-        return f"{_tokens(found['longest'])}"
-    fits, fails = _tokens(found["longest"]), found["fails"]
-    return f"{fits}, {_tokens(fails)}" if fails else f"≥ {fits}"
+    fits = _longest_word(found)
+    return f"{fits}, {_tokens(found['fails'])}" if found.get("fails") else fits
+
+
+def _longest_word(found: Json) -> str:
+    """'6464K', or '≥ 16M' where nothing longer was looked for."""
+    return f"{'≥ ' if found.get('limit') == NO_FURTHER else ''}{_tokens(found['longest'])}"
 
 
 def _published(row: Stored) -> Json:
-    return row.question.get("published") or {}
+    return row.about.get("published") or {}
 
 
 def _published_words(row: Stored) -> str:
@@ -220,11 +236,11 @@ def _published_words(row: Stored) -> str:
 
 def _notes(page: Page, rows: Sequence[Stored]) -> None:
     sources = dict.fromkeys(_published(row)["source"] for row in rows if _published(row))
-    quoted = dict.fromkeys(row.question["quoted"] for row in rows if row.question.get("quoted"))
+    quoted = dict.fromkeys(row.about["quoted"] for row in rows if row.about.get("quoted"))
     if sources:
         page.add("", f"Published: {'; '.join(sources)}. MFU as they count it.")
     for why in quoted:
-        names = ", ".join(row.name for row in rows if row.question.get("quoted") == why)
+        names = ", ".join(row.name for row in rows if row.about.get("quoted") == why)
         page.add("", f"Only quoted: {names}: {why}.")
 
 
@@ -234,7 +250,7 @@ def _longest_picture(page: Page, title: str, name: str, rows: Sequence[Stored]) 
         found, _, kind = _found(row)
         published = _published(row).get("tokens")
         value = found.get("longest") or (published if kind == "quoted" else 0)
-        text = _tokens(value) if value else "nothing fits"
+        text = _longest_word(found) if found.get("longest") else _tokens(value) if value else "nothing fits"
         shown.append(Bar(row.name, value or 0, text, kind, published if kind != "quoted" else None))
     if any(bar.value for bar in shown):
         page.picture(name, title, bars(f"{title}, tokens", shown))
@@ -332,7 +348,7 @@ def _recompute(page: Page, model: str, _: str, rows: Sequence[Stored]) -> None:
         least = min((other["seconds"] for other, _, same in alike if same == kind and other.get("seconds")), default=0)
         ratio = f"{found['seconds'] / least:.2f} ×" if found.get("seconds") and least else "–"
         peak, *speed = _point_cells(found)
-        table.append([row.name, *map(write, (peak, *speed, ratio)), row.question["adds"]])
+        table.append([row.name, *map(write, (peak, *speed, ratio)), row.about["adds"]])
     page.table(("", "peak", "step", "tokens/s/GPU", "causal MFU", "time of the fastest", "what is kept"), table)
 
 

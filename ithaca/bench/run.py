@@ -30,6 +30,7 @@ class Task:
 
     name: str
     question: Json
+    about: Json
     predict: Callable[[], Json | None]
     measure: Callable[[Ask], Json] | None = None  # None: the row is only quoted
 
@@ -85,9 +86,11 @@ def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line:
     for task in chosen:
         found = store.rows.get(task.name)
         if options.predict and found and found.answer:  # a prediction never replaces a measurement
+            found.about = task.about
             print(line(found), flush=True)
             continue
         row = store.row(task.name, task.question, None if options.predict else here.machine)
+        row.about = task.about
         row.predicted = row.predicted if row.done else task.predict()
         if not row.done and task.measure and not options.predict:
             left += not _measure(task, row, Ask(row.measurements, lambda: store.save(order), here.deadline), origin)

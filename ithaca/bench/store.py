@@ -24,12 +24,13 @@ class Stored:
     """A row as the file has it."""
 
     name: str
-    question: Json
+    question: Json  # all that the answer depends on
     predicted: Json | None = None
     answer: Json | None = None  # None: not measured, or not yet
     error: str | None = None  # why it could not be measured; the next run tries again
     measurements: list[Json] = field(default_factory=list)  # [{"request": …, "result": …}]
     origin: Json = field(default_factory=dict)  # machine, commit, command
+    about: Json = field(default_factory=dict)  # what the row is, and what is published beside it
 
     @property
     def done(self) -> bool:

@@ -149,6 +149,9 @@ LADDER = (
     ),
 )
 
+# Models of which memory is also asked for at one length: what the talk says of 3M tokens
+PEAK_AT = {"llama3.2-3b": 3 * M}
+
 # The full stack, and the same without one component at a time
 _FULL: Options = {**_AWAY, "o": "recompute", "residual": "host"}
 

@@ -12,7 +12,7 @@ from ithaca.bench.predict import Place
 from ithaca.bench.rows import Limits, Row
 from ithaca.bench.run import Here, Options, Task, longest_line, look_around, point_line, run
 from ithaca.bench.store import Store
-from ithaca.bench.tables import ABLATION, GPUS, LADDER, RECOMPUTE, WITH_SHARING, WITHOUT_SHARING, dial_rows
+from ithaca.bench.tables import ABLATION, GPUS, LADDER, PEAK_AT, RECOMPUTE, WITH_SHARING, WITHOUT_SHARING, dial_rows
 from ithaca.planner.hardware import read_gpus
 
 Json = dict[str, Any]
@@ -21,22 +21,25 @@ Json = dict[str, Any]
 def _longest_task(row: Row, here: Here, limits: Limits) -> Task:
     """Return the task of a row whose longest context is asked for."""
     published = row.published.get(here.model)
+    about = {"adds": row.adds, "quoted": row.quoted, "published": asdict(published) if published else None}
     question = {
-        "adds": row.adds,
         "plans": [dict(plan) for plan in row.plans],
         "axes": str(row.axes(limits.ranks)),
         "layers": row.layers,
-        "quoted": row.quoted,
-        "published": asdict(published) if published else None,
         "limits": asdict(limits),
         "percent": PERCENT,
+        "peak_at": PEAK_AT.get(here.model),
     }
     if not row.plans:
-        return Task(name=row.name, question=question, predict=lambda: None)
-    measured = Measured(here.model, here.spec, row, limits, here.place)
+        return Task(name=row.name, question=question, about=about, predict=lambda: None)
+    measured = Measured(here.model, here.spec, row, limits, here.place, PEAK_AT.get(here.model))
     return Task(
-        name=row.name, question=question, predict=measured.predict_longest, measure=measured.measure_longest
-    )  # fmt: skip
+        name=row.name,
+        question=question,
+        about=about,
+        predict=measured.predict_longest,
+        measure=measured.measure_longest,
+    )
 
 
 def _point_task(name: str, row: Row, tokens: int, here: Here, limits: Limits, gpus: tuple[str, ...] = ()) -> Task:
@@ -44,7 +47,6 @@ def _point_task(name: str, row: Row, tokens: int, here: Here, limits: Limits, gp
     measured = Measured(here.model, here.spec, row, limits, here.place)
     question = {
         "row": row.name,
-        "adds": row.adds,
         "plans": [dict(plan) for plan in row.plans],
         "axes": str(row.axes(limits.ranks)),
         "layers": row.layers,
@@ -61,7 +63,13 @@ def _point_task(name: str, row: Row, tokens: int, here: Here, limits: Limits, gp
         }
         return found | ({"gpus": {gpu: other.predict_at(tokens) for gpu, other in others.items()}} if gpus else {})
 
-    return Task(name=name, question=question, predict=predict, measure=lambda ask: measured.measure_at(ask, tokens))
+    return Task(
+        name=name,
+        question=question,
+        about={"adds": row.adds},
+        predict=predict,
+        measure=lambda ask: measured.measure_at(ask, tokens),
+    )
 
 
 def _context_parallel_tasks(lengths: Sequence[int], here: Here, limits: Limits) -> list[Task]:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ithaca.bench.report import make_report
+from ithaca.base.errors import ConfigError
+from ithaca.bench.readme import BEGIN, END, with_block
+from ithaca.bench.report import make_report, write_report
 from ithaca.bench.store import Stored, read_results
 
 ROOT = Path(__file__).parent.parent.parent
@@ -93,3 +95,47 @@ def test_every_stored_row_can_be_read() -> None:
             rows = read_results(file)[1]
             assert rows
             assert all(isinstance(row, Stored) and row.origin["commit"] for row in rows if row.predicted or row.answer)
+
+
+def peer(side: str, number: int, seconds: float, **more: object) -> dict[str, object]:
+    question = {"side": side, "tokens": 2**18, "round": number, "layers": 2, "model": "llama3-8b", "attention": "best"}
+    answer = {"ran": True, "seconds": seconds, "bytes_beside": 2**33, "mfu_causal": 0.4, "attention": "sdpa", **more}
+    return {"name": f"{side} {number}", "question": question, "answer": answer, "origin": ORIGIN}
+
+
+def test_a_readme_has_the_short_table_between_its_marks(stored: Path, tmp_path: Path) -> None:
+    change(stored, "+ checkpointing", answer=ANSWER, origin=ORIGIN)
+    rows = [peer("+ Liger", 1, 12.0), peer("Ithaca, sweep", 1, 9.0), peer("+ Liger", 2, 12.6)]
+    rows += [peer("DeepSpeed ALST pieces", 1, 0.0, ran=False, why="not run: deepspeed is not here")]
+    file = tmp_path / "peers-llama3-8b-2-layers-best.json"
+    file.write_text(json.dumps({"bench": "peers", "model": "llama3-8b", "rows": rows}))
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe end.\n")
+    write_report(tmp_path, tmp_path / "docs" / "results.md", readme)
+    text = readme.read_text()
+    assert text.startswith(f"# Title\n\n{BEGIN}\n")
+    assert text.endswith(f"{END}\n\nThe end.\n")
+    assert "old" not in text
+    assert "| + checkpointing | 1M | – | 819 |" in text
+    assert "| FPDT | *6224K* | 4M | *832* |" in text
+    assert "| + Liger | 256K | 12.3 | 8 GiB | 1.37 |" in text
+    assert "ALST pieces |" not in text
+    page = (tmp_path / "docs" / "results.md").read_text()
+    assert "| 256K | + Liger | 12.3 s | 8 GiB | 40.0 % | sdpa |" in page
+    assert "| 256K | DeepSpeed ALST pieces | not run: deepspeed is not here |" in page
+    write_report(tmp_path, tmp_path / "docs" / "results.md", readme)
+    assert readme.read_text() == text
+
+
+def test_a_readme_without_marks_is_refused(stored: Path, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Title\n")
+    with pytest.raises(ConfigError, match="has no place for the table: write <!-- ithaca bench: begin -->"):
+        write_report(stored.parent, tmp_path / "results.md", tmp_path / "README.md")
+    assert (tmp_path / "README.md").read_text() == "# Title\n"
+
+
+def test_our_readme_is_what_the_stored_results_give() -> None:
+    """As soon as it has the marks. If this fails: ithaca bench report --readme README.md."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if BEGIN in text:
+        assert with_block(ROOT / "README.md", RESULTS, Path("docs/results.md")) == text

@@ -184,7 +184,7 @@ def test_host_memory_is_counted_not_tried(child: Child, ladder: Ladder) -> None:
 def test_rows_that_are_only_quoted_are_not_measured(child: Child, ladder: Ladder) -> None:
     found = ladder(only=("Tensor parallel + checkpointing + offload",))["Tensor parallel + checkpointing + offload"]
     assert (found.answer, found.predicted, child.asked) == (None, None, [])
-    assert found.question["published"]["tokens"] == 512 * 2**10
+    assert found.about["published"]["tokens"] == 512 * 2**10
 
 
 @pytest.mark.parametrize(
