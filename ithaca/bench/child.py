@@ -10,7 +10,9 @@ measurement has a process, forked from a server that has imported torch and done
 """
 
 import gc
+import os
 import platform
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,6 +42,7 @@ PACKAGES = ("flash-attn-4", "transformers", "liger-kernel", "deepspeed")
 
 def serve(request: Json, pipe: Connection) -> None:
     """Measure what a request asks for and send the result, or the error."""
+    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
     try:
         result = KINDS[request["kind"]](request)
     except IthacaError as problem:
@@ -49,6 +52,16 @@ def serve(request: Json, pipe: Connection) -> None:
         result = {"error": f"{type(problem).__name__}: {(str(problem).strip().splitlines() or [''])[0][:300]}"}
     pipe.send(result)
     pipe.close()
+
+
+def _end_with(pipe: Connection) -> None:
+    """End this process when the one that asked is gone: it would hold the device of the next one."""
+    try:
+        pipe.recv()
+    except EOFError:
+        os._exit(1)
+    except OSError:
+        return  # closed here: the result is said
 
 
 def machine(request: Json) -> Json:
