@@ -14,6 +14,8 @@ import typer
 
 from ithaca import __version__
 from ithaca.base.errors import ConfigError, IthacaError, PlanError
+from ithaca.bench.commands import bench
+from ithaca.rehearsal import options as scene
 
 if TYPE_CHECKING:
     from ithaca.config import Config
@@ -24,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench)
 
 # typer has its own copy of click in some versions; both have this class below the one that typer exports
 USAGE_ERROR = typer.BadParameter.__mro__[1]
@@ -309,34 +312,22 @@ def plan(
 
 @app.command()
 def rehearse(
-    model: Annotated[
-        str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b. Weights are not read.")
-    ],
-    ranks: Annotated[int, typer.Option(help="GPUs of the job. This process runs one of its ranks.")] = 8,
-    tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M.")] = "1M",
-    layers: Annotated[
-        int | None, typer.Option(help="Layers to run. The memory of the others is held. Default: all.")
-    ] = None,
-    documents: Annotated[
-        str | None, typer.Option(help="Packed documents, as 64x4K, 192K+64x1K or a token file. Default: one.")
-    ] = None,
-    recipe: Annotated[str, typer.Option(help="The recipe.")] = "sweep",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set an option of plan or mesh, as plan.chunk=128K."),
-    ] = None,
-    cap: Annotated[str | None, typer.Option(help="GPU memory to use at most, as 80GB.")] = None,
+    model: scene.Model,
+    ranks: scene.Ranks = 8,
+    tokens: scene.Tokens = "1M",
+    layers: scene.Layers = None,
+    documents: scene.Documents = None,
+    recipe: scene.Recipe = "sweep",
+    set_: scene.Sets = None,
+    cap: scene.Cap = None,
     memory_only: Annotated[
         bool, typer.Option("--memory-only", help="Skip the arithmetic of attention: any length in little time.")
     ] = False,
     bare: Annotated[
         bool, typer.Option("--bare", help="Also time the attention kernels and matrix products alone.")
     ] = False,
-    hardware: Annotated[
-        Path | None,
-        typer.Option(help="A TOML file with the GPU's rates, as ithaca plan --measure writes."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    hardware: scene.Hardware = None,
+    json: scene.Json = False,
 ) -> None:
     """Run one rank of a large job on this machine's device: memory by owner, time by part."""
     from ithaca.base.sizes import parse_bytes, parse_tokens
@@ -349,31 +340,19 @@ def rehearse(
 
 @app.command()
 def profile(
-    model: Annotated[
-        str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b. Weights are not read.")
-    ],
-    ranks: Annotated[int, typer.Option(help="GPUs of the job. This process runs one of its ranks.")] = 8,
-    tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M.")] = "1M",
-    layers: Annotated[
-        int | None, typer.Option(help="Layers to run. The memory of the others is held. Default: all.")
-    ] = None,
-    documents: Annotated[
-        str | None, typer.Option(help="Packed documents, as 64x4K, 192K+64x1K or a token file. Default: one.")
-    ] = None,
-    recipe: Annotated[str, typer.Option(help="The recipe.")] = "sweep",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set an option of plan or mesh, as plan.chunk=128K."),
-    ] = None,
-    cap: Annotated[str | None, typer.Option(help="GPU memory to use at most, as 80GB.")] = None,
-    hardware: Annotated[
-        Path | None,
-        typer.Option(help="A TOML file with the GPU's rates, as ithaca plan --measure writes."),
-    ] = None,
+    model: scene.Model,
+    ranks: scene.Ranks = 8,
+    tokens: scene.Tokens = "1M",
+    layers: scene.Layers = None,
+    documents: scene.Documents = None,
+    recipe: scene.Recipe = "sweep",
+    set_: scene.Sets = None,
+    cap: scene.Cap = None,
+    hardware: scene.Hardware = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where the files go. Default: a folder in profiles/.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: scene.Json = False,
 ) -> None:
     """Show where the memory and the time of a step go: a table, a page for the browser, a trace for Perfetto."""
     from ithaca.base.sizes import parse_bytes, parse_tokens
@@ -482,8 +461,8 @@ def _suggest_flag(command: Any, name: str) -> str | None:
     from ithaca.config import option_defaults
 
     flags = {flag for item in command.params for flag in item.opts}
-    scene = ("plan.", "mesh.")
-    tables = {"train": ("",), "rehearse": scene, "profile": scene}.get(command.name, ())  # what its --set takes
+    of_scene = ("plan.", "mesh.")
+    tables = {"train": ("",), "rehearse": of_scene, "profile": of_scene}.get(command.name, ())  # what its --set takes
     shown = []
 
     def show(setting: str) -> str:

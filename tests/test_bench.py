@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from bench import chunks, disk, kernels, live_line, operations, overlap, peers, points, recipes
+from bench import chunks, disk, kernels, live_line, operations, overlap, points, recipes
 from ithaca.attention.documents import Pieces
 from tests.nursery import Nursery
 
@@ -207,22 +207,6 @@ def test_disk(run: Run, tmp_path: Path) -> None:
         assert row["disk_rates"].keys() == {"write", "read", "both", "direct", "devices"}
         predicted = row["disk"]["seconds_predicted"] / row["host"]["seconds_predicted"]
         assert row["slowdown_predicted"] == predicted >= 1
-
-
-def test_peers(run: Run) -> None:
-    (row,) = run(peers.main, "--smoke")
-    ours, theirs, again = row["sides"]
-    assert [side["side"] for side in row["sides"]] == ["ours, planned", "theirs, sdpa, fp32", "ours, planned, again"]
-    assert theirs["first_loss"] == pytest.approx(ours["first_loss"], abs=0.2)
-    assert row["theirs_over_ours"] == pytest.approx(theirs["seconds"] / ((ours["seconds"] + again["seconds"]) / 2))
-    assert (ours["weights"], theirs["gradients"]) == ("torch.float32", "torch.float32")
-
-
-def test_a_side_whose_first_loss_is_wrong_has_no_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "DEVIATION", 0.1)
-    (row,) = run(peers.main, "--smoke")
-    assert "the first loss is 5." in row["missing"]
-    assert all("the first loss" in side["error"] for side in row["sides"])
 
 
 def test_a_trace_shows_the_order_of_launches_waits_and_hidden_messages() -> None:

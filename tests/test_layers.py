@@ -30,6 +30,7 @@ ROOMS = (
     "train",
     "evaluate",
     "doctor",
+    "bench",
     "cli",
 )
 TOP = ("__init__", "__main__")  # the public names and `python -m ithaca`: they may import every room
@@ -93,11 +94,18 @@ def without_torch(program: str) -> None:
         ["--help"],
         ["train", "--help"],
         ["plan", "--help"],
+        ["bench", "ladder", "--help"],
         ["plan", "tiny", "--gpus", "1xH100-80GB", "--tokens", "64K", "--json"],
     ],
 )
 def test_commands_that_answer_without_torch(words: list[str]) -> None:
     without_torch(f"from ithaca.cli import app\napp({words}, standalone_mode=False)")
+
+
+def test_a_benchmark_is_predicted_without_torch(tmp_path: Path) -> None:
+    words = ["bench", "ladder", "--predict", "--commit", "none", "--out", str(tmp_path / "out")]
+    page = ["bench", "report", str(tmp_path / "out"), "--out", str(tmp_path / "results.md")]
+    without_torch(f"from ithaca.cli import app\nfor words in {words}, {page}:\n    app(words, standalone_mode=False)")
 
 
 def test_rooms_without_torch() -> None:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -64,6 +65,7 @@ class Scene:
     hardware: Path | None = None  # a file of GPUs: rates for the prediction
     bare: bool = False  # time its kernels and products alone as well
     once: bool = False  # one timed step alone, for long steps: no step before it that warms up and is watched
+    repeats: int = 1  # timed steps; the median counts
     dtype: str = "auto"  # of the computation
 
     def job(self, spec: Spec, dtype: torch.dtype, kernel: str) -> Job:
@@ -128,11 +130,14 @@ def play(
             seconds = run_step(model, optimizer, batch)
         peak = _peaks(meter, grid.device)
     if not scene.memory_only:
-        clock.restart()
-        with products if scene.bare and scene.once else nullcontext():
-            seconds = run_step(model, optimizer, batch)
+        steps: list[dict[str, float]] = []
+        for _ in range(scene.repeats):
+            clock.restart()
+            with products if scene.bare and scene.once and not steps else nullcontext():
+                steps.append(run_step(model, optimizer, batch))
+        seconds = {part: median(step[part] for step in steps) for part in steps[0]}
     peak = peak or _peaks(meter, grid.device)
-    seconds["attention"] = clock.seconds()
+    seconds["attention"] = clock.seconds()  # of the last step
     stage.held.clear()
     report = _report(scene, stage.spec, model, peak, {} if scene.memory_only else seconds)
     return report | (_bare(model, clock, products, seconds) if scene.bare else {})
@@ -195,11 +200,6 @@ def _hold_absent(scene: Scene, spec: Spec, model: Model) -> list[Tensor]:
     absent = spec.layers - model.spec.layers
     if absent == 0:
         return []
-    if model.plan.checkpoint == "none":
-        raise PlanError(
-            f"checkpoint='none' keeps everything of {absent} layers that --layers {model.spec.layers} leaves out: "
-            f"rehearse all {spec.layers}"
-        )
     job, running = (scene.job(which, model.dtype, model.kernel.name) for which in (spec, model.spec))
     tensors = []
     for owner, size in absent_layers(job, running).items():

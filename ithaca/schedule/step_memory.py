@@ -91,7 +91,7 @@ def resident(job: Job) -> Bytes:
             STATES: job.high * (job.spec.layers * block.mine + table.mine) * (1 + _moments_here(job)),
             KEYS: device_bytes(kv, job.tiles),
             TAPES: device_bytes(others, job.tiles) + moments,
-            BLOCKS: job.costs.kept(job, range(job.layers_running, job.spec.layers)),
+            BLOCKS: _absent_kept(job, job.layers_running),
             GRADIENTS: job.high * ((job.spec.layers - job.layers_running) * block.mine + _stays(job)),
             GATHERED: passing + _kept_weights(job, job.spec.layers * block.all + table.all),
             BATCH: PER_TOKEN * job.tiles.length,
@@ -125,10 +125,23 @@ def absent_layers(job: Job, running: Job) -> Bytes:
             STATES: job.high * absent * block.mine * (1 + _moments_here(job)),
             GRADIENTS: job.high * absent * block.mine,
             TAPES: device_tape_bytes(job.tapes, job.tiles) - device_tape_bytes(running.tapes, running.tiles),
-            BLOCKS: job.costs.kept(job, range(running.spec.layers, job.spec.layers)),
+            BLOCKS: _absent_kept(job, running.spec.layers),
             GATHERED: _kept_weights(job, absent * block.all),
         }
     )
+
+
+def _absent_kept(job: Job, running: int) -> int:
+    """What layers behind the first `running` ones keep for their backward pass, beside their gradients.
+
+    A layer frees what it kept before its gradients are there. With everything kept that is most of a rank's memory, so
+    the larger of the two is held; under other checkpoints both are, which is a little too much.
+    """
+    absent = range(running, job.spec.layers)
+    kept = job.costs.kept(job, absent)
+    if job.plan.checkpoint != "none":
+        return kept
+    return max(kept - job.high * len(absent) * block_parameters(job).mine, 0)
 
 
 def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
@@ -136,7 +149,9 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     spec, high, tied = job.spec, job.high, job.spec.tied
     head, block, kept = table_parameters(job), block_parameters(job), job.costs.kept
     reduces, table = not _alone(job), high * spec.vocab * spec.hidden
-    whole_gradients = high * job.layers_running * block.all if job.plan.zero == 1 and reduces else 0
+    # Under ZeRO-1 they wait for the last pass of a step to be reduced; a single pass reduces them as it makes them
+    waits = job.plan.zero == 1 and reduces and job.passes > 1
+    whole_gradients = high * job.layers_running * block.all if waits else 0
     # A tied head's gradient waits with the loss for the embedding's; so does the final norm's for FSDP2 to reduce it
     waiting = (high * head.all if reduces else table) if tied else 0
     new = job.passes == 1  # otherwise this rank's gradients are there already, and others are added to them

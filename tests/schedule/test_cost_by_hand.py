@@ -147,14 +147,16 @@ def test_a_second_pass_finds_the_gradients_of_all_layers(ranks: int, zero: int) 
 
 
 def test_what_is_not_cut_over_ranks() -> None:
-    """ZeRO-2 has all weights on every rank, ZeRO-1 all gradients of blocks as well."""
-    found = {
-        zero: step_memory(Job(spec=LLAMA, plan=Plan(recipe="ulysses", zero=zero), tokens=M, axes=Axes(ulysses=8))).parts
+    """ZeRO-2 has all weights on every rank; ZeRO-1 all gradients of blocks as well, if a step has several passes."""
+    jobs = {
+        zero: Job(spec=LLAMA, plan=Plan(recipe="ulysses", zero=zero), tokens=M, axes=Axes(ulysses=8), passes=2)
         for zero in (1, 2, 3)
     }
+    found = {zero: step_memory(job).parts for zero, job in jobs.items()}
     assert found[2][GATHERED] == found[1][GATHERED] == BF16 * 8_030_261_248
     assert found[3][GATHERED] < BF16 * 8_030_261_248 / 8
     assert found[1][GRADIENTS] - found[2][GRADIENTS] == FP32 * 32 * LLAMA_BLOCK
+    assert step_memory(replace(jobs[1], passes=1)).parts == step_memory(replace(jobs[2], passes=1)).parts
 
 
 # Seconds

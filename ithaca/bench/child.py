@@ -1,0 +1,161 @@
+"""What runs in a process of its own: one measurement, from a request to a result, both JSON.
+
+A rehearsal makes its process rank 0 of a job for good, and memory that ran out can leave a device in any state. So each
+measurement has a process, forked from a server that has imported torch and done nothing else (ask.py).
+
+    machine    the device and the versions that results depend on
+    memory     a memory-only rehearsal of some layers under a cap, the others held: does a length fit?
+    time       steps of n layers and of n / 2, timed: what one layer more takes
+    peer       a training step of somebody else's program, or of Ithaca, on one GPU (peer_sides.py)
+"""
+
+import gc
+import os
+import platform
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import torch
+
+from ithaca.attention.kernels.choose import choose_kernel
+from ithaca.attention.kernels.facts import KERNEL_FACTS
+from ithaca.base.errors import IthacaError
+from ithaca.model.config_json import find_config
+from ithaca.model.families import read_spec
+from ithaca.parallel.axes import Axes
+from ithaca.parallel.mesh import Mesh
+from ithaca.plans.plan import Plan
+from ithaca.rehearsal.measure import compute_dtype
+from ithaca.rehearsal.rehearse import Scene, loopback_mesh, out_of_memory, play
+
+Json = dict[str, Any]
+WARM = 8  # a step over one part in so many of the tokens builds the kernels before one that is timed alone
+NO_MEMORY = ("out of memory", "ALLOC_FAILED")
+PACKAGES = ("flash-attn-4", "transformers", "liger-kernel", "deepspeed")
+
+
+def serve(request: Json, pipe: Connection) -> None:
+    """Measure what a request asks for and send the result, or the error."""
+    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
+    try:
+        result = KINDS[request["kind"]](request)
+    except IthacaError as problem:
+        result = {"error": str(problem)}
+    except Exception as problem:  # whatever it is, the next row can still be measured
+        traceback.print_exc()
+        result = {"error": f"{type(problem).__name__}: {(str(problem).strip().splitlines() or [''])[0][:300]}"}
+    pipe.send(result)
+    pipe.close()
+
+
+def _end_with(pipe: Connection) -> None:
+    """End this process when the one that asked is gone: it would hold the device of the next one."""
+    try:
+        pipe.recv()
+    except EOFError:
+        os._exit(1)
+    except OSError:
+        return  # closed here: the result is said
+
+
+def machine(request: Json) -> Json:
+    """The device, the versions, and the attention kernel that the model runs with."""
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    spec = read_spec(find_config(request["model"])[0])
+    return {
+        "device": torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine(),
+        "on_cpu": not gpu,
+        "device_bytes": torch.cuda.get_device_properties(device).total_memory if gpu else None,
+        "host_bytes": psutil.virtual_memory().total,
+        "kernel": choose_kernel("auto", device, compute_dtype(device), spec.head_size).name,
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version() if gpu else None,
+        "python": platform.python_version(),
+        **{name: found for name in PACKAGES if (found := _version(name))},
+    }
+
+
+def _version(package: str) -> str | None:
+    if package == "flash-attn-4" and not KERNEL_FACTS["flash4"].installed:
+        return None
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def memory(request: Json) -> Json:
+    """A memory-only rehearsal. On a CPU the meter's peak is compared with the cap."""
+    scene, grid = _scene(request)
+    return _fitting(lambda: play(replace(scene, memory_only=True), grid), scene, grid, request["cap"])
+
+
+def time(request: Json) -> Json:
+    """Steps of n layers and of n / 2. With `hold`, absent layers are held under the cap, and memory is watched."""
+    scene, grid = _scene(request)
+    if not request["hold"]:
+        scene = replace(scene, hold_absent=False, cap=None, once=True)
+        play(replace(scene, tokens=_warm_tokens(scene), repeats=1), grid)
+        _free(grid)
+    report = _fitting(lambda: play(scene, grid), scene, grid, request["cap"])
+    if not report["fits"]:
+        return report
+    _free(grid)
+    fewer = play(replace(scene, layers=request["layers"] // 2, hold_absent=False, once=True), grid)
+    return report | {"fewer_layers": fewer["layers"], "fewer_seconds": fewer["seconds"]}
+
+
+def _warm_tokens(scene: Scene) -> int:
+    """Tokens of a step that builds the kernels: two chunks, or a part of all tokens."""
+    chunks = 2 * scene.plan.chunk_of(scene.tokens, shorten=True) if scene.plan.sweeps else 0
+    return max(scene.tokens // WARM, min(scene.tokens, chunks))
+
+
+def _scene(request: Json) -> tuple[Scene, Mesh]:
+    grid = loopback_mesh(Axes(**request["axes"]))
+    scene = Scene(
+        model=request["model"],
+        plan=Plan(**request["plan"]),
+        tokens=request["tokens"],
+        axes=grid.axes,
+        layers=request["layers"],
+        cap=request["cap"] if grid.gpu else None,
+        repeats=request.get("repeats", 1),
+    )
+    return scene, grid
+
+
+def _fitting(rehearse: Callable[[], Json], scene: Scene, grid: Mesh, cap: int) -> Json:
+    """The report of a rehearsal, and whether it fits."""
+    try:
+        report = rehearse()
+    except RuntimeError as problem:  # libraries have words of their own for it
+        if not isinstance(problem, torch.OutOfMemoryError) and not any(word in str(problem) for word in NO_MEMORY):
+            raise
+        return out_of_memory(scene, grid, problem)
+    report = {name: value for name, value in report.items() if name not in ("plan", "memory_predicted")}
+    if not grid.gpu and report["peak_bytes"] > cap:
+        report |= {"fits": False, "why": f"the meter's peak is {report['peak_bytes']} bytes, the cap {cap}"}
+    return report
+
+
+def _free(grid: Mesh) -> None:
+    gc.collect()  # modules under FSDP2 refer to each other
+    if grid.gpu:
+        torch.cuda.empty_cache()
+
+
+def peer(request: Json) -> Json:
+    from ithaca.bench.peer_sides import measure_side  # other people's packages
+
+    return measure_side(request)
+
+
+KINDS: dict[str, Callable[[Json], Json]] = {"machine": machine, "memory": memory, "time": time, "peer": peer}
