@@ -20,6 +20,7 @@ RENAMED = {  # old option -> new option; the old one still works
     "plan.gradient": "plan.residual",
 }
 MOST_BYTES = 2**20  # in a configuration file
+OF_STAGES = ("tokens", "steps", "epochs", "warmup", "micro_batch")  # options of [train] that each stage has itself
 
 
 def _tell(notice: str) -> None:
@@ -59,6 +60,8 @@ def read_config(
     if model and isinstance(found := content.get("model", {}), dict):
         content["model"] = vars(model) | found
     config = build(Config, content, "")
+    if config.train.stages:
+        _check_stages(_table(given if saved else content, "train"), saved)
     if config.plan is not None and _recipe(content) is None:
         tell(f"plan.recipe is not set: using '{config.plan.recipe}' with the plan options that are")
     return config
@@ -135,6 +138,16 @@ def _forget_rate(content: dict[str, Any], given: dict[str, Any]) -> None:
     source = _table(given, "model").get("source")
     if source is not None and source != _table(content, "model").get("source"):
         _table(content, "train").pop("learning_rate", None)
+
+
+def _check_stages(train: dict[str, Any], saved: bool) -> None:
+    """Raise an error if an option of [train] is set that each stage has for itself, of a `saved` run for good."""
+    for name in (*OF_STAGES, "batch", "learning_rate") if saved else OF_STAGES:
+        if name in train:
+            raise ConfigError(
+                f"train.{name}={train[name]} is set, but the run has stages, each with its own {name}: set it in "
+                "[[train.stages]]"
+            )
 
 
 def _recipe(content: dict[str, Any]) -> Any:
