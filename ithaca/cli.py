@@ -121,9 +121,10 @@ def _read_config(file: Path | None, overrides: list[str], run: Path | None, orig
     if origin and saved is None:
         raise ConfigError(f"--from {origin} is not a run folder: it has no config.toml")
     if file is None:
-        # The other run's model has its rope by now; asked for again, it would come on top
-        before = [] if saved in (None, own) else ['model.rope=""']
-        return read_config(saved, before + overrides, _tell_once, saved=saved is not None)
+        # The other run's model has its rope by now; asked for again, it would come on top. So would those of stages
+        another = saved not in (None, own)
+        before = ['model.rope=""'] if another else []
+        return read_config(saved, before + overrides, _tell_once, saved=saved is not None, staged=not another)
     model = read_config(saved, [], _tell_once, saved=True).model if origin else None
     return read_config(file, overrides, _tell_once, model=replace(model, rope="") if model else None)
 

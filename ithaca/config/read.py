@@ -33,16 +33,19 @@ def read_config(
     tell: Callable[[str], None] = _tell,
     saved: bool = False,
     model: ModelSection | None = None,
+    staged: bool = True,
 ) -> Config:
     """Return the configuration of a TOML file (None: the defaults) with `key=value` overrides.
 
     `tell` gets one line for each thing the user should know: old option names, an option that is ignored. Old names in
     a file that a run has `saved` are read without notice: no user wrote them. Options of [model] that neither sets are
-    those of `model`.
+    those of `model`. Without `staged`, stages in the file are left out, and [train] is that of the last one begun.
     """
     content = _read_toml(file) if file else {}
     if saved:
         _keep_cutting(content)
+    if not staged:
+        _table(content, "train").pop("stages", None)
     given: dict[str, Any] = {}
     for override in overrides:
         _set(given, override)

@@ -33,6 +33,7 @@ from ithaca.parallel.hangs import Roll, answering, set_timeout, step_seconds, ti
 from ithaca.train.elastic import leave
 from ithaca.train.launch import run_once
 from ithaca.train.run_folder import RunFolder
+from ithaca.train.stages import trained_length
 from ithaca.train.start import check_data, check_vocabulary, open_file
 from ithaca.train.validation import Losses, measure
 
@@ -104,7 +105,7 @@ def evaluate_ranks(options: Options) -> None:
             found |= _losses(options, opened, data, watch)
             said += lines(found)
         if options.tasks.tasks:
-            found |= _tasks(options, opened, config.train.tokens, watch)
+            found |= _tasks(options, opened, trained_length(config, opened.step or 0), watch)
             said += [*([""] if said else [_title(found)]), *found.pop("table")]
     if grid.rank == 0:
         if options.tasks.tasks and (folder := _results_folder(options, opened)):

@@ -130,6 +130,14 @@ def stage_config(config: Config, done: int) -> Config:
     return replace(config, train=train, plan=stage.plan, model=replace(config.model, rope=stage.rope))
 
 
+def trained_length(config: Config, done: int) -> int | None:
+    """Return the longest context that a run has been trained at after so many steps; None if its record has none."""
+    stages = config.train.stages
+    if not stages:
+        return config.train.tokens
+    return max(stage.tokens for stage in stages[: span_of(config, max(done - 1, 0)).number + 1])
+
+
 def stage_seed(seed: int, span: Span) -> int:
     """Return the seed of a stage's sequences."""
     return seed + SEEDS * span.number

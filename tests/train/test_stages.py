@@ -16,7 +16,7 @@ from ithaca.config import Config, parse_config, read_config
 from ithaca.train.learning_rate import learning_rate
 from ithaca.train.loop import TrainingRun, train
 from ithaca.train.run_folder import RunFolder
-from ithaca.train.stages import resolve_stages, span_of, stage_config
+from ithaca.train.stages import resolve_stages, span_of, stage_config, stage_seed, trained_length
 from tests.nursery import Nursery
 from tests.train.test_validation import done
 
@@ -79,6 +79,8 @@ def test_spans(staged: Config) -> None:
     assert found == [*[(0, 0, 4, 9)] * 4, *[(1, 4, 7, 9)] * 3, *[(2, 7, 9, 9)] * 3]
     assert not span_of(config, 6).is_last
     assert span_of(config, 9).is_last
+    assert [trained_length(config, step) for step in (1, 4, 5, 9)] == [32, 32, 64, 128]
+    assert len({stage_seed(7, span_of(config, step)) for step in range(9)}) == 3
     second = stage_config(config, 4)
     assert (second.train.tokens, second.train.batch, second.train.steps, second.train.warmup) == (64, 2, 3, 2)
     assert (second.model.rope, second.plan and second.plan.recipe) == ("theta, rope_theta=5e6", "sweep")
@@ -233,6 +235,16 @@ def test_other_stages_are_another_run(nursery: Nursery, staged: Config, whole: P
     end = nursery.command(*words, "--ranks", "1", folder=tmp_path)
     assert end.code == 2
     assert "train.learning_rate=1 is set, but the run has stages" in end.err
+
+
+def test_another_run_starts_from_it(nursery: Nursery, whole: Path, tmp_path: Path) -> None:
+    """With the rope of the last stage, which the description in the folder does not have, and without its stages."""
+    words = [word for item in ("train.tokens=64", "train.steps=1") for word in ("--set", item)]
+    end = nursery.command("train", "--run", "run", "--from", str(whole), "--ranks", "1", *words, folder=tmp_path)
+    assert end.code == 0, end.err
+    described = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert described["rope_parameters"]["rope_theta"] == 9e6
+    assert len(RunFolder(tmp_path / "run").read_metrics()) == 1
 
 
 def test_an_evaluation_has_the_rope_of_the_checkpoint(nursery: Nursery, whole: Path, tmp_path: Path) -> None:
