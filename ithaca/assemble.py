@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ithaca.attention.kernels.choose import choose_kernel
@@ -30,7 +31,7 @@ from ithaca.model.source import DTYPES, ModelSource
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import first_then_others, same_batch, same_everywhere, together, together_with
 from ithaca.parallel.axes import Axes
-from ithaca.parallel.batch import Batch, RankBatch, gather_tokens, rank_batch, split_batch, whole_batch
+from ithaca.parallel.batch import Batch, RankBatch, batch_rows, gather_tokens, rank_batch, split_batch, whole_batch
 from ithaca.parallel.collectives import Group
 from ithaca.parallel.exchange import Alone, Ulysses
 from ithaca.parallel.head_split import describe_share, split_heads
@@ -39,8 +40,10 @@ from ithaca.parallel.mesh import Mesh, alone, describe_crossing
 from ithaca.parallel.ring import Ring
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
 from ithaca.plans.plan import Plan
-from ithaca.schedule.forward import ForwardContext, logits, loss_sum, losses
+from ithaca.schedule.decode import Prompts, greedy
+from ithaca.schedule.forward import ForwardContext, fill_cache, logits, loss_sum, losses
 from ithaca.schedule.job import Job
+from ithaca.schedule.kv_cache import KVCache
 from ithaca.schedule.marks import PassWork, StepMarks, no_mark, pass_work
 from ithaca.schedule.reservation import BUSY, Reservation
 from ithaca.tape.engine import make_engine
@@ -49,7 +52,8 @@ from ithaca.tape.engine import make_engine
 ELSEWHERE = {
     "config": "model.spec has the sizes, model.source.config the config.json",
     "device": "model.mesh.device is its device",
-    "generate": "save it with ithaca.save_model(model, folder) and generate with transformers",
+    "generate": "model.greedy_decode(tokens, 32) gives the likeliest next tokens; to sample, save it with "
+    "ithaca.save_model(model, folder) and generate with transformers",
     "save_pretrained": "ithaca.save_model(model, folder) writes the Hugging Face folder",
     "gradient_checkpointing_enable": "the Plan says what is saved, as ithaca.Plan(checkpoint='full')",
 }
@@ -264,6 +268,58 @@ class Model(nn.Module):
             if self.mesh.context_group:
                 flat = gather_tokens(flat, batch.layout, self.mesh.context_group)
         return flat.view(*torch.as_tensor(tokens).shape, -1)
+
+    @torch.no_grad()
+    def read_prompts(self, tokens: Tensor, documents: Tensor | None = None) -> Prompts:
+        """Prompts whose K and V are kept, so that tokens can be added to them (schedule/decode.py).
+
+        Each row of `tokens`, [S] or [B, S], is a prompt, and each data rank reads some of them. A new token sees the
+        last document of its row. The prompts' memory is used again by the next ones; `free_prompts` frees it.
+        """
+        batch = split_batch(tokens, tokens, documents, self.mesh, self.spec.vocab, self.reservation.layout)
+        context = self._begin(batch, False, valid=1, shorten=True)
+        rank, group = self.mesh.context_rank, self.mesh.context_group
+        with _outside_inference_mode():
+            tapes = self.reservation.cache(batch.layout.tokens).begin(False).cache
+            row_tokens = torch.as_tensor(tokens).shape[-1]
+            rotary, kernel = self.decoder.rotary, self.kernel
+            cache = KVCache(self.spec, kernel, rotary, batch, row_tokens, tapes, self.dtype, rank, group)
+            free_gathered(self.decoder)  # an optimizer step may have made gathered copies stale
+            self.decoder(partial(fill_cache, batch=batch, context=replace(context, cache=cache)))
+            free_gathered(self.decoder)
+        return Prompts(self._run_once, cache)
+
+    @torch.no_grad()
+    def _run_once(self, function: Callable[..., Tensor]) -> Tensor:
+        with _outside_inference_mode():
+            found = self.decoder(function)
+            free_gathered(self.decoder)
+        return found
+
+    def free_prompts(self) -> None:
+        """Free the memory of the last prompts."""
+        self.reservation.free_cache()
+
+    def greedy_decode(self, tokens: Tensor, count: int, documents: Tensor | None = None) -> Tensor:
+        """[count] or [B, count] on the CPU, the same on every rank: the likeliest tokens behind each prompt.
+
+        For short answers behind long prompts. There is no end token: `count` tokens are computed in any case.
+        """
+        same_everywhere(self.mesh.group, "number of tokens to decode", count)
+        if type(count) is not int or count < 1:
+            raise InputError(f"count={shown(count)} is no number of new tokens: 1 or more is")
+        tokens = torch.as_tensor(tokens)
+        prompts, rows = self.read_prompts(tokens, documents), tokens.view(-1, tokens.shape[-1])
+        own = batch_rows(self.mesh, len(rows))
+        last = rows[own.start : own.stop, -1].to(self.mesh.device, torch.int64)
+        found = greedy(prompts, last, count, self.agree_tokens).tolist()
+        parts = together_with(self.mesh.group, lambda: found, lambda rows: rows)[1][:: self.mesh.context_ranks]
+        return torch.tensor([row for part in parts for row in part]).view(*tokens.shape[:-1], count)
+
+    def agree_tokens(self, tokens: Tensor) -> None:
+        """Overwrite tokens by those of the first of the ranks that share this rank's sequences."""
+        if self.mesh.context_group:
+            dist.broadcast(tokens, group=self.mesh.context_group, group_src=0)
 
     def _begin(
         self, batch: Batch, training: bool, valid: int, shorten: bool = False, marks: StepMarks | None = None

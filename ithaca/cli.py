@@ -124,9 +124,10 @@ def _read_config(file: Path | None, overrides: list[str], run: Path | None, orig
     if origin and saved is None:
         raise ConfigError(f"--from {origin} is not a run folder: it has no config.toml")
     if file is None:
-        # The other run's model has its rope by now; asked for again, it would come on top
-        before = [] if saved in (None, own) else ['model.rope=""']
-        return read_config(saved, before + overrides, _tell_once, saved=saved is not None)
+        # The other run's model has its rope by now; asked for again, it would come on top. So would those of stages
+        another = saved not in (None, own)
+        before = ['model.rope=""'] if another else []
+        return read_config(saved, before + overrides, _tell_once, saved=saved is not None, staged=not another)
     model = read_config(saved, [], _tell_once, saved=True).model if origin else None
     return read_config(file, overrides, _tell_once, model=replace(model, rope="") if model else None)
 
@@ -167,10 +168,21 @@ def export(
 @app.command()
 def evaluate(
     model: Annotated[Path, typer.Argument(metavar="RUN|FOLDER", help="A run folder, or a Hugging Face folder.")],
-    data: Annotated[Path, typer.Argument(metavar="DATA", help="A token file made by ithaca data.")],
-    tokens: Annotated[
-        str | None, typer.Option(help="The context length, as 64K. Default: the run's; 8K on a CPU, 64K on GPUs.")
+    data: Annotated[
+        Path | None, typer.Argument(metavar="[DATA]", help="A token file made by ithaca data. Tasks need none.")
     ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="The context length, as 64K; for tasks also several. Default: the run's; 8K or 64K."),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TASK", help="Also run a task: needle, keys, values, tracking, copy, repeat; or all of them."
+        ),
+    ] = None,
+    count: Annotated[int, typer.Option(help="Samples of each task at each length.")] = 50,
+    out: Annotated[Path | None, typer.Option(help="A folder for the tables and pictures of tasks.")] = None,
     limit: Annotated[
         str | None, typer.Option(help="Tokens of DATA that count, from the first on. Default: all.")
     ] = None,
@@ -190,14 +202,19 @@ def evaluate(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure the loss of a model on a token file, in all and by position in the document."""
+    """Measure the loss of a model on a token file, by position in the document, and its use of a long context."""
     from ithaca.base.sizes import parse_tokens
     from ithaca.evaluate.command import Options, start
+    from ithaca.evaluate.long_context import TaskOptions
+    from ithaca.evaluate.tasks import TASKS
 
+    lengths = tuple(map(parse_tokens, tokens.split(","))) if tokens else ()
+    names = tuple(dict.fromkeys(name for given in task or () for name in (TASKS if given == "all" else (given,))))
     options = Options(
         model=model,
         data=data,
-        tokens=parse_tokens(tokens) if tokens else None,
+        tokens=max(lengths, default=None),
+        tasks=TaskOptions(tasks=names, lengths=lengths, count=count, out=out),
         limit=parse_tokens(limit) if limit else None,
         best=best,
         overrides=tuple(set_ or ()),

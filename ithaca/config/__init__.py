@@ -18,3 +18,4 @@ from ithaca.config.sections import MeshSection as MeshSection
 from ithaca.config.sections import ModelSection as ModelSection
 from ithaca.config.sections import RunSection as RunSection
 from ithaca.config.sections import TrainSection as TrainSection
+from ithaca.config.stages import Stage as Stage

@@ -24,7 +24,7 @@ def build(section: type[Section], content: dict[str, Any], where: str) -> Sectio
         if key not in fields:
             raise ConfigError(f"'{where}{key}' is not an option: {_suggest(key, value, fields)}")
         name = f"{where}{key}"
-        read = _read_plan if name == "plan" else fields[key].metadata.get("read")
+        read = read_plan if name == "plan" else fields[key].metadata.get("read")
         values[key] = _read(read, value, name) if read else _typed(kinds[key], value, name)
     return section(**values)
 
@@ -49,7 +49,7 @@ def _suggest(key: str, value: Any, here: Iterable[str]) -> str:
     return elsewhere or suggestion(key, here)
 
 
-def _read_plan(table: Any) -> Plan | None:
+def read_plan(table: Any) -> Plan | None:
     if not isinstance(table, dict) or table.get("recipe") != AUTO:
         return _typed(Plan, table, "plan")
     others = [name for name in table if name != "recipe"]

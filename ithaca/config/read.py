@@ -20,6 +20,7 @@ RENAMED = {  # old option -> new option; the old one still works
     "plan.gradient": "plan.residual",
 }
 MOST_BYTES = 2**20  # in a configuration file
+OF_STAGES = ("tokens", "steps", "epochs", "warmup", "micro_batch")  # options of [train] that each stage has itself
 
 
 def _tell(notice: str) -> None:
@@ -32,16 +33,19 @@ def read_config(
     tell: Callable[[str], None] = _tell,
     saved: bool = False,
     model: ModelSection | None = None,
+    staged: bool = True,
 ) -> Config:
     """Return the configuration of a TOML file (None: the defaults) with `key=value` overrides.
 
     `tell` gets one line for each thing the user should know: old option names, an option that is ignored. Old names in
     a file that a run has `saved` are read without notice: no user wrote them. Options of [model] that neither sets are
-    those of `model`.
+    those of `model`. Without `staged`, stages in the file are left out, and [train] is that of the last one begun.
     """
     content = _read_toml(file) if file else {}
     if saved:
         _keep_cutting(content)
+    if not staged:
+        _table(content, "train").pop("stages", None)
     given: dict[str, Any] = {}
     for override in overrides:
         _set(given, override)
@@ -59,6 +63,8 @@ def read_config(
     if model and isinstance(found := content.get("model", {}), dict):
         content["model"] = vars(model) | found
     config = build(Config, content, "")
+    if config.train.stages:
+        _check_stages(_table(given if saved else content, "train"), saved)
     if config.plan is not None and _recipe(content) is None:
         tell(f"plan.recipe is not set: using '{config.plan.recipe}' with the plan options that are")
     return config
@@ -135,6 +141,16 @@ def _forget_rate(content: dict[str, Any], given: dict[str, Any]) -> None:
     source = _table(given, "model").get("source")
     if source is not None and source != _table(content, "model").get("source"):
         _table(content, "train").pop("learning_rate", None)
+
+
+def _check_stages(train: dict[str, Any], saved: bool) -> None:
+    """Raise an error if an option of [train] is set that each stage has for itself, of a `saved` run for good."""
+    for name in (*OF_STAGES, "batch", "learning_rate") if saved else OF_STAGES:
+        if name in train:
+            raise ConfigError(
+                f"train.{name}={train[name]} is set, but the run has stages, each with its own {name}: set it in "
+                "[[train.stages]]"
+            )
 
 
 def _recipe(content: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ithaca.base.errors import ConfigError, suggestion
 from ithaca.base.sizes import MOST_SECONDS, parse_tokens
+from ithaca.config.stages import Stage, read_stages
 from ithaca.model.extend import parse_rope
 from ithaca.plans.plan import Plan
 
@@ -120,6 +121,8 @@ class TrainSection:
     """The seed of the order of the data."""
     device: str = "auto"
     """`cuda`, `cpu`, or `auto`: GPUs if there are any."""
+    stages: tuple[Stage, ...] | None = field(default=None, metadata={"read": read_stages})
+    """Stages of length, one after the other, each with its own tokens and steps. Default: none."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "micro_batch", "steps"):
@@ -214,6 +217,22 @@ class Config:
     train: TrainSection = field(default_factory=TrainSection)
     run: RunSection = field(default_factory=RunSection)
 
+    def __post_init__(self) -> None:
+        if self.train.stages and self.run.profile_step:
+            raise ConfigError(
+                f"run.profile_step is {self.run.profile_step}, but a run of {len(self.train.stages)} stages is not "
+                "profiled: leave it out, or profile a run of one length"
+            )
+
+    def in_stage_of(self, other: "Config") -> "Config":
+        """Return this configuration with what another of the same stages takes from the stage that it is in."""
+        if not self.train.stages or self.train.stages != other.train.stages:
+            return self
+        names = "tokens", "batch", "micro_batch", "steps", "learning_rate", "warmup"
+        train = dataclasses.replace(self.train, **{name: getattr(other.train, name) for name in names})
+        model = dataclasses.replace(self.model, rope=other.model.rope)
+        return dataclasses.replace(self, train=train, model=model, plan=other.plan)
+
     def conflict(self, record: "Config") -> str | None:
         """Return the first option that a run must not change, with what sets it back; None if there is none.
 
@@ -235,8 +254,8 @@ class Config:
         return [f"{name} {_shown(old)} -> {_shown(new)}" for name, (new, old) in differences]
 
     def differences(self, other: "Config") -> dict[str, tuple[Any, Any]]:
-        """Return all options whose values differ, by name: this one's value and the other's."""
-        found = {}
+        """Return all options whose values differ, by name: this one's value and the other's. Stages may differ."""
+        found, other = {}, other.in_stage_of(self)
         for section in dataclasses.fields(self):
             mine, theirs = (options_of(getattr(config, section.name)) for config in (self, other))
             for name, value in mine.items():
@@ -260,6 +279,8 @@ class Config:
 
 def _toml(value: Any) -> str:
     """Return a value as TOML."""
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(stage.table()) for stage in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     # Strings and numbers of JSON are valid TOML, except for this character, which JSON does not escape

@@ -1,4 +1,4 @@
-"""The command `ithaca evaluate`: the loss of a model on a token file, by position in the document, and samples.
+"""The command `ithaca evaluate`: the loss of a model on a token file, by position, samples, and long-context tasks.
 
 The loss is that of validation (train/validation.py): every label counts once, and the number is the same under every
 Plan and on any number of ranks, but for rounding.
@@ -7,7 +7,9 @@ Plan and on any number of ranks, but for rounding.
 import json
 import math
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,11 @@ from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.sizes import format_count, format_tokens
 from ithaca.data.reader import TokenFile, open_tokens
 from ithaca.data.windows import Windows
+from ithaca.evaluate.language import read_language
+from ithaca.evaluate.long_context import TaskOptions, choose_lengths, measure_tasks, table, write_results
 from ithaca.evaluate.model import Opened, check_model_path, open_model, read_options, start_mesh
 from ithaca.evaluate.sample import check_samples, generate
+from ithaca.model.extend import context_length
 from ithaca.model.families import read_spec
 from ithaca.model.folder import read_json
 from ithaca.parallel.agree import together
@@ -28,6 +33,7 @@ from ithaca.parallel.hangs import Roll, answering, set_timeout, step_seconds, ti
 from ithaca.train.elastic import leave
 from ithaca.train.launch import run_once
 from ithaca.train.run_folder import RunFolder
+from ithaca.train.stages import trained_length
 from ithaca.train.start import check_data, check_vocabulary, open_file
 from ithaca.train.validation import Losses, measure
 
@@ -39,12 +45,13 @@ class Options:
     """The options of the command."""
 
     model: Path  # a run folder or a Hugging Face folder
-    data: Path  # a token file
-    tokens: int | None = None  # the context length
+    data: Path | None = None  # a token file
+    tokens: int | None = None  # the context length; the longest one of tasks
     limit: int | None = None  # tokens of the data that count
     best: bool = False
     overrides: tuple[str, ...] = ()
     samples: tuple[str, ...] = ()
+    tasks: TaskOptions = field(default_factory=TaskOptions)
     as_json: bool = False
 
 
@@ -53,45 +60,105 @@ def start(options: Options, ranks: int | None) -> None:
     for name, count in (("--tokens", options.tokens), ("--limit", options.limit)):
         if count is not None and count < 2:
             raise ConfigError(f"{name} is {count}: 2 or more are needed, one to predict from the other")
+    options.tasks.check()
     config = read_options(options.model, list(options.overrides))
     check_model_path(options.model, config, options.best)
-    data = open_tokens(options.data)
-    if options.samples:
-        folder = _described(options.model)
-        spec = read_spec(read_json(folder, "config.json"))
-        check_samples(options.samples, spec, folder, data.tokenizer)
+    folder = _described(options.model)
+    if options.data is None:
+        _check_without_data(options)
+    else:
+        data = open_tokens(options.data)
+        if options.samples:
+            spec = read_spec(read_json(folder, "config.json"))
+            check_samples(options.samples, spec, folder, data.tokenizer)
+    if options.tasks.tasks:
+        read_language(folder, read_spec(read_json(folder, "config.json")).vocab)
     run_once(partial(evaluate_ranks, options), config, ranks, "the evaluation")
+
+
+def _check_without_data(options: Options) -> None:
+    """Raise an error unless there is something to do without a token file."""
+    if not options.tasks.tasks:
+        raise ConfigError(
+            "nothing says what to evaluate on: name a token file behind the model, or --task needle (or all)"
+        )
+    for name, given in (("--limit", options.limit), ("--sample", options.samples)):
+        if given:
+            raise ConfigError(f"{name} is about a token file, and none is named: name one behind the model")
 
 
 def evaluate_ranks(options: Options) -> None:
     """Evaluate as one rank of this job; the first one prints."""
     config = read_options(options.model, list(options.overrides))
     grid = start_mesh(config)
+    said: list[str] = []
     with answering(grid.group, lambda lost: leave(f"error: {lost}")) as roll:
-        data = open_file(options.data, None, grid)
-        check_data(data, grid, "DATA")
+        data = None
+        if options.data:
+            data = open_file(options.data, None, grid)
+            check_data(data, grid, "DATA")
         chosen = any(override.strip().startswith(("plan.", "mesh.")) for override in options.overrides)
         opened = open_model(options.model, config, grid, options.tokens, chosen, options.best)
-        together(grid.group, lambda: check_vocabulary(opened.model.source, data))
-        windows = together(grid.group, lambda: Windows(data, opened.tokens, options.limit))
-        losses = _measure(opened, windows, config.run.timeout, roll)
-        if not math.isfinite(losses.loss):
-            raise RunError(f"the loss of '{options.model}' on '{options.data}' is {losses.loss}: no number")
-        samples = _samples(options, opened, data)
+        found = _described_model(options, opened)
+        watch = _watch(opened, config.run.timeout, roll)
+        if data:
+            found |= _losses(options, opened, data, watch)
+            said += lines(found)
+        if options.tasks.tasks:
+            found |= _tasks(options, opened, trained_length(config, opened.step or 0), watch)
+            said += [*([""] if said else [_title(found)]), *found.pop("table")]
     if grid.rank == 0:
-        found = as_object(options, opened, windows, losses, samples)
-        print(json.dumps(found, indent=2) if options.as_json else "\n".join(lines(found)), flush=True)
+        if options.tasks.tasks and (folder := _results_folder(options, opened)):
+            said += ["", f"Written: {', '.join(map(str, write_results(folder, found, said)))}"]
+        print(json.dumps(found, indent=2) if options.as_json else "\n".join(said), flush=True)
 
 
-def _measure(opened: Opened, windows: Windows, longest: float | None, roll: Roll) -> Losses:
-    """Return the losses of all labels, one sequence for each data rank at a time. Collective."""
+def _watch(opened: Opened, longest: float | None, roll: Roll) -> Callable[[], AbstractContextManager[None]]:
+    """Return what limits the time of each pass. Collective."""
     model, grid = opened.model, opened.model.mesh
     flops = model.spec.flops_per_token(opened.tokens) * opened.tokens / grid.context_ranks
     seconds = longest or timeout(step_seconds(flops, grid.device, torch.get_num_threads()))
     set_timeout(grid.groups, seconds)
-    losses = measure(model, windows, grid.data_ranks, lambda: roll.limit(seconds))
+    return lambda: roll.limit(seconds)
+
+
+def _losses(
+    options: Options, opened: Opened, data: TokenFile, watch: Callable[[], AbstractContextManager[None]]
+) -> Found:
+    """Return the losses on a token file, one sequence for each data rank at a time, and samples. Collective."""
+    model, grid = opened.model, opened.model.mesh
+    together(grid.group, lambda: check_vocabulary(model.source, data))
+    windows = together(grid.group, lambda: Windows(data, opened.tokens, options.limit))
+    losses = measure(model, windows, grid.data_ranks, watch)
     assert losses is not None
-    return losses
+    if not math.isfinite(losses.loss):
+        raise RunError(f"the loss of '{options.model}' on '{options.data}' is {losses.loss}: no number")
+    return as_object(options, windows, losses, _samples(options, opened, data))
+
+
+def _tasks(
+    options: Options, opened: Opened, trained: int | None, watch: Callable[[], AbstractContextManager[None]]
+) -> Found:
+    """Return the scores of the tasks, and the table of them. Collective."""
+    model = opened.model
+    words = together(model.mesh.group, lambda: read_language(_described(options.model), model.spec.vocab))
+    lengths = together(model.mesh.group, lambda: choose_lengths(options.tasks, opened.tokens, words))
+    found = measure_tasks(model, words, options.tasks, lengths, watch)
+    reach = trained if opened.step is not None and trained else context_length(model.spec)
+    return {
+        "trained_length": reach,
+        "language": words.name,
+        "tasks": found,
+        "effective_length": min((task["effective_length"] or 0 for task in found), default=0) or None,
+        "table": table(found, words.name, options.tasks.count, reach),
+    }
+
+
+def _results_folder(options: Options, opened: Opened) -> Path | None:
+    """Return where tables and pictures go: the folder that is named, or that of a run; None for other models."""
+    if options.tasks.out or opened.step is None:
+        return options.tasks.out
+    return options.model / "evaluation" / f"step-{opened.step}"
 
 
 def _samples(options: Options, opened: Opened, data: TokenFile) -> list[dict[str, str]]:
@@ -107,15 +174,24 @@ def _samples(options: Options, opened: Opened, data: TokenFile) -> list[dict[str
         return generate(folder, options.samples, data.tokenizer) if first else []
 
 
-def as_object(options: Options, opened: Opened, windows: Windows, losses: Losses, samples: list[Any]) -> Found:
-    """The object of `--json`."""
+def _described_model(options: Options, opened: Opened) -> Found:
+    """What is evaluated, for the object of `--json`."""
     model = opened.model
-    ends = zip(losses.edges, losses.edges[1:], losses.sums, losses.counts, strict=False)
     return {
         "model": str(options.model),
         "step": opened.step,
-        "data": str(options.data),
         "context": opened.tokens,
+        "ranks": model.mesh.size,
+        "recipe": model.plan.recipe,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def as_object(options: Options, windows: Windows, losses: Losses, samples: list[Any]) -> Found:
+    """The losses for the object of `--json`."""
+    ends = zip(losses.edges, losses.edges[1:], losses.sums, losses.counts, strict=False)
+    return {
+        "data": str(options.data),
         "loss": losses.loss,
         "perplexity": _perplexity(losses.loss),
         "labels": losses.labels,
@@ -134,9 +210,6 @@ def as_object(options: Options, opened: Opened, windows: Windows, losses: Losses
             for low, high, total, count in ends
         ],
         "samples": samples,
-        "ranks": model.mesh.size,
-        "recipe": model.plan.recipe,
-        "dtype": str(model.dtype).removeprefix("torch."),
     }
 
 
@@ -146,11 +219,10 @@ def _perplexity(loss: float) -> float | None:
 
 
 def lines(found: Found) -> list[str]:
-    """What the command prints."""
-    step = f" after step {found['step']}" if found["step"] is not None else ""
+    """What the command prints about losses."""
     left = f"; --limit leaves out {found['left_out_tokens']:,} tokens" if found["left_out_tokens"] else ""
     head = [
-        f"{found['model']}{step} on {found['data']}, context {format_tokens(found['context'])}",
+        f"{_title(found)} on {found['data']}, context {format_tokens(found['context'])}",
         f"Loss {found['loss']:.4f}, perplexity {_shown(found['perplexity'])}, over {found['labels']:,} labels in "
         f"{format_count(found['documents'], 'document')}{left}",
         "",
@@ -162,6 +234,11 @@ def lines(found: Found) -> list[str]:
     ]
     said = [line for sample in found["samples"] for line in ("", f"Prompt: {sample['prompt']}", sample["text"])]
     return [*head, *table, *said]
+
+
+def _title(found: Found) -> str:
+    step = f" after step {found['step']}" if found["step"] is not None else ""
+    return f"{found['model']}{step}"
 
 
 def _span(row: Found) -> str:

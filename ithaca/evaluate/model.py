@@ -17,13 +17,14 @@ from ithaca.checkpoint.lease import GoneError
 from ithaca.checkpoint.reader import PlainReader, fill
 from ithaca.config import Config, MeshSection, read_config
 from ithaca.model.presets import PRESETS
-from ithaca.model.source import ModelSource, describe_model, load_model
+from ithaca.model.source import ModelSource, load_model
 from ithaca.parallel.agree import from_first, together, together_with
 from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.parallel.sharding import shards
 from ithaca.train.export import WEIGHT, best_step
 from ithaca.train.record import check_model
 from ithaca.train.run_folder import RunFolder
+from ithaca.train.stages import checkpoint_model
 from ithaca.train.start import CPU_TOKENS, GPU_TOKENS, choose_plan, free_memory
 
 SETTABLE = ("plan", "mesh")  # sections of the configuration that an evaluation has
@@ -89,7 +90,7 @@ def open_model(path: Path, config: Config, grid: Mesh, tokens: int | None, chose
     `chosen`: the user has set a Plan or a mesh. Else a run's own are used if there are as many ranks as it had.
     """
     run = RunFolder(path)
-    source = together(grid.group, lambda: _source(run, config))
+    source = together(grid.group, lambda: _source(run, config, best))
     default = GPU_TOKENS if grid.device.type == "cuda" else CPU_TOKENS
     length = tokens or (config.train.tokens if run.begun() else None) or default
     if run.begun() and not chosen and from_first(grid.group, lambda: _ranks(run)) != str(grid.size):
@@ -102,9 +103,11 @@ def open_model(path: Path, config: Config, grid: Mesh, tokens: int | None, chose
     return Opened(model, length, step)
 
 
-def _source(run: RunFolder, config: Config) -> ModelSource:
+def _source(run: RunFolder, config: Config, best: bool) -> ModelSource:
     if run.begun():
-        return describe_model(run.model, config.model.dtype)
+        files = CheckpointFolder(run.checkpoints)
+        step = best_step(run.path, files) if best else run.last_checkpoint()
+        return checkpoint_model(run.model, files.manifest(step) or {}, config.model.dtype)
     return load_model(config.model.source, config.model.dtype)
 
 

@@ -82,5 +82,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "qwen3-8b": _config("qwen3", 151936, 4096, 12288, 36, 32, 8, theta=1000000.0, context=40960, head_dim=128),
     "qwen3-32b": _config("qwen3", 151936, 5120, 25600, 64, 64, 8, theta=1000000.0, context=40960, head_dim=128),
+    # For examples/needles/needles.toml: a vocabulary of synthetic tokens
+    "needles": _config("llama", 128, 128, 384, 2, 4, 4, theta=100000.0, context=2048, tie_word_embeddings=True),
     "tiny": _config("llama", 256, 256, 704, 4, 8, 2, theta=100000.0, context=65536, tie_word_embeddings=True),
 }

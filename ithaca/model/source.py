@@ -59,6 +59,12 @@ class ModelSource:
     dtype: str  # of the computation: bfloat16, float32, float64, or auto (bfloat16 on a GPU, float32 on a CPU)
     folder: Path | None  # None for a preset
     rope_line: str = ""  # how the rope was changed; empty if nothing asked for it
+    config_before: Mapping[str, Any] | None = None  # config.json before that; None if nothing asked for it
+
+    @property
+    def unextended(self) -> "ModelSource":
+        """The same model, described as it was before its rope was changed."""
+        return replace(self, config=self.config_before) if self.config_before is not None else self
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         if self.dtype == "auto":
@@ -104,7 +110,7 @@ def _open_model(model: str | Path, dtype: str, seed: int) -> ModelSource:
 def extend_model(source: ModelSource, rope: str, tokens: int) -> ModelSource:
     """The same weights with the rope that `rope` asks for a context of `tokens`."""
     config, line = extend_rope(source.config, rope, tokens)
-    return replace(source, spec=read_spec(config), config=config, rope_line=line)
+    return replace(source, spec=read_spec(config), config=config, rope_line=line, config_before=source.config)
 
 
 def describe_model(folder: Path, dtype: str = "auto") -> ModelSource:

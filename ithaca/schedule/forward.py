@@ -27,6 +27,7 @@ from ithaca.parallel.ring import Ring, ring_runs
 from ithaca.parallel.sharding import readable, settle
 from ithaca.plans.plan import Plan
 from ithaca.schedule.embedding import embed
+from ithaca.schedule.kv_cache import KVCache
 from ithaca.schedule.loss import head_logits, tape_loss, tape_token_losses, tiled_loss, token_losses
 from ithaca.schedule.marks import LOSS, Mark, no_mark
 from ithaca.schedule.sweep.call import Rotations, SweepCall
@@ -50,6 +51,7 @@ class ForwardContext:
     tapes: Pass | None  # None: the Plan needs none
     visits: int | None = None  # visits at either end of a walk that are made; None: all
     mark: Mark = no_mark
+    cache: KVCache | None = None  # saves K and V of every block, for tokens that will be added
 
 
 def loss_sum(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
@@ -91,6 +93,12 @@ def logits(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     return decoder.head(run, _through_blocks(decoder, batch, context))
 
 
+def fill_cache(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
+    """Run the blocks for the K and V that the context's cache saves. The result has no meaning."""
+    assert context.cache is not None
+    return _through_blocks(decoder, batch, context)
+
+
 def _through_blocks(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     """The last block's output [tokens, hidden]; under `sweep` the carrier, with the output on the residual tape."""
     return _swept(decoder, batch, context) if context.plan.sweeps else _whole(decoder, batch, context)
@@ -109,7 +117,8 @@ def _whole(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     for layer, (block, rotates) in enumerate(zip(decoder.blocks, spec.rope_layers, strict=True)):
         rotation, tapes = rope if rotates else None, context.tapes if places[layer] != "device" else None
         call = BlockCall(attention, layer, rotation, checkpoint, plan.tile, tapes, context.mark)
-        x = block(partial(run_block, call=call), x)
+        run = partial(run_block, call=call)
+        x = block(context.cache.before(run, layer, None) if context.cache else run, x)
     return x
 
 
@@ -140,7 +149,8 @@ def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
             partial(settle, decoder),
             context.mark,
         )
-        carrier = block(partial(run_sweep, call=call), carrier)
+        run = partial(run_sweep, call=call)
+        carrier = block(context.cache.before(run, layer, tapes) if context.cache else run, carrier)
     return carrier
 
 

@@ -30,19 +30,16 @@ class NodeTapes:
 
 def check_memory(job: Job, tapes: Sequence[TapeSpec], device: torch.device, node: NodeTapes) -> None:
     """Raise an error if tapes do not fit this device or, all ranks together, this node or its disk."""
-    plan, tiles, tokens = job.plan, job.tiles, job.layout.padded
+    tiles, tokens = job.tiles, job.layout.padded
     gpu = device.type == "cuda"
     if gpu:
-        free = torch.cuda.mem_get_info(device)[0]
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = free_device_memory(device)
         # A pass without gradients has no tape of x and rebuilds none
         weights = job.costs.passing_bytes(job) if any(tape.training for tape in tapes) else 0
         needed, fixed = device_bytes(tapes, tiles) + weights, slot_bytes(tapes, tiles) + weights
         ways = _move(job, tapes, "device", "host", 1)
         _refuse_over(needed, fixed, free, "the GPU's free memory", ways, tokens)
-    budget, reason = host_budget()
-    if plan.host_memory is not None and plan.host_memory < budget:
-        budget, reason = plan.host_memory, "plan.host_memory"
+    budget, reason = _host_budget(job)
     fixed = node.ranks * staging_bytes(tapes, tiles)
     fixed += 0 if gpu else node.ranks * slot_bytes(tapes, tiles)
     ways = _fewer_x(job, tapes, node.ranks)
@@ -51,6 +48,31 @@ def check_memory(job: Job, tapes: Sequence[TapeSpec], device: torch.device, node
     _refuse_over(node.bytes, fixed, budget, reason, ways, tokens, node.ranks)
     if any(node.disk):
         _check_disks(job, tapes, node)
+
+
+def check_cache(job: Job, needed: int, ranks: int) -> None:
+    """Raise an error if K and V of all layers, which need so many bytes of this node's memory, do not fit it."""
+    budget, reason = _host_budget(job)
+    if needed > budget:
+        tokens, of = job.layout.padded, f" for the {ranks} ranks of this node" if ranks > 1 else ""
+        raise PlanError(
+            f"K and V of all layers for prompts of {tokens} tokens need {format_bytes(needed)}{of}, and {reason} is "
+            f"{format_bytes(budget)}: {tokens * budget // needed} tokens would fit, or more ranks that share a sequence"
+        )
+
+
+def free_device_memory(device: torch.device) -> int:
+    """Bytes of a GPU that this process can still take, those that its allocator holds unused included."""
+    free = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _host_budget(job: Job) -> tuple[int, str]:
+    """Bytes of this node's memory that tapes may take, and the reason."""
+    budget, reason = host_budget()
+    if job.plan.host_memory is not None and job.plan.host_memory < budget:
+        return job.plan.host_memory, "plan.host_memory"
+    return budget, reason
 
 
 def _check_disks(job: Job, tapes: Sequence[TapeSpec], node: NodeTapes) -> None:

@@ -7,18 +7,20 @@ all of them and not a hang.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
 from ithaca.base.errors import InputError, PlanError
 from ithaca.base.tiles import Tiles
 from ithaca.model.spec import Spec
-from ithaca.parallel.agree import on_this_node, together
+from ithaca.parallel.agree import least, on_this_node, together
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.mesh import Mesh
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
-from ithaca.schedule.memory_check import NodeTapes, check_memory, describe_tapes
+from ithaca.schedule.kv_cache import cache_tapes
+from ithaca.schedule.memory_check import NodeTapes, check_cache, check_memory, describe_tapes, free_device_memory
 from ithaca.schedule.sweep.rebuild import rebuilds_of
 from ithaca.schedule.tapes import Tapes
 from ithaca.tape.engine import Engine
@@ -49,6 +51,7 @@ class Reservation:
         self._axes = mesh.axes
         self._tiles_held, self._outside_inference = tiles_held, outside_inference
         self._tapes: dict[bool, Tapes] = {}  # for passes that a backward pass follows, and for the others
+        self._cache: tuple[TapeSpec, Tapes] | None = None
 
     def job(self, tokens: int) -> Job:
         """This rank's part of a pass over so many tokens of the ranks that share a sequence."""
@@ -105,6 +108,33 @@ class Reservation:
                     specs, rebuilds, tiles, self._dtype, self._engine, say, self._tiles_held, self._plan.folders
                 ),
             )
+
+    def cache(self, tokens: int) -> Tapes:
+        """Tapes for K and V of all layers, kept for the next prompts of as many tokens. Collective."""
+        job = self.job(tokens)
+        if self._cache and self._cache[1].tiles == job.tiles:
+            return self._cache[1]
+        self.free_cache()
+        spec = cache_tapes(job, self._cache_place(job))
+        with self._outside_inference():
+            make = partial(Tapes, [spec], {}, job.tiles, self._dtype, self._engine, lambda _: None, self._tiles_held)
+            self._cache = spec, together(self._mesh.group, make)
+        return self._cache[1]
+
+    def free_cache(self) -> None:
+        """Free the tapes of the last prompts."""
+        if self._cache:
+            self._cache[1].close()
+        self._cache = None
+
+    def _cache_place(self, job: Job) -> str:
+        """Where K and V of all layers live: on the device if they take at most half of what is free there."""
+        group, needed = self._mesh.group, cache_tapes(job, "device").bytes_of(job.tiles.length)
+        if self._mesh.gpu and 2 * needed <= least(group, free_device_memory(self._mesh.device))[0]:
+            return "device"
+        node, ranks = on_this_node(group, needed)
+        together(group, lambda: check_cache(job, node, ranks))
+        return "host" if self._mesh.gpu else "device"
 
     def check_memory(self, tokens: int) -> None:
         """Raise the error that `allocate` would raise if memory is short, without allocating."""

@@ -198,5 +198,10 @@ class Pass:
         return list(self._tapes["kv"].values())
 
     @property
+    def cache(self) -> list[Tape]:
+        """K and V of each layer, kept for new tokens."""
+        return [tape for _, tape in sorted(self._tapes["cache"].items())]
+
+    @property
     def kv_gradients(self) -> list[Tape]:
         return list(self._tapes["kv_gradients"].values())

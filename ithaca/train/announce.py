@@ -32,6 +32,8 @@ def describe_run(run: "TrainingRun") -> Iterator[str]:
         f"Each step: {format_count(options.batch, 'sequence')} of {format_tokens(options.tokens)} tokens{passes}; "  # pyrefly: ignore
         f"{format_count(run.steps, 'step')}; run folder {run.folder.path}"
     )
+    if run.span.count > 1:
+        yield run.span.describe(run.config)
     yield describe_epochs(options, run.data.tokens, run.rows.per_epoch)
     yield describe_rate(options, model.spec.parameters(), has_random_weights(run.config, origin))
     yield from model.describe_ranks()

@@ -85,6 +85,9 @@ def draw_loss(metrics: list[dict[str, Any]], file: Path, validations: Sequence[d
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
     axes.plot(steps, losses, color="#9db8d2", linewidth=1)
     axes.plot(steps, means, color="#1f4e79", linewidth=2)
+    stages = {line["step"]: line["stage"] for line in metrics if "stage" in line}
+    for step in [step for step in stages if stages.get(step - 1, stages[step]) != stages[step]]:
+        axes.axvline(step - 0.5, color="gray", linestyle=":", linewidth=1)  # a new stage
     if validations:
         points = [(line["step"], line[VALIDATION]) for line in validations]
         axes.plot(*zip(*points, strict=True), color="#c0504d", marker="o", markersize=4, label="validation")

@@ -22,6 +22,7 @@ from ithaca.model.save import check_vacant, write_folder
 from ithaca.model.source import DTYPES, describe_model
 from ithaca.train.record import check_model
 from ithaca.train.run_folder import RunFolder
+from ithaca.train.stages import checkpoint_model
 
 
 def export(path: Path, folder: Path, dtype: str | None, best: bool = False) -> int:
@@ -49,7 +50,9 @@ def export(path: Path, folder: Path, dtype: str | None, best: bool = False) -> i
     while True:
         only = best_step(path, files) if best else None
         with contextlib.suppress(GoneError), newest_sound(files, wanted, damaged, only) as (step, lease):
-            check_model(files.manifest(step) or {}, source.spec)
+            manifest = files.manifest(step) or {}
+            source = checkpoint_model(run.model, manifest)
+            check_model(manifest, source.spec)
             write_folder(source, dtypes, _weights(files, step, lease, wanted), folder, rename_dtype=dtype is not None)
             return step
 

@@ -1,5 +1,6 @@
 """A training run from its configuration to its last checkpoint. Every rank calls `train`."""
 
+import gc
 import math
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ithaca.assemble import Model, apply
+from ithaca.assemble import Model
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import ConfigError, IthacaError, LostRankError, RunError
 from ithaca.base.shell import continue_command
@@ -36,25 +37,22 @@ from ithaca.train.live_line import LiveLine
 from ithaca.train.loader import Loader
 from ithaca.train.loss_watch import LossWatch
 from ithaca.train.metrics import explain_out_of_memory, gpu_peak_flops, step_metrics, step_ring_work
-from ithaca.train.origin import Origin, adopt, find_origin, warn_of_seen_documents
+from ithaca.train.opening import open_run
+from ithaca.train.origin import Origin, adopt, warn_of_seen_documents
 from ithaca.train.record import check_record, list_changes, make_record
 from ithaca.train.report import Progress
 from ithaca.train.run_folder import VALIDATION, RunFolder, check_shared
 from ithaca.train.sinks import Sinks, check_report, open_sinks
+from ithaca.train.stages import OtherStage, Span, span_of
 from ithaca.train.start import (
-    check_data,
-    check_vocabulary,
+    FreeMemory,
     describe_rope,
     free_memory,
-    open_data,
-    open_rows,
-    open_source,
-    settle,
 )
-from ithaca.train.step_profile import StepProfile, check_step, open_profile
+from ithaca.train.step_profile import StepProfile, check_step
 from ithaca.train.stop import StopRequest, write_error
 from ithaca.train.unlearned import Unlearned, with_labels
-from ithaca.train.validation import Validation, measure, metrics_of, open_validation
+from ithaca.train.validation import Validation, measure, metrics_of
 
 
 def train(config: Config, path: Path, launched: bool = False, origin: Origin | None = None) -> None:
@@ -83,31 +81,40 @@ def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Rol
         together(grid.group, lambda: check_report(config.run.report) if grid.rank == 0 else None)
         check_shared(run, lock, grid)
         memory = free_memory(grid)
-        origin = from_first(grid.group, lambda: find_origin(run, given_origin, config))
-        resumed = from_first(grid.group, run.has_checkpoints)
-        described = run.model if resumed else origin.model if origin else None
-        config, (plan, axes, why) = from_first(
-            grid.group, lambda: settle(config, run, grid, memory, described, resumed)
-        )
-        if axes != config.mesh:
-            grid = mesh(**vars(axes), device=grid.device.type)
-        data, held = open_data(config, run, grid)
-        held_out = open_validation(config, run, grid, held)
-        check_data(data, grid)
-        rows = together(grid.group, lambda: open_rows(config, data))
-        source = together(grid.group, lambda: open_source(config, described, resumed, data))
-        if held_out:
-            together(grid.group, lambda: check_vocabulary(source, held_out.data))
-        profile = open_profile(config, run.path, grid, source)
-        with profile.building():
-            model = apply(source, plan, grid)
-        TrainingRun(config, run, model, data, rows, why, origin, held_out, profile).go(launched, roll)
+        while _train_stage(config, run, grid, memory, launched, roll, given_origin):
+            gc.collect()  # the model of the stage before, with its tapes and its optimizer
+            memory = free_memory(grid)
     except IthacaError as error:
         refused = not isinstance(error, LostRankError)
         raise
     finally:
         if lock:
             run.release(refused)
+
+
+def _train_stage(
+    config: Config, run: RunFolder, grid: Mesh, memory: FreeMemory, launched: bool, roll: Roll, given: Origin | None
+) -> bool:
+    """Train the stage that the run is in, or all of a run without stages. Return whether another stage follows."""
+    found = open_run(config, run, grid, memory, given)
+    try:
+        training = TrainingRun(
+            found.config,
+            run,
+            found.model,
+            found.data,
+            found.rows,
+            found.why,
+            found.origin,
+            found.held_out,
+            found.profile,
+            found.span,
+        )
+    except OtherStage as other:
+        for text in other.args if grid.rank == 0 else ():
+            write_error(f"warning: {text}")
+        return True
+    return not training.go(launched, roll) and not found.span.is_last
 
 
 class TrainingRun:
@@ -126,14 +133,16 @@ class TrainingRun:
         origin: Origin | None = None,
         held_out: Windows | None = None,
         profile: StepProfile | None = None,
+        span: Span | None = None,
     ):
         """`why`: the planner's lines about a Plan that it chose. `origin`: the run that a new run starts from.
 
-        `held_out`: what to validate on, if the run does. `profile`: of one of its steps.
+        `held_out`: what to validate on, if the run does. `profile`: of one of its steps. `span`: the stage, if any.
         """
         self.config, self.folder, self.model, self.data = config, folder, model, data
         assert is_settled(config.train)
-        self.steps: int = config.train.steps  # pyrefly: ignore
+        self.span = span or span_of(config, 0)
+        self.steps = self.span.total
         self.mesh: Mesh = model.mesh
         self.first = self.mesh.rank == 0
         check_step(config.run.profile_step, self.steps)
@@ -161,6 +170,9 @@ class TrainingRun:
         self.checkpoints.clean()
         manifest = self.checkpoints.load()
         self.begun = self.done = self.saved = manifest["step"] if manifest else 0  # counts of steps
+        if not self.span.first <= self.done <= self.span.last and self.span.count > 1:
+            self.checkpoints.close()
+            raise OtherStage(*self.early_warnings)
         self.unlearned = Unlearned(manifest or {})
         self.validated = own_validation(manifest) is not None  # whether the checkpoint's own step was
         self.validation = self._make_validation(held_out, manifest or {}) if held_out else None
@@ -174,9 +186,9 @@ class TrainingRun:
             self.past["origin"] = adopt(origin, self.checkpoints)
             if text := warn_of_seen_documents(origin, config):
                 self._warn(text)
-        came_from = self.past.get("origin")
+        came_from, described = self.past.get("origin"), model.source.unextended if config.train.stages else model.source
         together(
-            self.mesh.group, lambda: folder.begin(config, model.source, model.dtype, came_from) if self.first else None
+            self.mesh.group, lambda: folder.begin(config, described, model.dtype, came_from) if self.first else None
         )
         self.peak_flops = gpu_peak_flops(self.mesh.device)
         self.rows, self.loader = rows, Loader(rows, options, model)
@@ -208,17 +220,17 @@ class TrainingRun:
     def _make_validation(self, held_out: Windows, manifest: dict[str, Any]) -> Validation:
         options = self.config.run
         every = options.checkpoint_every if options.validate_every is None else options.validate_every
-        validation = Validation(held_out, every, manifest)
+        validation = Validation(held_out, every, manifest, bool(self.config.train.stages))
         validation.best = from_first(self.mesh.group, lambda: self.checkpoints.best(validation.data))
-        if validation.changed:
+        if validation.changed and not self.config.train.stages:  # each stage has sequences of its own length
             self._warn(
                 f"the validation data have changed since the checkpoint of step {self.done}: losses on the old ones "
                 "are not compared with new ones, and the best checkpoint is chosen anew"
             )
         return validation
 
-    def go(self, launched: bool, roll: Roll) -> None:
-        """Do all steps that are left, save, and release everything, also after an error."""
+    def go(self, launched: bool, roll: Roll) -> bool:
+        """Do all steps that are left, save, and release everything, also after an error. Return whether it stopped."""
         together(self.mesh.group, lambda: self.folder.cut_metrics(self.done, self.validated) if self.first else None)
         self.loss_watch = LossWatch(self.config.train, self.folder.read_metrics() if self.first else ())
         self.sinks = together(
@@ -243,6 +255,7 @@ class TrainingRun:
             self.checkpoints.wait()
             self._report_problem(final=True)
             self._conclude(stopped)
+            return stopped
         except torch.OutOfMemoryError as error:
             raise RunError(explain_out_of_memory(self.model, *self.pass_size(), error)) from None
         except RuntimeError as error:
@@ -279,9 +292,9 @@ class TrainingRun:
         every = self.config.run.checkpoint_every
         self.folder.begin_steps()
         self.profile.begin(self)
-        if self.validation and self.done < self.steps and self.stop.agreed():
+        if self.validation and self.done < self.span.last and self.stop.agreed():
             return True  # a user broke off the validation before the first step
-        while self.done < self.steps:
+        while self.done < self.span.last:
             with roll.limit(self.timeout), self.profile.watch(self):
                 metrics = self._step()
             self._publish(metrics)
@@ -290,14 +303,14 @@ class TrainingRun:
             best = self._validate(roll)
             if self.stop.agreed() and self.done < self.steps:
                 return True
-            if best or (every and self.done % every == 0 and self.done < self.steps):
+            if best or (every and self.done % every == 0 and self.done < self.span.last):
                 self._save()
         return False
 
     def _validate(self, roll: Roll) -> bool:
         """Measure the validation loss if that is due. Return whether it is the lowest so far."""
         validation = self.validation
-        if validation is None or not validation.due(self.done, self.steps):
+        if validation is None or not validation.due(self.done, self.span.last):
             return False
         began, rows = time.perf_counter(), self.pass_size()[0]
         limit, stopped, tell = lambda: roll.limit(self.timeout), self.stop.agreed, self.progress.place
@@ -329,11 +342,12 @@ class TrainingRun:
 
     def _step(self) -> dict[str, Any]:
         options, began = self.config.train, time.perf_counter()
-        batches = self.loader.batches(self.done)
+        in_stage = self.done - self.span.first
+        batches = self.loader.batches(in_stage)
         work = step_ring_work(self.model, batches)
         if work and self.done == self.begun:
             self.progress.say(f"In this step {describe_work(work)}")
-        rate = learning_rate(options, self.done)
+        rate = learning_rate(options, in_stage)
         with self._marked(with_labels(batches)):
             loss, norm = self._update(batches, rate) if with_labels(batches) else (None, None)
         self.done += 1
@@ -347,9 +361,10 @@ class TrainingRun:
             "loss": loss,  # None, as the norm, if the step had no label
             "gradient_norm": norm,
             "learning_rate": rate,
-            **step_metrics(self.model, self.done, batches, seconds, self.peak_flops),
+            **step_metrics(self.model, in_stage + 1, batches, seconds, self.peak_flops, self.span.tokens_before),
             "ring_waiting": round(work.waiting, 4) if work else None,
             **self.rows.metrics(self._rows_done()),
+            **({"stage": self.span.number + 1} if self.span.count > 1 else {}),
             **changed,
         }
 
@@ -391,7 +406,8 @@ class TrainingRun:
         return torch.stack([next(found) if batch.valid_tokens else zero for batch in passes]).sum()
 
     def _rows_done(self) -> int:
-        return self.done * self.config.train.batch  # pyrefly: ignore
+        """Return the sequences that this run, or this stage of it, has seen."""
+        return (self.done - self.span.first) * self.config.train.batch  # pyrefly: ignore
 
     def _save(self) -> None:
         """Begin a checkpoint of this step, unless there is one."""
@@ -429,7 +445,7 @@ class TrainingRun:
     def _announce(self) -> None:
         """Say what the run does, and the warnings that waited for a log. Collective."""
         lines, warnings = list[str](), list[str]()
-        if not self.done:
+        if self.done == self.span.first:
             source = self.model.source
             lines, warnings = from_first(self.mesh.group, lambda: describe_rope(self.config, source, self.folder))
         for text in (*describe_run(self), *lines, *self.rows.describe(), *self.why):
@@ -451,6 +467,9 @@ class TrainingRun:
             concluded = self.validation.conclude(self.folder.path) if self.validation else []
             for text in (*self.rows.conclude(self._rows_done()), *concluded):
                 self.progress.say(text)
+            if not stopped and not self.span.is_last:
+                self.progress.end_live()
+                return
             tell_conclusion(self.folder, self.progress, self.done, self.saved, stopped)
 
         together(self.mesh.group, lambda: tell_end() if self.first else None)

@@ -17,13 +17,18 @@ from ithaca.schedule.job import Job
 from ithaca.train.unlearned import with_labels
 
 
-def step_metrics(model: Model, step: int, batches: list[Batch], seconds: float, peak: float | None) -> dict[str, Any]:
-    """Return the metrics of a step beside its loss; `peak`: FLOP/s that MFU divides by."""
+def step_metrics(
+    model: Model, step: int, batches: list[Batch], seconds: float, peak: float | None, before: int = 0
+) -> dict[str, Any]:
+    """Return the metrics of a step beside its loss; `peak`: FLOP/s that MFU divides by.
+
+    `step`: its number in its stage, or in a run without stages. `before`: tokens of the stages before it.
+    """
     ranks, tokens = model.mesh.size, sum(batch.total_tokens for batch in batches)
     learned = with_labels(batches)
     flops = sum(model.spec.flops_per_token(batch.attended) * batch.total_tokens for batch in learned)
     return {
-        "tokens": step * tokens,
+        "tokens": before + step * tokens,
         "labels": sum(batch.valid_tokens for batch in batches),
         "seconds": round(seconds, 4),
         "tokens_per_second_per_rank": round(sum(batch.total_tokens for batch in learned) / seconds / ranks, 1),

@@ -18,10 +18,10 @@ from ithaca.base.shell import continue_command
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.files import CheckpointFolder, is_origin, total_updates
 from ithaca.config import Config, ModelSection
-from ithaca.model.source import describe_model
 from ithaca.optimizer.host_adamw import MOMENTS
 from ithaca.train.record import check_model
 from ithaca.train.run_folder import RunFolder
+from ithaca.train.stages import checkpoint_model
 from ithaca.train.start import has_random_weights
 
 
@@ -144,7 +144,7 @@ def _check_model(path: Path, model: ModelSection, record: ModelSection) -> None:
 def adopt(origin: Origin, checkpoints: Checkpoints) -> dict[str, Any]:
     """Read the other run's newest sound checkpoint into model and optimizer. Return where it came from. Collective."""
     manifest = checkpoints.load_other(CheckpointFolder(RunFolder(origin.path).checkpoints), origin.optimizer)
-    check_model(manifest, describe_model(origin.model).spec)  # the model may have got another rope since
+    check_model(manifest, checkpoint_model(origin.model, manifest).spec)  # the model may have got another rope since
     return {
         "run": os.path.realpath(origin.path),
         "step": manifest["step"],

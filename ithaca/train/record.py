@@ -17,6 +17,7 @@ from ithaca.data.mixture import Data
 from ithaca.model.spec import Spec
 from ithaca.plans.recipes import TILE
 from ithaca.train.learning_rate import RATE_OPTIONS, is_settled, learning_rate
+from ithaca.train.stages import span_of
 from ithaca.train.start import data_change
 
 
@@ -37,6 +38,8 @@ def check_record(manifest: dict[str, Any], config: Config, data: Data, model: Mo
         raise ConfigError(f"the data have changed since the checkpoint of step {step}: {difference}; name a new --run")
     if difference := config.conflict(record):
         raise ConfigError(f"the checkpoint of step {step} is of another run: {difference}")
+    if config.train.stages and step == span_of(config, step).first:
+        return []  # the checkpoint is of the stage before, which had another rope and another Plan
     check_model(manifest, model.spec)
     if isinstance(manifest["data"], list):
         warnings.append(

@@ -229,7 +229,7 @@ class RunFolder:
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
         replace_text(self.config, config.toml())
-        assert read_config(self.config, []) == config
+        assert read_config(self.config, [], saved=True) == config
 
     def set_aside(self) -> Path | None:
         """Rename an old run, so that a fresh one can take its place. Nothing is deleted. Return the new name."""

@@ -12,6 +12,7 @@ import torch
 
 from ithaca.base.errors import DataError, PlanError
 from ithaca.base.sizes import format_tokens
+from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import AUTO, Config, DataSection, MeshSection, TrainSection
 from ithaca.data.holdout import hold_out
 from ithaca.data.misfit import misfit
@@ -36,6 +37,7 @@ from ithaca.tape.budget import host_budget
 from ithaca.train.epochs import STEPS, count_steps
 from ithaca.train.learning_rate import default_rate, default_warmup
 from ithaca.train.run_folder import RunFolder
+from ithaca.train.stages import Span, checkpoint_model, resolve_stages, stage_config, stage_seed
 
 CPU_TOKENS, GPU_TOKENS = 8 * 2**10, 64 * 2**10  # default context lengths
 ENDS = 65536  # tokens at each end of the data that old checkpoints have a checksum of
@@ -75,6 +77,7 @@ def settle(
     An open option takes its value from the run's last checkpoint or earlier start, else the default for these ranks,
     this model and these data. `described`, `resumed`: see `load_source`.
     """
+    config = _open_stage(config, run, described)
     record = run.record() or config
     saved = record.train
     if config.data.packing == AUTO:
@@ -95,6 +98,16 @@ def settle(
     config = replace(config, train=_settle_rate(config.train, saved, steps, rate))
     run.check(config)
     return config, chosen
+
+
+def _open_stage(config: Config, run: RunFolder, described: Path | None) -> Config:
+    """Return the configuration of the stage that the run is in, if it has stages."""
+
+    def find_rate() -> float:
+        return default_rate(load_source(config, described).spec.parameters(), has_random_weights(config, described))
+
+    record = run.record() if run.begun() else None
+    return stage_config(resolve_stages(config, record, find_rate), run.last_checkpoint())
 
 
 def _settle_rate(options: TrainSection, saved: TrainSection, steps: int | None, rate: float) -> TrainSection:
@@ -125,8 +138,16 @@ def load_source(config: Config, described: Path | None = None, resumed: bool = F
     its rope already.
     """
     model, tokens = config.model, config.train.tokens
-    source = describe_model(described, model.dtype) if described else load_model(model.source, model.dtype, model.seed)
-    return extend_model(source, model.rope, tokens) if model.rope and tokens and not resumed else source
+    if described and not resumed:
+        files = CheckpointFolder(RunFolder(described.parent).checkpoints)  # of the run that this one starts from
+        source = checkpoint_model(described, files.manifest(max(files.steps(), default=0)) or {}, model.dtype)
+    elif described:
+        source = describe_model(described, model.dtype)
+    else:
+        source = load_model(model.source, model.dtype, model.seed)
+    # The description of a run with stages has the rope from before them
+    extends = model.rope and tokens and (not resumed or config.train.stages)
+    return extend_model(source, model.rope, tokens) if extends else source  # pyrefly: ignore
 
 
 def describe_rope(config: Config, source: ModelSource, run: RunFolder) -> tuple[list[str], list[str]]:
@@ -256,10 +277,11 @@ def read_data(options: DataSection, indexes: Path) -> tuple[Data, TokenFile | No
     return mix(files, options.long or LONG, options.long_share), held
 
 
-def open_rows(config: Config, data: Data) -> Rows:
-    """Return the sequences that a run draws from its data."""
+def open_rows(config: Config, data: Data, span: Span | None = None) -> Rows:
+    """Return the sequences that a run, or a stage of it, draws from its data."""
     assert config.train.tokens
-    return Rows(data, config.train.tokens, config.train.seed, config.data.packing, config.data.too_long)
+    seed = stage_seed(config.train.seed, span) if span else config.train.seed
+    return Rows(data, config.train.tokens, seed, config.data.packing, config.data.too_long)
 
 
 def check_data(data: Data, grid: Mesh, option: str = "data.source") -> None:

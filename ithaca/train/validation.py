@@ -126,10 +126,15 @@ def open_validation(config: Config, run: RunFolder, grid: Mesh, held: TokenFile 
 class Validation:
     """The validations of a run: when one is due, what they found, and what checkpoints note of it."""
 
-    def __init__(self, windows: Windows, every: int, manifest: dict[str, Any]):
-        """`manifest`: of the checkpoint that the run continues from; empty if there is none."""
+    def __init__(self, windows: Windows, every: int, manifest: dict[str, Any], staged: bool = False):
+        """`manifest`: of the checkpoint that the run continues from; empty if there is none.
+
+        `staged`: the run has stages, and losses of sequences of different lengths are not compared.
+        """
         self.windows, self._every = windows, every
         self.data = {**windows.data.identity(), "counted": windows.tokens}
+        if staged:
+            self.data["context"] = windows.length
         noted = manifest.get("validation")
         self.changed = bool(noted) and noted["data"] != self.data
         same = noted if noted and not self.changed else None

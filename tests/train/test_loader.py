@@ -19,7 +19,7 @@ from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import TokenFile, in_memory, open_tokens
 from ithaca.data.sample import sequences
 from ithaca.parallel.batch import IGNORED
-from ithaca.train import loop
+from ithaca.train import opening
 from ithaca.train.loader import Loader
 from ithaca.train.loop import TrainingRun, train
 from tests.nursery import Nursery
@@ -116,7 +116,7 @@ def other_data_on_rank_1(config: Config, path: Path) -> None:
     tokens = data.read(0, data.tokens).tokens.copy()
     if os.environ["RANK"] == "1":
         tokens[data.tokens // 3] ^= 1
-    loop.open_data = lambda *_: (in_memory(tokens, data.bounds(), tokenizer="bytes", vocab=256), None)
+    opening.open_data = lambda *_: (in_memory(tokens, data.bounds(), tokenizer="bytes", vocab=256), None)
     train(config, path)
 
 
