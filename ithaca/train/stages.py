@@ -51,20 +51,21 @@ class Span:
 def resolve_stages(config: Config, record: Config | None, find_rate: Callable[[], float]) -> Config:
     """Return the configuration with every stage complete, but for a Plan that the planner will choose.
 
-    What a stage leaves open is as the run's record has it; in a new run it follows from the options of the run and from
-    the first stage. `find_rate` gives the default learning rate.
+    What a stage leaves open follows from the options of the run and from the first stage. In a run that continues, all
+    but rate and batch is as its record has it: there [plan] and [model] are those of one stage. `find_rate` gives the
+    default learning rate.
     """
-    stages = config.train.stages
+    stages, options = config.train.stages, config.train
     if not stages:
         return config
+    given = Stage(tokens=2, steps=1, learning_rate=options.learning_rate)
+    filled = [_filled(stages[0], replace(given, batch=options.batch)), *(_filled(stage, given) for stage in stages[1:])]
     if record and record.train.stages and len(record.train.stages) == len(stages):
-        filled = [_filled(stage, old) for stage, old in zip(stages, record.train.stages, strict=True)]
+        filled = [_filled(stage, old) for stage, old in zip(filled, record.train.stages, strict=True)]
     else:
-        rate = config.train.learning_rate or find_rate()
-        run = Stage(
-            tokens=2, steps=1, learning_rate=rate, rope=config.model.rope, plan=config.plan, batch=config.train.batch
-        )
-        filled = [_filled(stages[0], run), *(_filled(stage, replace(run, batch=None)) for stage in stages[1:])]
+        rate = options.learning_rate or find_rate()
+        run = replace(given, learning_rate=rate, rope=config.model.rope, plan=config.plan)
+        filled = [_filled(stage, run) for stage in filled]
     first = filled[0]
     if first.batch is None:
         raise ConfigError("the first stage has no batch: set train.batch, its sequences in a step, as train.batch=8")

@@ -70,6 +70,10 @@ def test_what_is_open_follows_from_the_first_stage(staged: Config) -> None:
     # A run that continues has what it began with, whatever the defaults are now
     again = resolve_stages(without, config, lambda: 0.7)
     assert again.train.stages == config.train.stages
+    # What a file says now is not passed over: such stages are those of another run
+    for name, value in (("learning_rate", 7e-3), ("batch", 8)):
+        other = resolve_stages(replace(staged, train=replace(staged.train, **{name: value})), config, lambda: 0.7)
+        assert other.train.stages != config.train.stages, name
     assert parse_config(config.toml()) == config
 
 
