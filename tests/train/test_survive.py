@@ -128,7 +128,7 @@ def test_ctrl_c_twice_stops_at_once(nursery, small_config, tmp_path: Path) -> No
     endless = replace(small_config, train=replace(small_config.train, steps=100000))
     slow = replace(endless, train=replace(endless.train, tokens=8192, batch=16))  # a step takes many seconds
     (end,) = nursery.job(interrupted, slow, tmp_path / "slow", signal.SIGINT, 1000)
-    assert end.code == -signal.SIGKILL  # it left no code of its own behind
+    assert end.code == 130
     assert "Ctrl-C again stops at once" in end.err
     assert not RunFolder(tmp_path / "slow").has_checkpoints()
     (end,) = nursery.job(interrupted, endless, tmp_path / "run", signal.SIGTERM, 1)
