@@ -60,7 +60,7 @@ def cases(folder: Path) -> dict[str, tuple[Callable[[], Any], str, str]]:
         "generate": (
             lambda: model.generate(ids),
             "AttributeError",
-            "has no 'generate': model.greedy_decode(tokens, 32) gives the likeliest next tokens; to sample, save it with",
+            "has no 'generate': model.greedy_decode(tokens, 32) gives the likeliest next tokens; to sample, save",
         ),
         "config": (lambda: model.config, "AttributeError", "has no 'config': model.spec has the sizes"),
         "save_pretrained": (lambda: model.save_pretrained(out), "AttributeError", "ithaca.save_model(model, folder)"),
