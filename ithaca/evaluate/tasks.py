@@ -126,7 +126,12 @@ def make_sample(task: str, words: Language, length: int, seed: int, number: int)
     answers = [words.answer(wrong) for wrong in parts.wrong]
     prompt = np.concatenate(pieces).astype(np.int64)
     assert len(prompt) + len(right) == length
-    return _sample(chance, prompt, right, answers, parts.items, depth if task == HEAT else None, words)
+    shown = depth if task == HEAT else None
+
+    def share(tokens: Ids) -> float:
+        return words.share_found(tokens, parts.items)
+
+    return _shuffled(chance, prompt, right, answers, parts.items, shown, share)
 
 
 def _repeat(words: Language, chance: np.random.Generator, length: int) -> Sample:
@@ -147,18 +152,6 @@ def _repeat(words: Language, chance: np.random.Generator, length: int) -> Sample
         return sum(map(int.__eq__, tokens, expected)) / len(expected)
 
     return _shuffled(chance, prompt, right, [[*map(int, other)] for other in wrong], expected, None, share)
-
-
-def _sample(
-    chance: np.random.Generator,
-    prompt: np.ndarray,
-    right: Ids,
-    wrong: list[Ids],
-    items: tuple[Item, ...],
-    depth: float | None,
-    words: Language,
-) -> Sample:
-    return _shuffled(chance, prompt, right, wrong, items, depth, lambda tokens: words.share_found(tokens, items))
 
 
 def _shuffled(
