@@ -3,22 +3,18 @@
 import errno
 import io
 import os
-import shlex
 import sys
 import traceback
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from ithaca import __version__
 from ithaca.base.errors import ConfigError, IthacaError, PlanError
 from ithaca.bench.commands import bench
+from ithaca.cli_errors import end, fail, fail_usage
 from ithaca.rehearsal import options as scene
-
-if TYPE_CHECKING:
-    from ithaca.config import Config
 
 app = typer.Typer(
     help="Train transformers on contexts of millions of tokens.",
@@ -32,15 +28,6 @@ app.add_typer(bench)
 USAGE_ERROR = typer.BadParameter.__mro__[1]
 # What the system says of a path that a user has named
 REFUSALS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
-
-# What an option of a run is in other commands: (command, option) -> words
-OTHER_FLAGS = {("plan", "--ranks"): "--gpus {}xH100-80GB", ("data", "--run"): "--out {}"}
-
-
-def _tell_once(notice: str) -> None:
-    """Print a notice, under torchrun and srun from the first rank only."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        print(notice, file=sys.stderr)
 
 
 def _is_text(path: Path) -> bool:
@@ -67,7 +54,7 @@ def _options(
 @app.command()
 def train(
     config: Annotated[
-        Path | None, typer.Argument(help="A TOML file. Default: a small model on Python's standard library.")
+        Path | None, typer.Argument(help="A TOML file. Without one, and without --set: a small model finds needles.")
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set an option, as train.steps=100.")
@@ -100,51 +87,23 @@ def train(
             )
     if with_optimizer and not from_:
         raise ConfigError("--with-optimizer says what --from RUN takes, and --from is missing: name the run")
+    from ithaca.train.configuration import FIRST_RUN, read_run_config
+
     sets = [*(set_ or ()), *([] if profile_step is None else [f"run.profile_step={profile_step}"])]
-    resolved = _read_config(config, sets, run if not fresh else None, from_)
-    from ithaca.train.launch import launch
+    continued = run is not None and not fresh and os.path.exists(run / "config.toml")
+    is_first_run = not (config or sets or from_ or continued)
+    if is_first_run:
+        config, sets = FIRST_RUN, ["mesh.ulysses=1"] if ranks and ranks % 2 else []
+    resolved = read_run_config(config, sets, run if not fresh else None, from_)
+    from ithaca.train.launch import find_starter, launch
     from ithaca.train.origin import Origin
 
     origin = Origin(from_, with_optimizer) if from_ else None
-    launch(resolved, ranks, run, fresh, nodes, meet, origin)
+    folder = launch(resolved, ranks, run, fresh, nodes, meet, origin)
+    if is_first_run and not find_starter(resolved):
+        from ithaca.train.evaluation.first_run import tell_first_run
 
-
-def _read_config(file: Path | None, overrides: list[str], run: Path | None, origin: Path | None) -> "Config":
-    """Return the configuration of the file; without one, that of the run, or of the run that a new one starts from.
-
-    With a file, a run that starts from another has the other's model all the same.
-    """
-    from ithaca.config import read_config
-
-    if file:
-        _check_config(file)
-    # os.path.exists: without an error for a folder that may not be read
-    own, theirs = (folder / "config.toml" if folder else None for folder in (run, origin))
-    saved = next((file for file in (own, theirs) if file and os.path.exists(file)), None)
-    if origin and saved is None:
-        raise ConfigError(f"--from {origin} is not a run folder: it has no config.toml")
-    if file is None:
-        # The other run's model has its rope by now; asked for again, it would come on top. So would those of stages
-        another = saved not in (None, own)
-        before = ['model.rope=""'] if another else []
-        return read_config(saved, before + overrides, _tell_once, saved=saved is not None, staged=not another)
-    model = read_config(saved, [], _tell_once, saved=True).model if origin else None
-    return read_config(file, overrides, _tell_once, model=replace(model, rope="") if model else None)
-
-
-def _check_config(path: Path) -> None:
-    """Raise an error if something else was given where the configuration file stands."""
-    from ithaca.model.presets import PRESETS
-
-    word, kind = shlex.quote(str(path)), "is no configuration file"
-    if os.path.isfile(path):
-        return
-    if "=" in path.name:
-        raise ConfigError(f"'{path}' {kind}: an option is given as --set {word}")
-    if str(path) in PRESETS or os.path.isfile(path / "config.json"):
-        raise ConfigError(f"'{path}' {kind}: a model is given as --set model.source={word}")
-    if os.path.isfile(path / "config.toml"):
-        raise ConfigError(f"'{path}' {kind}: a run continues with --run {word}")
+        tell_first_run(folder, resolved, ranks)
 
 
 @app.command()
@@ -204,9 +163,9 @@ def evaluate(
 ) -> None:
     """Measure the loss of a model on a token file, by position in the document, and its use of a long context."""
     from ithaca.base.sizes import parse_tokens
-    from ithaca.evaluate.command import Options, start
     from ithaca.evaluate.long_context import TaskOptions
     from ithaca.evaluate.tasks import TASKS
+    from ithaca.train.evaluation.command import Options, start
 
     lengths = tuple(map(parse_tokens, tokens.split(","))) if tokens else ()
     names = tuple(dict.fromkeys(name for given in task or () for name in (TASKS if given == "all" else (given,))))
@@ -343,6 +302,9 @@ def rehearse(
     bare: Annotated[
         bool, typer.Option("--bare", help="Also time the attention kernels and matrix products alone.")
     ] = False,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Read a prompt of this length and decode, as tasks do, not a step.")
+    ] = False,
     hardware: scene.Hardware = None,
     json: scene.Json = False,
 ) -> None:
@@ -352,7 +314,8 @@ def rehearse(
 
     limit = parse_bytes(cap) if cap else None
     length = parse_tokens(tokens)
-    run(model, ranks, length, layers, recipe, set_ or [], limit, memory_only, bare, hardware, json, documents)
+    words = set_ or []
+    run(model, ranks, length, layers, recipe, words, limit, memory_only, bare, hardware, json, documents, evaluate)
 
 
 @app.command()
@@ -421,85 +384,20 @@ def main() -> None:
         if "RANK" not in os.environ:
             raise
         traceback.print_exc()
-        _end(1)
+        end(1)
 
 
 def _run() -> NoReturn:
     try:
         code = app(prog_name="ithaca", standalone_mode=False)
     except IthacaError as error:
-        _fail(str(error), error.code)
+        fail(str(error), error.code)
     except USAGE_ERROR as error:
-        _fail_usage(error)
+        fail_usage(error)
     except MemoryError as error:
-        _fail(f"the host has not enough memory ({error}): a smaller train.batch takes less", 1)
+        fail(f"the host has not enough memory ({error}): a smaller train.batch takes less", 1)
     except OSError as error:
         if error.errno not in REFUSALS:
             raise
-        _fail(f"'{error.filename}' cannot be used ({error.strerror}): name another place", IthacaError.code)
+        fail(f"'{error.filename}' cannot be used ({error.strerror}): name another place", IthacaError.code)
     sys.exit(code)  # an int if a command ended early, as after --version; else None
-
-
-def _fail(sentence: str, code: int) -> NoReturn:
-    """Print one line, also where a name or a library's reason has several. torchrun does not try again."""
-    line = " ".join(sentence.split("\n")).strip()
-    print("error:", line, file=sys.stderr)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from ithaca.train.elastic import end_torchrun, report_error
-
-        report_error(line)
-        end_torchrun()
-    _end(code)
-
-
-def _end(code: int) -> NoReturn:
-    """End the process. A rank ends at once: leaving its job, NCCL would wait for the messages of other ranks."""
-    if "RANK" in os.environ:
-        from ithaca.train.elastic import exit_now
-
-        exit_now(code)
-    sys.exit(code)
-
-
-def _fail_usage(error: Any) -> NoReturn:
-    """Print what is wrong with the words of the command line, as typer puts it."""
-    if len(sys.argv) == 1:  # the help is the answer
-        error.show()
-        sys.exit(error.exit_code)
-    command = error.ctx.command_path if error.ctx else "ithaca"
-    if error.ctx and hasattr(error, "possibilities") and (hint := _suggest_flag(error.ctx.command, error.option_name)):
-        _fail(f"{error.option_name} is not an option of {command}: {hint}", error.exit_code)
-    _fail(f"{error.format_message().rstrip('.')}: see {command} --help", error.exit_code)
-
-
-def _suggest_flag(command: Any, name: str) -> str | None:
-    """Return what to write instead of an unknown flag, with its value; None if nothing is like it."""
-    from ithaca.base.aliases import suggest_option
-    from ithaca.config import option_defaults
-
-    flags = {flag for item in command.params for flag in item.opts}
-    of_scene = ("plan.", "mesh.")
-    tables = {"train": ("",), "rehearse": of_scene, "profile": of_scene}.get(command.name, ())  # what its --set takes
-    shown = []
-
-    def show(setting: str) -> str:
-        """The command's own flag if it has one for that, else its --set."""
-        option, _, value = setting.partition(" " if setting.startswith("--") else "=")
-        own = OTHER_FLAGS.get((command.name, option), f"--{option.removeprefix('--').rpartition('.')[2]} {{}}")
-        if own.split()[0] in flags:
-            return own.format(shlex.quote(value)) if value else own.split()[0]
-        shown.append(not setting.startswith("--") and option.startswith(tables))
-        return f"--set {shlex.quote(setting)}"
-
-    hint = suggest_option(name, _value_after(name), option_defaults(), show, mistyped=command.name == "train")
-    return hint if all(shown) else None
-
-
-def _value_after(name: str) -> str | None:
-    """Return the word that was given as a flag's value: `--lr 1e-5` or `--lr=1e-5`."""
-    for word, following in zip(sys.argv, [*sys.argv[1:], "-"], strict=True):
-        if word == name:
-            return None if following.startswith("-") else following
-        if word.startswith(f"{name}="):
-            return word.partition("=")[2]
-    return None

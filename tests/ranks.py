@@ -1,7 +1,13 @@
-"""Ranks for tests: forked once per world size (0.1 s instead of 5), kept, and given many cases to run."""
+"""Ranks for tests: forked once per world size (0.1 s instead of 5), kept, and given many cases to run.
 
+Between cases a job is stopped: each of its gloo groups has a thread that wakes up a hundred times a second, and the
+idle jobs of all world sizes together would take more than a tenth of two cores.
+"""
+
+import atexit
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -29,9 +35,20 @@ class Ranks:
         ]
         for process in self._processes:
             process.start()
+        atexit.register(self.stop)  # multiprocessing would end them by SIGTERM, which a stopped process does not hear
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         self._check_alive()
+        self._signal(signal.SIGCONT)
+        try:
+            answers = self._answers(function, args)
+        finally:
+            self._signal(signal.SIGSTOP)
+        for rank, (fine, result) in sorted(answers.items()):
+            assert fine, f"rank {rank} of {self.world} failed:\n{result}"
+        return [result for _, (_, result) in sorted(answers.items())]
+
+    def _answers(self, function: Callable[..., Any], args: tuple[Any, ...]) -> dict[int, tuple[bool, Any]]:
         for pipe in self._pipes:
             pipe.send((function, args))
         answers: dict[int, tuple[bool, Any]] = {}
@@ -44,9 +61,13 @@ class Ranks:
             if time.monotonic() > until:
                 self.stop()
                 raise TimeoutError(f"ranks {list(missing.values())} of {self.world} took more than {SECONDS} s")
-        for rank, (fine, result) in sorted(answers.items()):
-            assert fine, f"rank {rank} of {self.world} failed:\n{result}"
-        return [result for _, (_, result) in sorted(answers.items())]
+        return answers
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            if process.exitcode is None:
+                assert process.pid is not None
+                os.kill(process.pid, number)
 
     def _check_alive(self) -> None:
         """The others of a job would wait for ever for one that has died, and so would every test after this one."""

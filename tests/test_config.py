@@ -8,12 +8,12 @@ import pytest
 
 from ithaca.base.errors import ConfigError, IthacaError
 from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens, parse_bytes, parse_tokens
-from ithaca.cli import _tell_once
 from ithaca.config import parse_config, read_config
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.plans.plan import Plan
 from ithaca.plans.recipes import RECIPES
+from ithaca.train.configuration import tell_once
 
 SMALL, LLAMA = (read_spec(PRESETS[name]) for name in ("smollm2-135m", "llama3-8b"))
 
@@ -272,7 +272,7 @@ def test_one_rank_tells_of_old_names(
     """Under torchrun and srun every rank reads the configuration."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    read_config(None, ["train.micro=1"], _tell_once)
+    read_config(None, ["train.micro=1"], tell_once)
     assert capsys.readouterr().err.count("train.micro is now train.micro_batch") == told
 
 

@@ -23,14 +23,15 @@ ROOMS = (
     "assemble",
     "checkpoint",
     "data",
+    "evaluate",
     "config",
     "planner",
     "rehearsal",
     "profile",
     "train",
-    "evaluate",
     "doctor",
     "bench",
+    "cli_errors",
     "cli",
 )
 TOP = ("__init__", "__main__")  # the public names and `python -m ithaca`: they may import every room

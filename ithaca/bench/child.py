@@ -25,11 +25,12 @@ import torch
 
 from ithaca.attention.kernels.choose import choose_kernel
 from ithaca.attention.kernels.facts import KERNEL_FACTS
-from ithaca.base.errors import IthacaError
+from ithaca.base.errors import IthacaError, RunError
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.mesh import Mesh
+from ithaca.planner.hardware import RUNTIME
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.measure import compute_dtype
 from ithaca.rehearsal.rehearse import Scene, loopback_mesh, out_of_memory, play
@@ -139,11 +140,24 @@ def _fitting(rehearse: Callable[[], Json], scene: Scene, grid: Mesh, cap: int) -
     except RuntimeError as problem:  # libraries have words of their own for it
         if not isinstance(problem, torch.OutOfMemoryError) and not any(word in str(problem) for word in NO_MEMORY):
             raise
+        if grid.gpu:
+            _check_shared(grid.device, cap)
         return out_of_memory(scene, grid, problem)
     report = {name: value for name, value in report.items() if name not in ("plan", "memory_predicted")}
     if not grid.gpu and report["peak_bytes"] > cap:
         report |= {"fits": False, "why": f"the meter's peak is {report['peak_bytes']} bytes, the cap {cap}"}
     return report
+
+
+def _check_shared(device: torch.device, cap: int) -> None:
+    """Raise an error if memory ran out because other programs have it, and not because of the cap."""
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device) - RUNTIME
+    if others > 0 and total - others < cap:
+        raise RunError(
+            f"other programs hold {others / 1e9:.1f} GB of this GPU and leave less than the cap of {cap / 1e9:g} GB: "
+            f"stop them, or give --cap {max(total - others, 0) / 1e9:.0f}GB"
+        )
 
 
 def _free(grid: Mesh) -> None:

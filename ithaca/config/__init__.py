@@ -14,6 +14,7 @@ from ithaca.config.read import read_config as read_config
 from ithaca.config.sections import AUTO as AUTO
 from ithaca.config.sections import Config as Config
 from ithaca.config.sections import DataSection as DataSection
+from ithaca.config.sections import EvaluateSection as EvaluateSection
 from ithaca.config.sections import MeshSection as MeshSection
 from ithaca.config.sections import ModelSection as ModelSection
 from ithaca.config.sections import RunSection as RunSection

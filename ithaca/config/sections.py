@@ -52,7 +52,8 @@ class MeshSection:
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
     source: str = ""
-    """A token file made by `ithaca data`. Default: the source code of Python's standard library, one token a byte."""
+    """A token file made by `ithaca data`, or `needles`: synthetic documents with facts to find (data/synthetic.py).
+    Default: the source code of Python's standard library, one token a byte."""
     mix: dict[str, float] | None = field(default=None, metadata={"read": lambda table: read_mix(table)})
     """Token files with weights, instead of `source`: `"books.tokens" = 0.7`. Weights are shares of the tokens."""
     long_share: float | None = None
@@ -208,6 +209,26 @@ class RunSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluateSection:
+    tasks: tuple[str, ...] | None = field(default=None, metadata={"read": lambda value: _read_tasks(value)})
+    """Long-context tasks to run during training, as `["needle", "keys"]` or `all`. Default: none."""
+    tokens: tuple[int, ...] | None = field(default=None, metadata={"read": lambda value: _read_lengths(value)})
+    """Their lengths, as `["2K", "8K"]`. Default: the training length and its halves down to a sixteenth."""
+    count: int = 50
+    """Samples of each task at each length."""
+    every: int | None = None
+    """Steps between evaluations. The end of a run, and of a stage, always evaluates. Default: run.checkpoint_every."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ConfigError(f"evaluate.count is {self.count}: 1 or more samples are needed")
+        if self.every is not None and self.every < 0:
+            raise ConfigError(f"evaluate.every is {self.every}: 0 or more is needed, 0 for the end alone")
+        if self.tokens and not self.tasks:
+            raise ConfigError(f"evaluate.tokens is {self.tokens[0]}, but evaluate.tasks names none: as needle, or all")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     model: ModelSection = field(default_factory=ModelSection)
     plan: Plan | None = None
@@ -216,6 +237,7 @@ class Config:
     data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)
     run: RunSection = field(default_factory=RunSection)
+    evaluate: EvaluateSection = field(default_factory=EvaluateSection)
 
     def __post_init__(self) -> None:
         if self.train.stages and self.run.profile_step:
@@ -280,7 +302,7 @@ class Config:
 def _toml(value: Any) -> str:
     """Return a value as TOML."""
     if isinstance(value, tuple):
-        return "[" + ", ".join(_toml(stage.table()) for stage in value) + "]"
+        return "[" + ", ".join(_toml(item.table() if isinstance(item, Stage) else item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     # Strings and numbers of JSON are valid TOML, except for this character, which JSON does not escape
@@ -311,6 +333,27 @@ def _read_validation(value: Any) -> str:
             "as 2%, or name a token file"
         )
     return repr(share)
+
+
+def _read_tasks(value: Any) -> tuple[str, ...] | None:
+    """Return the names of tasks, given as a list or with commas between them."""
+    from ithaca.evaluate.tasks import TASKS  # which loads a tokenizer's package
+
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{value!r} is no list of tasks: write needle,keys, or all")
+    if names in ([], [""]):
+        return None
+    for name in names:
+        if name not in (*TASKS, "all"):
+            raise ConfigError(f"'{name}' is not a task: {', '.join(TASKS)} are, and all")
+    return tuple(dict.fromkeys(task for name in names for task in (TASKS if name == "all" else (name,))))
+
+
+def _read_lengths(value: Any) -> tuple[int, ...] | None:
+    """Return lengths, the shortest first, given as a list, or one, or with commas between them."""
+    given = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    return tuple(sorted({parse_tokens(item) for item in given if item != ""})) or None
 
 
 def _number(text: str) -> float | None:

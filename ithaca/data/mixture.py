@@ -70,7 +70,7 @@ Data = TokenFile | Mixture
 
 def sources_of(data: Data) -> list[Source]:
     """Return the sources of a mixture; other data are their only source."""
-    return data.sources if isinstance(data, Mixture) else [Source(str(data.path or LIBRARY), 1.0, data)]
+    return data.sources if isinstance(data, Mixture) else [Source(str(data.path or data.name or LIBRARY), 1.0, data)]
 
 
 def mix(files: dict[str, tuple[float, TokenFile]], long: int, long_share: float | None) -> Data:

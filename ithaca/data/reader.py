@@ -29,6 +29,8 @@ from ithaca.data.tokenfile import (
     from_bytes,
     from_file,
     index_blocks,
+    pack_header,
+    padded,
     quoted,
     read_fields,
     read_version,
@@ -48,7 +50,9 @@ class Window:
 
 
 class TokenFile:
-    """Documents as one stream of tokens. `path` is None if they exist in memory only."""
+    """Documents as one stream of tokens. `path` is None if they exist in memory only; they may have a name then."""
+
+    name: str | None = None
 
     def __init__(self, path: Path | None, header: Header, parts: Parts, blocks: np.ndarray):
         self.path, self.header = path, header
@@ -161,17 +165,45 @@ def in_memory(
     learned: np.ndarray | None = None,
     tokenizer: str = "unknown",
     vocab: int | None = None,
+    name: str | None = None,
 ) -> TokenFile:
     """Return documents in memory as a TokenFile. `learned`: bool for each token; None: all are learned."""
+    header, arrays, blocks = _described(tokens, bounds, learned, tokenizer, vocab)
+    data = TokenFile(None, header, _in_parts(arrays), blocks)
+    data.name = name
+    return data
+
+
+def save_tokens(path: Path, tokens: np.ndarray, bounds: np.ndarray, learned: np.ndarray | None, vocab: int) -> None:
+    """Write documents in memory as a token file; `learned` as for `in_memory`."""
+    header, arrays, blocks = _described(tokens, bounds, learned, "unknown", vocab)
+    with path.open("wb") as file:
+        file.write(pack_header(header))
+        for part in (array.tobytes() for array in (*arrays, blocks) if array is not None):
+            file.write(part.ljust(padded(len(part)), b"\0"))
+    assert path.stat().st_size == header.file_bytes
+
+
+Arrays = tuple[np.ndarray, np.ndarray | None, np.ndarray]  # tokens, packed mask, bounds
+
+
+def _described(
+    tokens: np.ndarray, bounds: np.ndarray, learned: np.ndarray | None, tokenizer: str, vocab: int | None
+) -> tuple[Header, Arrays, np.ndarray]:
+    """Return the header, the arrays and the blocks of a token file."""
     vocab = vocab or int(tokens.max()) + 1
     dtype = DTYPES[smallest_dtype(vocab)]
     mask = None if learned is None else np.packbits(learned, bitorder="little")
     arrays = (tokens.astype(dtype), mask, bounds.astype(INT64))
-    held, bits, offsets = (None if array is None else _part(array) for array in arrays)
-    parts = Parts(held, bits, offsets)  # pyrefly: ignore
     header = Header(dtype.name, len(tokens), len(bounds) - 1, vocab, tokenizer, mask is not None, 0, "")
+    parts = _in_parts(arrays)
     blocks, labels = index_blocks("the data", parts, header.tokens, header.documents, header.vocab)
-    return TokenFile(None, replace(header, labels=labels, blocks_sha256=blocks_sha256(blocks)), parts, blocks)
+    return replace(header, labels=labels, blocks_sha256=blocks_sha256(blocks)), arrays, blocks
+
+
+def _in_parts(arrays: Arrays) -> Parts:
+    held, bits, offsets = (None if array is None else _part(array) for array in arrays)
+    return Parts(held, bits, offsets)  # pyrefly: ignore
 
 
 def _part(array: np.ndarray) -> Part:

@@ -31,7 +31,8 @@ class Subset(TokenFile):
         self._run_documents = np.append(0, np.cumsum(stop - first))  # of this view that come before each run
         self._run_tokens = np.append(0, np.cumsum(bounds[stop] - bounds[first]))
         tokens, documents = int(self._run_tokens[-1]), int(self._run_documents[-1])
-        self.path, self.header = data.path, replace(data.header, tokens=tokens, documents=documents)
+        self.path, self.name = data.path, data.name
+        self.header = replace(data.header, tokens=tokens, documents=documents)
         self.header = replace(self.header, labels=count_labels(self, tokens) if labels is None else labels)
 
     def identity(self) -> dict[str, Any]:

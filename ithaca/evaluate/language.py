@@ -3,8 +3,7 @@
 A task knows keys, values and noise; a language makes tokens of them. English is that of RULER (arXiv 2404.06654).
 The synthetic language is for models that were trained on such sequences from scratch, and it needs no tokenizer:
 
-    ids 0 to 7     marks        then, of the others: a quarter keys, a quarter values, the rest noise
-    a fact         FACT key IS value            a question   ASK key IS
+    a fact         FACT key IS value            a question   ASK key IS       (ids: data/synthetic.py)
     an assignment  SET name IS value or name    a question   WHO value IS
 """
 
@@ -18,14 +17,13 @@ import tokenizers
 from ithaca.base.errors import ConfigError, ModelError, first_line
 from ithaca.data.preparation.encode import added
 from ithaca.data.preparation.tokenizer import Json
+from ithaca.data.synthetic import AGAIN, ASK, FACT, IS, PASSAGE, SET, WHO, Vocabulary
 from ithaca.model.folder import model_file
 
 Ids = list[int]
 Item = int | str  # a key, value or word, as a language has it
 
 SMALLEST = 72  # ids of a synthetic vocabulary
-MARKS = 8
-FACT, ASK, IS, SET, WHO, PASSAGE, AGAIN = range(7)
 
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 FIRST = "amber brave calm dark eager fair gentle happy icy jolly kind lucky merry noble odd proud".split()  # noqa: SIM905
@@ -91,12 +89,11 @@ class Synthetic:
                 f"the model has a vocabulary of {vocab} ids and no tokenizer.json: tasks in synthetic tokens need "
                 f"{SMALLEST} ids or more"
             )
-        quarter = (vocab - MARKS) // 4
         self.name, self.begin = f"synthetic tokens, {vocab} ids", list[int]()
-        self._keys = range(MARKS, MARKS + quarter)
-        self._values = range(MARKS + quarter, MARKS + 2 * quarter)
-        self._noise = range(MARKS + 2 * quarter, vocab)
-        self.kinds = {"key": quarter, "value": quarter, "word": quarter, "random": len(self._noise)}
+        words = Vocabulary(vocab)
+        self._keys, self._values, self._noise = words.keys, words.values, words.noise
+        values = len(self._values)
+        self.kinds = {"key": len(self._keys), "value": values, "word": values, "random": len(self._noise)}
 
     def keys(self, chance: np.random.Generator, count: int) -> list[Item]:
         return chance.choice(self._keys, count, replace=False).tolist()
@@ -213,9 +210,12 @@ class English:
         return sum(str(item) in text for item in items) / len(items)
 
 
-def read_language(folder: Path, vocab: int) -> Language:
-    """Return the language of a model: by its tokenizer.json; without one, bytes if it has 256 ids, else synthetic."""
-    file = model_file(folder, "tokenizer.json")
+def read_language(folder: Path | None, vocab: int) -> Language:
+    """Return the language of a model: by its tokenizer.json; without one, bytes if it has 256 ids, else synthetic.
+
+    `folder`: with the model's files; None for a preset, which has none.
+    """
+    file = model_file(folder, "tokenizer.json") if folder else None
     if file is None:
         if vocab != 256:
             return Synthetic(vocab)

@@ -64,15 +64,38 @@ def measure_tasks(
     lengths: Sequence[int],
     watch: Callable[[], AbstractContextManager[None]] = nullcontext,
     tell: Callable[[str], None] = lambda _: None,
-) -> list[Found]:
-    """Return the scores of each task at each length. Collective; `tell` is told where the measurement is."""
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[Found] | None:
+    """Return the scores of each task at each length. Collective; `tell` is told where the measurement is.
+
+    `stopped` is asked before each pass; if it says yes, on all ranks, return None. Tapes of training are freed before,
+    those of prompts after it.
+    """
+    model.free_tapes()
+    try:
+        return _measure(model, words, options, lengths, watch, tell, stopped)
+    finally:
+        model.free_tapes()
+
+
+def _measure(
+    model: Model,
+    words: Language,
+    options: TaskOptions,
+    lengths: Sequence[int],
+    watch: Callable[[], AbstractContextManager[None]],
+    tell: Callable[[str], None],
+    stopped: Callable[[], bool],
+) -> list[Found] | None:
     found = []
     for task in options.tasks:
         rows = []
         for length in lengths:
             tell(f"Task {task}, {format_tokens(length)} tokens")
             samples = [make_sample(task, words, length, SEED, number) for number in range(options.count)]
-            scored = score(model, samples, max(lengths), words.slack, watch)
+            scored = score(model, samples, max(lengths), words.slack, watch, stopped)
+            if scored is None:
+                return None
             rows.append({"tokens": length, **_scores(samples, scored), "depths": _by_depth(samples, scored)})
         likelihood, greedy = chances(task, words)
         found.append(
@@ -84,7 +107,6 @@ def measure_tasks(
                 "lengths": rows,
             }
         )
-    model.free_prompts()
     return found
 
 
@@ -134,19 +156,16 @@ def table(found: Sequence[Found], language: str, count: int, trained: int) -> li
 
 
 def write_results(folder: Path, found: Found, lines: Sequence[str]) -> list[Path]:
-    """Write `tasks.json`, `tasks.txt` and pictures of the scores. Return the files."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / "tasks.json", folder / "tasks.txt", folder / "tasks.png"]
-        files[0].write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        files[1].write_text("\n".join(lines) + "\n", encoding="utf-8")
-        _draw_scores(files[2], found)
-        needles = [task for task in found["tasks"] if task["task"] == HEAT]
-        if needles:
-            files.append(folder / f"{HEAT}.png")
-            _draw_depths(files[-1], found, needles[0])
-    except OSError as problem:
-        raise ConfigError(f"'{folder}' cannot be written ({problem.strerror}): name another folder by --out") from None
+    """Write `tasks.json`, `tasks.txt` and pictures of the scores, or raise OSError. Return the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / "tasks.json", folder / "tasks.txt", folder / "tasks.png"]
+    files[0].write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    files[1].write_text("\n".join(lines) + "\n", encoding="utf-8")
+    _draw_scores(files[2], found)
+    needles = [task for task in found["tasks"] if task["task"] == HEAT]
+    if needles:
+        files.append(folder / f"{HEAT}.png")
+        _draw_depths(files[-1], found, needles[0])
     return files
 
 

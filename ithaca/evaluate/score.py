@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ithaca.assemble import Model
+from ithaca.assemble.decode import agree_tokens
 from ithaca.base.precision import at_least_fp32
 from ithaca.evaluate.tasks import Sample
 from ithaca.parallel.agree import together_with
@@ -37,15 +38,19 @@ def score(
     longest: int,
     slack: int,
     watch: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> list[Scored]:
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[Scored] | None:
     """Score samples of one length, the same list on every rank. Collective.
 
     `longest`: tokens that a pass of one data rank may have. `slack`: tokens of an answer beyond those expected.
+    `watch` is entered for each pass. `stopped` is asked before each; if it says yes, on all ranks, return None.
     """
     grid, length = model.mesh, len(samples[0].prompt) + len(samples[0].answer)
     rows = min(MOST_ROWS, max(longest // length, 1)) * grid.data_ranks
     found: list[Scored] = []
     for first in range(0, len(samples), rows):
+        if stopped():
+            return None
         part = samples[first : first + rows]
         # Every data rank needs as many rows, so that all passes have one shape: the last ones are repeated
         padded = [*part, *[part[-1]] * (rows - len(part))]
@@ -76,7 +81,7 @@ def _score_pass(model: Model, samples: list[Sample], slack: int) -> list[Scored]
         logits = reading.step(feed.flatten()).view(len(mine), copies, -1)
         sums = sums + _log_likelihoods(logits[:, :-1], forced[:, :-1, at])
         chosen = logits[:, -1].argmax(-1)
-        model.agree_tokens(chosen)
+        agree_tokens(model.mesh, chosen)
         answers.append(chosen)
         feed = torch.cat((forced[:, :-1, at].clamp(min=0), chosen[:, None]), 1)
     scored = [

@@ -82,7 +82,23 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "qwen3-8b": _config("qwen3", 151936, 4096, 12288, 36, 32, 8, theta=1000000.0, context=40960, head_dim=128),
     "qwen3-32b": _config("qwen3", 151936, 5120, 25600, 64, 64, 8, theta=1000000.0, context=40960, head_dim=128),
-    # For examples/needles/needles.toml: a vocabulary of synthetic tokens
-    "needles": _config("llama", 128, 128, 384, 2, 4, 4, theta=100000.0, context=2048, tie_word_embeddings=True),
+    # For the data `needles`. So narrow a model learns faster from larger random weights
+    "needles": _config(
+        "llama",
+        128,
+        64,
+        192,
+        2,
+        2,
+        2,
+        theta=100000.0,
+        context=2048,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    ),
+    # For examples/longer: the same tokens, and a rope for 256K
+    "needles-28m": _config(
+        "llama", 1024, 512, 1408, 10, 4, 2, theta=1e7, context=262144, head_dim=128, tie_word_embeddings=True
+    ),
     "tiny": _config("llama", 256, 256, 704, 4, 8, 2, theta=100000.0, context=65536, tie_word_embeddings=True),
 }

@@ -27,6 +27,7 @@ from ithaca.model.spec import Spec
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 DTYPES_FILE = "dtypes.json"
+DEVIATION = 0.02  # of random weights, unless a preset has an initializer_range
 _INDEX = "model.safetensors.index.json"
 
 _STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -99,7 +100,8 @@ def _open_model(model: str | Path, dtype: str, seed: int) -> ModelSource:
     config, folder = find_config(model)
     spec = read_spec(config)
     if folder is None:
-        return ModelSource(spec, config, RandomWeights(spec, seed), dtype, None)
+        weights = RandomWeights(spec, seed, config.get("initializer_range", DEVIATION))
+        return ModelSource(spec, config, weights, dtype, None)
     companions(folder)  # a link that may not be followed is found now, not when the trained model is saved
     weights = FolderWeights(folder, spec)
     if dtype != "float64" and any(weights.stored_dtype(name) == torch.float64 for name, _ in spec.shapes()):
@@ -154,7 +156,7 @@ class UnreadWeights:
 class RandomWeights:
     """Random normal matrices, unit norms, zero biases; the same for any number of ranks on one kind of device."""
 
-    def __init__(self, spec: Spec, seed: int, deviation: float = 0.02):
+    def __init__(self, spec: Spec, seed: int, deviation: float = DEVIATION):
         self._shapes, self._seed, self._deviation = dict(spec.shapes()), seed, deviation
 
     def stored_dtype(self, name: str) -> torch.dtype | None:  # noqa: ARG002

@@ -179,3 +179,13 @@ class _Total(torch.autograd.Function):
 def total(value: Tensor, mesh: Mesh) -> Tensor:
     """The sum of a local scalar over all ranks; its gradient makes up for FSDP2's averaging."""
     return _Total.apply(value, mesh)
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Run as under `no_grad` in inference mode: FSDP2 cannot gather into inference tensors, and tapes outlive them."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield

@@ -5,12 +5,11 @@ one call over a whole document and slows down with its length. `cudnn+flash` cut
 unequal lengths into cuDNN's shapes, and torch's flash attention computes what remains.
 """
 
-from collections.abc import Sequence
 from math import log2
 
 from ithaca.attention.kernels.facts import KERNEL_FACTS, KernelFacts, gpu_kernel
 from ithaca.planner.hardware import AttentionRates, Gpu
-from ithaca.schedule.costs import Work
+from ithaca.schedule.costs import Work, counted
 from ithaca.schedule.job import Job
 
 K = 2**10
@@ -55,11 +54,13 @@ def kernel_rates(gpu: Gpu, kernel: str) -> AttentionRates:
     return rates
 
 
-def ragged_share(lengths: Sequence[int]) -> float:
+def ragged_share(lengths: tuple[int, ...]) -> float:
     """The share of attention's FLOPs that `cudnn+flash` leaves to flash: what is no multiple of a bucket."""
-    if len({*lengths}) == 1:
+    found = counted(lengths)
+    if len(found) == 1:
         return 0.0
-    return 1 - sum((length // BUCKET * BUCKET) ** 2 for length in lengths) / sum(length**2 for length in lengths)
+    cut = sum(count * (length // BUCKET * BUCKET) ** 2 for length, count in found)
+    return 1 - cut / sum(count * length**2 for length, count in found)
 
 
 def by_length(kernel: str, length: float) -> tuple[float, float]:

@@ -34,14 +34,23 @@ def run(
     hardware: Path | None,
     as_json: bool,
     documents: str | None = None,
+    evaluates: bool = False,
 ) -> None:
     """Run `ithaca rehearse MODEL --ranks P --tokens S` and print its report."""
     if bare and memory_only:
         raise ConfigError("--bare times the kernels that --memory-only leaves out: give one of the two")
+    if bare and evaluates:
+        raise ConfigError("--bare times the kernels of a training step, and --evaluate has none: give one of the two")
     words, packed = scene_words(model, ranks, tokens, layers, recipe, sets, cap, hardware, documents)
     from ithaca.rehearsal.rehearse import Scene, rehearse  # imports torch, which takes seconds
 
-    report = rehearse(Scene(**words, memory_only=memory_only, bare=bare))
+    scene = Scene(**words, memory_only=memory_only, bare=bare)
+    if evaluates:
+        from ithaca.rehearsal.evaluation import play_evaluation
+
+        report = rehearse(scene, run=play_evaluation)
+    else:
+        report = rehearse(scene)
     if packed:
         report["documents_packed"] = packed.describe(tokens)
     if not report["fits"]:
@@ -144,10 +153,12 @@ def _lines(report: dict[str, Any]) -> list[str]:
         f"{format_count(report['model_layers'], 'layer')}, on this {device}",
         *([f"Documents: {report['documents_packed']}"] if "documents_packed" in report else []),
         f"Memory at its peak: {format_bytes(report['peak_bytes'])}"
-        + _predicted(report["peak_bytes_predicted"], format_bytes),
+        + ("" if "cache" in report else _predicted(report["peak_bytes_predicted"], format_bytes)),
     ]
     width = max(map(len, report["memory"]))
     lines += [f"  {owner:{width}}  {format_bytes(size)}" for owner, size in report["memory"].items()]
+    if "cache" in report:
+        lines += _about_evaluation(report)
     lines.append(f"Host memory: {format_bytes(report['host_bytes'])} of tapes for this rank, all layers")
     if report["disk_bytes"]:
         lines.append(f"Disk: {format_bytes(report['disk_bytes'])} of tapes for this rank, all layers")
@@ -166,6 +177,20 @@ def _lines(report: dict[str, Any]) -> list[str]:
             f"Kernels and matrix products alone: {format_seconds(report['bare_seconds'])}; forward and backward take "
             f"{report['over_bare']:.3f} × that"
         )
+    return lines
+
+
+def _about_evaluation(report: dict[str, Any]) -> list[str]:
+    """Lines about what only an evaluation has."""
+    where = "on the device" if report["cache"] == "device" else "in host memory"
+    lines = [
+        f"K and V of all layers: {where}",
+        f"Predicted: {format_bytes(report['peak_bytes_predicted'])}; a training step under this Plan: "
+        f"{format_bytes(report['training_peak_bytes_predicted'])}",
+    ]
+    if "reading_seconds" in report:
+        reading, token = (format_seconds(report[f"{part}_seconds"]) for part in ("reading", "token"))
+        lines.append(f"Reading a prompt: {reading}; each new token of its continuations: {token}")
     return lines
 
 

@@ -39,7 +39,7 @@ from ithaca.plans.plan import Plan
 from ithaca.rehearsal.fake_kernels import FakeKernel, TimedKernel
 from ithaca.rehearsal.kernel_bound import Products, attention_seconds, product_seconds, synchronize
 from ithaca.rehearsal.memory_meter import Meter, mark_gradients
-from ithaca.schedule.job import ONE_RANK, Job
+from ithaca.schedule.job import ONE_RANK, Bytes, Job
 from ithaca.schedule.marks import OPTIMIZER, StepMarks
 from ithaca.schedule.step_memory import absent_layers, step_memory
 from ithaca.tape.devices import count_devices
@@ -82,18 +82,23 @@ class Scene:
         )
 
 
-def rehearse(scene: Scene, device: str | None = None, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Run a step of the scene in this process, which can take part in no other job after it."""
+def rehearse(
+    scene: Scene,
+    device: str | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    run: Callable[[Scene, Mesh], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Run a step of the scene in this process, which can take part in no other job after it; or `run` the scene."""
     grid = loopback_mesh(scene.axes, device)
     try:
-        return play(scene, grid, say)
+        return run(scene, grid) if run else play(scene, grid, say)
     except torch.OutOfMemoryError as problem:
         return out_of_memory(scene, grid, problem)
 
 
 def out_of_memory(scene: Scene, grid: Mesh, problem: Exception) -> dict[str, Any]:
     """The report of a scene that does not fit."""
-    spec = _held_spec(scene)
+    spec = held_spec(scene)
     kernel = choose_kernel(scene.plan.kernel, grid.device, torch.bfloat16, spec.head_size).name
     predicted = step_memory(scene.job(spec, torch.bfloat16, kernel))
     return {
@@ -128,7 +133,7 @@ def play(
     if not scene.once:
         with meter, products if scene.bare else nullcontext():
             seconds = run_step(model, optimizer, batch)
-        peak = _peaks(meter, grid.device)
+        peak = seen_peak(meter, grid.device)
     if not scene.memory_only:
         steps: list[dict[str, float]] = []
         for _ in range(scene.repeats):
@@ -136,7 +141,7 @@ def play(
             with products if scene.bare and scene.once and not steps else nullcontext():
                 steps.append(run_step(model, optimizer, batch))
         seconds = {part: median(step[part] for step in steps) for part in steps[0]}
-    peak = peak or _peaks(meter, grid.device)
+    peak = peak or seen_peak(meter, grid.device)
     seconds["attention"] = clock.seconds()  # of the last step
     stage.held.clear()
     report = _report(scene, stage.spec, model, peak, {} if scene.memory_only else seconds)
@@ -147,16 +152,22 @@ AnyMeter = TypeVar("AnyMeter", bound=Meter)
 
 
 @dataclass(frozen=True)
-class Stage(Generic[AnyMeter]):
-    """A scene that is ready for its steps. The meter has seen all of it."""
+class Prepared(Generic[AnyMeter]):
+    """A model with its optimizer on the device. The meter has seen all of it."""
 
     spec: Spec  # of the model whose memory is held
     model: Model
     optimizer: torch.optim.Optimizer
-    batch: Batch
     meter: AnyMeter
     clock: TimedKernel
     held: list[Tensor]  # in the place of layers that do not run
+
+
+@dataclass(frozen=True)
+class Stage(Prepared[AnyMeter]):
+    """A scene that is ready for its steps: with tapes and a batch."""
+
+    batch: Batch
 
 
 def set_stage(
@@ -167,10 +178,36 @@ def set_stage(
     watch: Callable[[Kernel, AnyMeter], Kernel] = lambda kernel, _: kernel,
 ) -> Stage[AnyMeter]:
     """Put the model, its optimizer, its tapes and a batch onto the device, under a meter."""
-    spec = _held_spec(scene)
+    prepared = prepare(scene, grid, make_meter, absent_layers, watch=watch)
+    model, meter = prepared.model, prepared.meter
+    with meter:
+        model.allocate(scene.axes.shard, scene.tokens, say)
+        batch = model.shard(*scene_tokens(scene, model.spec))
+    begin_watching(meter, grid.device)
+    return Stage(**vars(prepared), batch=batch)
+
+
+def begin_watching(meter: Meter, device: torch.device) -> None:
+    """Look for a new peak from here on."""
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    meter.restart()
+
+
+def prepare(
+    scene: Scene,
+    grid: Mesh,
+    make_meter: Callable[[torch.device, torch.dtype], AnyMeter],
+    absent: Callable[[Job, Job], Bytes],
+    cache_place: str | None = None,
+    watch: Callable[[Kernel, AnyMeter], Kernel] = lambda kernel, _: kernel,
+) -> Prepared[AnyMeter]:
+    """Put the model and its optimizer onto the device, and hold what `absent` says of layers that do not run."""
+    spec = held_spec(scene)
     if scene.cap is not None:
         _cap(grid.device, scene.cap)
-    source = _source(scene, spec)
+    source = scene_source(scene, spec)
     meter = make_meter(grid.device, source.compute_dtype(grid.device))
     timed: list[TimedKernel] = []
 
@@ -179,30 +216,22 @@ def set_stage(
         return watch(FakeKernel(kernel) if scene.memory_only else timed[0], meter)
 
     with meter:
-        if scene.memory_only:
-            model = apply(source, scene.plan, grid, Substitutes(wrap, TILES_HELD, VISITS))
-        else:
-            model = apply(source, scene.plan, grid, Substitutes(wrap))
+        less = (TILES_HELD, VISITS) if scene.memory_only else (None, None)
+        model = apply(source, scene.plan, grid, Substitutes(wrap, *less, cache_place))
         mark_gradients(model.decoder)
         optimizer = make_optimizer(model, learning_rate=0.0)
-        held = _hold_absent(scene, spec, model)
-        model.allocate(scene.axes.shard, scene.tokens, say)
-        batch = model.shard(*_tokens(scene, spec))
-    synchronize(grid.device)
-    if grid.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    meter.restart()
-    return Stage(spec, model, optimizer, batch, meter, timed[0], held)
+        held = _hold_absent(scene, spec, model, absent)
+    return Prepared(spec, model, optimizer, meter, timed[0], held)
 
 
-def _hold_absent(scene: Scene, spec: Spec, model: Model) -> list[Tensor]:
+def _hold_absent(scene: Scene, spec: Spec, model: Model, absent_bytes: Callable[[Job, Job], Bytes]) -> list[Tensor]:
     """Memory in the place of what a rank holds of layers that do not run, all the time."""
     absent = spec.layers - model.spec.layers
     if absent == 0:
         return []
     job, running = (scene.job(which, model.dtype, model.kernel.name) for which in (spec, model.spec))
     tensors = []
-    for owner, size in absent_layers(job, running).items():
+    for owner, size in absent_bytes(job, running).items():
         with owned_by(owner):
             tensors.append(torch.empty(size, dtype=torch.uint8, device=model.mesh.device))
     return tensors
@@ -221,13 +250,13 @@ def _bare(model: Model, clock: TimedKernel, products: Products, seconds: dict[st
     }
 
 
-def _held_spec(scene: Scene) -> Spec:
+def held_spec(scene: Scene) -> Spec:
     """The model whose memory is held: with all its layers, or with those that run."""
     spec = read_spec(find_config(scene.model)[0])
     return spec if scene.hold_absent or scene.layers is None else spec.with_layers(min(scene.layers, spec.layers))
 
 
-def _source(scene: Scene, spec: Spec) -> ModelSource:
+def scene_source(scene: Scene, spec: Spec) -> ModelSource:
     layers = spec.layers if scene.layers is None else scene.layers
     if not 1 <= layers <= spec.layers:
         raise PlanError(
@@ -243,7 +272,7 @@ def _source(scene: Scene, spec: Spec) -> ModelSource:
     return ModelSource(some, {}, RandomWeights(some, 0), scene.dtype, None)
 
 
-def _tokens(scene: Scene, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:
+def scene_tokens(scene: Scene, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:
     """Random tokens, labels and the ids of their documents, as `Model.shard` takes them."""
     rows = scene.axes.shard, scene.tokens
     tokens = torch.randint(0, spec.vocab, rows, generator=torch.Generator().manual_seed(0))
@@ -277,7 +306,7 @@ def run_step(
     return seconds
 
 
-def _peaks(meter: Meter, device: torch.device) -> dict[str, int]:
+def seen_peak(meter: Meter, device: torch.device) -> dict[str, int]:
     """Bytes by owner at the peak; what kernels take for themselves, and what the allocator keeps beside."""
     found = {owner: size for owner, size in meter.peak.most_common() if size > 0 and owner != HOST}
     return with_allocator(found, device)
@@ -292,9 +321,23 @@ def with_allocator(found: dict[str, int], device: torch.device) -> dict[str, int
 
 
 def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], seconds: dict[str, float]) -> dict[str, Any]:
-    plan, grid, axes = model.plan, model.mesh, scene.axes
     job = scene.job(spec, model.dtype, model.kernel.name)
-    predicted = step_memory(job) if grid.gpu else None
+    predicted = step_memory(job) if model.mesh.gpu else None
+    return (
+        describe_scene(scene, spec, model, peak)
+        | {
+            "peak_bytes_predicted": predicted.total if predicted else None,
+            "memory_predicted": predicted.parts if predicted else None,
+            "host_bytes": host_bytes(job.tapes, job.tiles, gpu=True),
+            "disk_bytes": disk_bytes(job.tapes, job.tiles),
+        }
+        | (_speed(scene, model, seconds) if seconds else {})
+    )
+
+
+def describe_scene(scene: Scene, spec: Spec, model: Model, peak: dict[str, int]) -> dict[str, Any]:
+    """What was rehearsed on what, and the bytes at its peak by owner."""
+    plan, grid, axes = model.plan, model.mesh, scene.axes
     return {
         "model": scene.model,
         "tokens": scene.tokens,
@@ -309,13 +352,9 @@ def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], second
         "device": grid.device.type,
         "peak_bytes": sum(peak.values()),
         "peak_bytes_allocated": sum(peak.values()) - peak.get(ALLOCATOR, 0),
-        "peak_bytes_predicted": predicted.total if predicted else None,
         "memory": peak,
-        "memory_predicted": predicted.parts if predicted else None,
-        "host_bytes": host_bytes(job.tapes, job.tiles, gpu=True),
-        "disk_bytes": disk_bytes(job.tapes, job.tiles),
         "fits": True,  # else it would not have come this far
-    } | (_speed(scene, model, seconds) if seconds else {})
+    }
 
 
 def this_gpu(scene: Scene, device: torch.device) -> Gpu | None:

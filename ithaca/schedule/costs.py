@@ -8,8 +8,10 @@ it. They were counted in profiles of whole steps on an H200 (SmolLM2-135M at 64K
 `flash4`), which differ in layers, tiles and schedule, so that each constant below is a difference of two of them.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ithaca.parallel.axes import runs_alone
@@ -175,18 +177,24 @@ def mlp_tiles(job: "Job") -> int:
     return -(-job.block_tokens // job.tile)
 
 
+@lru_cache(maxsize=64)  # the planner's search asks for the same ones many times
+def counted(lengths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Each length with the number of documents that have it: a long sequence may have a million, of a few lengths."""
+    return tuple(Counter(lengths).items())
+
+
 def attention_flops(job: "Job") -> float:
     """Causal attention forward, half of each document's square, of the rank with most heads."""
     spec = job.spec
     uneven = max(map(len, job.split.q)) * job.axes.ulysses / spec.heads
-    attended = sum(length**2 for length in job.document_lengths) / job.tokens
+    attended = sum(count * length**2 for length, count in counted(job.document_lengths)) / job.tokens
     return 2 * spec.layers * spec.heads * spec.head_size * attended * local_tokens(job) * uneven
 
 
 def call_length(job: "Job", longest: int) -> float:
     """Tokens of a document that one kernel call sees, at most `longest`, on average over attention's FLOPs."""
-    lengths = job.document_lengths
-    return sum(length**2 * min(length, longest) for length in lengths) / sum(length**2 for length in lengths)
+    flops = [(length, count * length**2) for length, count in counted(job.document_lengths)]
+    return sum(part * min(length, longest) for length, part in flops) / sum(part for _, part in flops)
 
 
 def local_tokens(job: "Job") -> int:

@@ -10,6 +10,7 @@ functions. Planner, memory check, rehearsal and benchmarks take their figures fr
     passing_bytes(job)                    weights of other layers that a block gathers beside its own
     settles(job)                          whether the head's gradient is reduced before the last block goes backward
     peaks(job)                            bytes by owner at the peaks within a block
+    reading(job)                          the same in a pass without gradients, as one that reads prompts
     messages(job, layer)                  what a block sends, forward and backward
     work(job)                             FLOPs, bytes and GPU operations of a step
     exposed(job, computing, ulysses, ring)    seconds of computing with the part of the exchange that it cannot hide
@@ -172,6 +173,10 @@ class Job:
         """An MLP's backward pass over a tile: gate, up, their gradients and their product's; 3 hidden states."""
         return 5 * self.tile * self.spec.mlp * self.itemsize + 3 * self.hidden(self.tile)
 
+    def mlp_forward_bytes(self) -> int:
+        """An MLP's forward pass over a tile: gate, up and their product; 3 hidden states."""
+        return 3 * self.tile * self.spec.mlp * self.itemsize + 3 * self.hidden(self.tile)
+
     def projection_bytes(self, split: HeadSplit | None = None) -> int:
         """What a projection leaves for its backward pass: the normed x; with norms of q and k, these as well."""
         split = split or self.split
@@ -195,6 +200,8 @@ class Schedule(Protocol):
     def settles(self, job: Job) -> bool: ...
 
     def peaks(self, job: Job) -> dict[str, Bytes]: ...
+
+    def reading(self, job: Job) -> dict[str, Bytes]: ...
 
     def messages(self, job: Job, layer: int) -> tuple[list[Message], list[Message]]: ...
 

@@ -5,8 +5,7 @@ every context rank; each attends to the tokens that it holds, tile by tile, and 
 log-sum-exps, in the order of the ranks. So this is the same under every recipe and head split, and no K or V is held
 twice. K and V of new tokens are few: every context rank has all of them, in device memory.
 
-Memory: 2 · Hkv · D numbers for each local token and layer, on the device if that is at most half of its free memory,
-else in host memory with a few tiles on the device. Sent: o and the log-sum-exp of the new tokens, for each layer.
+decode_cost.py has what it takes, and where it lives. Sent: o and the log-sum-exp of the new tokens, for each layer.
 """
 
 from bisect import bisect_right
@@ -27,23 +26,11 @@ from ithaca.model.rotary import Rotary
 from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.layout import Layout
-from ithaca.schedule.job import Job
 from ithaca.schedule.sweep.call import Rotations
 from ithaca.schedule.tapes import Pass
-from ithaca.tape.spec import TapeSpec
 from ithaca.tape.tape import Tape
 
-CACHE = "cache"  # the name of the tapes
-SLOTS = 3  # tiles on the device if the tapes are in host memory: one in use, one arriving, one leaving
-
 Visits = list[tuple[slice, slice]]  # rows of new tokens, and the keys of a tile that they see
-
-
-def cache_tapes(job: Job, place: str) -> TapeSpec:
-    """The tapes of a cache: this rank's tokens with all key/value heads, for every layer."""
-    spec = job.spec
-    features = 2, spec.kv_heads, spec.head_size
-    return TapeSpec(CACHE, CACHE, place, tuple(range(spec.layers)), features, job.itemsize, False, SLOTS, False)
 
 
 class KVCache:

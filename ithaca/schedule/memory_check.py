@@ -50,15 +50,20 @@ def check_memory(job: Job, tapes: Sequence[TapeSpec], device: torch.device, node
         _check_disks(job, tapes, node)
 
 
-def check_cache(job: Job, needed: int, ranks: int) -> None:
-    """Raise an error if K and V of all layers, which need so many bytes of this node's memory, do not fit it."""
+def check_cache(job: Job, tapes: Sequence[TapeSpec], device: torch.device, node: NodeTapes) -> None:
+    """Raise an error if the tapes for prompts (decode_cost.py) do not fit this device or this node's memory."""
     budget, reason = _host_budget(job)
-    if needed > budget:
-        tokens, of = job.layout.padded, f" for the {ranks} ranks of this node" if ranks > 1 else ""
-        raise PlanError(
-            f"K and V of all layers for prompts of {tokens} tokens need {format_bytes(needed)}{of}, and {reason} is "
-            f"{format_bytes(budget)}: {tokens * budget // needed} tokens would fit, or more ranks that share a sequence"
-        )
+    places = [(node.bytes, budget, reason, f" for the {node.ranks} ranks of this node" if node.ranks > 1 else "")]
+    if device.type == "cuda":
+        places.append((device_bytes(tapes, job.tiles), free_device_memory(device), "the GPU's free memory", ""))
+    for needed, free, reason, of in places:
+        if needed > free:
+            tokens = job.layout.padded
+            raise PlanError(
+                f"K and V of all layers for prompts of {tokens} tokens need {format_bytes(needed)}{of}, and {reason} "
+                f"is {format_bytes(free)}: {tokens * free // needed} tokens would fit, or more ranks that share a "
+                "sequence"
+            )
 
 
 def free_device_memory(device: torch.device) -> int:

@@ -18,8 +18,8 @@ from ithaca.parallel.agree import least, on_this_node, together
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.mesh import Mesh
 from ithaca.plans.plan import Plan
+from ithaca.schedule.decode_cost import cache_place, cache_tapes
 from ithaca.schedule.job import Job
-from ithaca.schedule.kv_cache import cache_tapes
 from ithaca.schedule.memory_check import NodeTapes, check_cache, check_memory, describe_tapes, free_device_memory
 from ithaca.schedule.sweep.rebuild import rebuilds_of
 from ithaca.schedule.tapes import Tapes
@@ -45,8 +45,13 @@ class Reservation:
         engine: Engine,
         tiles_held: int | None,
         outside_inference: Callable[[], AbstractContextManager[None]],
+        place: str | None = None,
     ):
-        """`tiles_held`: tiles of each host or disk tape in memory, in a rehearsal of memory; None: all."""
+        """`tiles_held`: tiles of each host or disk tape in memory, in a rehearsal of memory; None: all.
+
+        `place`: of the K/V cache; None: as `cache_place` says.
+        """
+        self._place = place
         self._spec, self._plan, self._mesh, self._dtype, self._engine = spec, plan, mesh, dtype, engine
         self._axes = mesh.axes
         self._tiles_held, self._outside_inference = tiles_held, outside_inference
@@ -115,11 +120,20 @@ class Reservation:
         if self._cache and self._cache[1].tiles == job.tiles:
             return self._cache[1]
         self.free_cache()
-        spec = cache_tapes(job, self._cache_place(job))
+        spec = self.check_cache(tokens)
         with self._outside_inference():
             make = partial(Tapes, [spec], {}, job.tiles, self._dtype, self._engine, lambda _: None, self._tiles_held)
             self._cache = spec, together(self._mesh.group, make)
         return self._cache[1]
+
+    def check_cache(self, tokens: int) -> TapeSpec:
+        """Return the tapes for K and V of all layers, or raise the error that `cache` would raise. Collective."""
+        job = self.job(tokens)
+        spec = cache_tapes(job, self._cache_place(job))
+        hosted = host_bytes([spec], job.tiles, self._mesh.gpu) if self._tiles_held is None else 0
+        node = NodeTapes(*on_this_node(self._mesh.group, hosted))
+        together(self._mesh.group, lambda: check_cache(job, [spec], self._mesh.device, node))
+        return spec
 
     def free_cache(self) -> None:
         """Free the tapes of the last prompts."""
@@ -127,14 +141,19 @@ class Reservation:
             self._cache[1].close()
         self._cache = None
 
+    def free_tapes(self) -> None:
+        """Free all tapes that no pass waits for; the next pass allocates its own again."""
+        self.free_cache()
+        for training in [training for training, tapes in self._tapes.items() if not tapes.busy]:
+            self._tapes.pop(training).close()
+
     def _cache_place(self, job: Job) -> str:
-        """Where K and V of all layers live: on the device if they take at most half of what is free there."""
-        group, needed = self._mesh.group, cache_tapes(job, "device").bytes_of(job.tiles.length)
-        if self._mesh.gpu and 2 * needed <= least(group, free_device_memory(self._mesh.device))[0]:
-            return "device"
-        node, ranks = on_this_node(group, needed)
-        together(group, lambda: check_cache(job, node, ranks))
-        return "host" if self._mesh.gpu else "device"
+        """Where K and V of all layers live: on a GPU as `cache_place` says, if there is room now, else on its host."""
+        if self._place or not self._mesh.gpu:
+            return self._place or "device"
+        needed = cache_tapes(job, "device").bytes_of(job.tiles.length)
+        free = least(self._mesh.group, free_device_memory(self._mesh.device))[0]
+        return cache_place(job) if needed <= free else "host"
 
     def check_memory(self, tokens: int) -> None:
         """Raise the error that `allocate` would raise if memory is short, without allocating."""

@@ -75,29 +75,43 @@ def step_memory(job: Job) -> Memory:
     peaks = {name: always + phase for name, phase in phases(job)}
     name = max(peaks, key=lambda name: peaks[name].total())
     parts = {owner: round(size) for owner, size in peaks[name].items() if size}
-    parts[ALLOCATOR] = round(_left_over(job))
+    parts |= left_over(job)
     host = host_bytes(job.tapes, job.tiles, gpu=True) + host_states(job)
     return Memory(parts, name, host, disk_bytes(job.tapes, job.tiles), job.tapes, job.tiles)
 
 
 def resident(job: Job) -> Bytes:
     """What lies on the device all the time: states, tapes, the batch, and what layers that do not run would hold."""
-    plan, block, table = job.plan, block_parameters(job), table_parameters(job)
+    block = block_parameters(job)
     kv, others = ([tape for tape in job.tapes if (tape.option == "kv") == wanted] for wanted in (True, False))
-    moments = moment_slot_bytes(max(block.largest, table.largest)) if plan.optimizer == "host" else 0
+    states, slots = rank_states(job, moments=True)
     passing = 0 if _alone(job) else job.costs.passing_bytes(job)
     return Counter(
         {
-            STATES: job.high * (job.spec.layers * block.mine + table.mine) * (1 + _moments_here(job)),
+            STATES: states,
             KEYS: device_bytes(kv, job.tiles),
-            TAPES: device_bytes(others, job.tiles) + moments,
+            TAPES: device_bytes(others, job.tiles) + slots,
             BLOCKS: _absent_kept(job, job.layers_running),
             GRADIENTS: job.high * ((job.spec.layers - job.layers_running) * block.mine + _stays(job)),
-            GATHERED: passing + _kept_weights(job, job.spec.layers * block.all + table.all),
+            GATHERED: passing + kept_weights(job),
             BATCH: PER_TOKEN * job.tiles.length,
             KERNELS: LIBRARIES,
         }
     )
+
+
+def rank_states(job: Job, moments: bool) -> tuple[int, int]:
+    """Device bytes of this rank's weights and moments, and of the slots that host moments pass through."""
+    block, table = block_parameters(job), table_parameters(job)
+    mine = job.spec.layers * block.mine + table.mine
+    hosted = moments and job.plan.optimizer == "host"
+    slots = moment_slot_bytes(max(block.largest, table.largest)) if hosted else 0
+    return job.high * mine * (1 + moments * _moments_here(job)), slots
+
+
+def kept_weights(job: Job) -> int:
+    """Bytes of all weights that stay gathered during a step."""
+    return _kept_weights(job, job.spec.layers * block_parameters(job).all + table_parameters(job).all)
 
 
 def _stays(job: Job) -> int:
@@ -206,11 +220,15 @@ def _loss_phases(job: Job) -> Iterator[tuple[str, Bytes]]:
 
 def _open_block(job: Job) -> Bytes:
     """A block's gathered weights, the next one's on their way, the sums of its gradients; a tied model's table."""
+    return Counter({GATHERED: gathered_weights(job), BLOCKS: job.high * block_parameters(job).all})
+
+
+def gathered_weights(job: Job) -> int:
+    """Bytes of a block's gathered weights and of the next one's on their way; of a tied model's table, too."""
     prefetches = job.axes.parameter > 1 and job.layers_running > 1
-    block = block_parameters(job).all
-    gathered = 0 if job.plan.zero < 3 else block * (2 if prefetches else 1)
+    gathered = 0 if job.plan.zero < 3 else block_parameters(job).all * (2 if prefetches else 1)
     table = table_parameters(job).unit if job.spec.tied and job.plan.zero == 3 else 0
-    return Counter({GATHERED: job.itemsize * (gathered + table), BLOCKS: job.high * block})
+    return job.itemsize * (gathered + table)
 
 
 def host_states(job: Job) -> int:
@@ -227,6 +245,11 @@ def _moments_here(job: Job) -> int:
 def moment_slot_bytes(largest: int) -> int:
     """Device memory of the slots for host moments; `largest`: elements of the rank's largest shard."""
     return MOMENTS * MOMENT_SLOTS * min(MOMENT_TILE, largest) * FP32
+
+
+def left_over(job: Job) -> Bytes:
+    """What the allocator keeps beside tensors."""
+    return Counter({ALLOCATOR: round(_left_over(job))})
 
 
 def _left_over(job: Job) -> float:

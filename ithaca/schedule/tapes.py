@@ -13,6 +13,7 @@ import torch
 from ithaca.base.owners import HOST, KEYS, TAPES, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.base.tiles import Tiles
+from ithaca.schedule.decode_cost import CACHE
 from ithaca.schedule.sweep.rebuild import Home, Rebuild
 from ithaca.tape.disk import Disk, DiskTape
 from ithaca.tape.engine import Engine
@@ -55,7 +56,7 @@ class Tapes:
         self._slots: dict[str, Slots] = {}
         self._tapes: dict[str, dict[int, Tape]] = {}
         for spec in specs:
-            with owned_by(KEYS if spec.option == "kv" else TAPES):
+            with owned_by(KEYS if spec.option in ("kv", CACHE) else TAPES):
                 self._tapes.setdefault(spec.name, {}).update(self._allocate(spec))
         features = next((spec.features for spec in specs if spec.name == "residual"), ())  # as those of x
         self._homes = {
@@ -200,7 +201,7 @@ class Pass:
     @property
     def cache(self) -> list[Tape]:
         """K and V of each layer, kept for new tokens."""
-        return [tape for _, tape in sorted(self._tapes["cache"].items())]
+        return [tape for _, tape in sorted(self._tapes[CACHE].items())]
 
     @property
     def kv_gradients(self) -> list[Tape]:

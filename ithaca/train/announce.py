@@ -47,3 +47,5 @@ def describe_run(run: "TrainingRun") -> Iterator[str]:
         yield f"Continuing from the checkpoint of step {run.done}"
     if run.validation:
         yield run.validation.describe()
+    if run.tasks:
+        yield run.tasks.describe()

@@ -29,10 +29,10 @@ from ithaca.base.shell import continue_command
 from ithaca.config import Config
 from ithaca.train.conclusion import stopped_at_once
 from ithaca.train.elastic import leave
-from ithaca.train.loop import train
 from ithaca.train.origin import Origin, check_origin, find_origin
 from ithaca.train.processes import Watch, run_ranks
 from ithaca.train.report import tell
+from ithaca.train.run import train
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import Step, read_step
 from ithaca.train.start import load_source
@@ -52,14 +52,16 @@ def launch(
     nodes: int | None = None,
     meeting_place: str | None = None,
     origin: Origin | None = None,
-) -> None:
-    """Train on this machine's GPUs, or on `ranks` processes, or as one rank under torchrun or srun."""
+) -> Path:
+    """Train on this machine's GPUs, or on `ranks` processes, or as one rank under torchrun or srun.
+
+    Return the run folder.
+    """
     if nodes is not None or meeting_place is not None:
         _refuse_nodes(nodes, meeting_place)
     if starter := find_starter(config):
-        _join(config, ranks, path, fresh, starter, origin)
-    else:
-        _launch_alone(config, ranks, path, fresh, origin)
+        return _join(config, ranks, path, fresh, starter, origin)
+    return _launch_alone(config, ranks, path, fresh, origin)
 
 
 def find_starter(config: Config) -> str | None:
@@ -93,7 +95,7 @@ def _refuse_nodes(nodes: int | None, meeting_place: str | None) -> NoReturn:
     raise ConfigError(f"{words} is not an option any more: start on each node {torchrun_line(count, host)}")
 
 
-def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: bool, origin: Origin | None) -> None:
+def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: bool, origin: Origin | None) -> Path:
     count = count_ranks(config, ranks)
     folder = RunFolder(path or _new_folder(config))
     if fresh and origin:
@@ -107,6 +109,7 @@ def _launch_alone(config: Config, ranks: int | None, path: Path | None, fresh: b
             train(config, folder.path, origin=origin)
         else:
             _start(config, count, folder.path, origin)
+    return folder.path
 
 
 @contextmanager
@@ -124,7 +127,7 @@ def _set_aside(folder: RunFolder) -> Iterator[None]:
 
 def _join(
     config: Config, ranks: int | None, path: Path | None, fresh: bool, starter: str, origin: Origin | None
-) -> None:
+) -> Path:
     """Train as one rank of a job that torchrun or srun started."""
     if ranks is not None:
         raise ConfigError(
@@ -138,6 +141,7 @@ def _join(
         train(config, path, origin=origin)
     except LostRankError as lost:
         leave(f"error: {lost}; continue from the last checkpoint with {continue_command(path)}")
+    return path
 
 
 def _check_environment() -> None:

@@ -1,18 +1,15 @@
-"""A training run from its configuration to its last checkpoint. Every rank calls `train`."""
+"""The steps of a run, or of a stage of it, and what happens between them: validations, tasks, checkpoints."""
 
-import gc
 import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ithaca.assemble import Model
-from ithaca.base.allocator import use_expandable_segments
-from ithaca.base.errors import ConfigError, IthacaError, LostRankError, RunError
+from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.shell import continue_command
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.files import own_validation
@@ -24,97 +21,31 @@ from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.balance import describe_work
 from ithaca.parallel.batch import Batch, check_rows
-from ithaca.parallel.hangs import Roll, answering, lost_touch, set_timeout, step_seconds, timeout
-from ithaca.parallel.joining import JOIN_SECONDS
-from ithaca.parallel.mesh import Mesh, mesh
+from ithaca.parallel.hangs import Roll, lost_touch, set_timeout, step_seconds, timeout
+from ithaca.parallel.mesh import Mesh
 from ithaca.schedule.marks import OPTIMIZER, StepMarks, make_marks
 from ithaca.train.announce import describe_run
 from ithaca.train.conclusion import stopped_at_once, tell_conclusion
 from ithaca.train.disk import check_disks
-from ithaca.train.elastic import leave
 from ithaca.train.learning_rate import is_settled, learning_rate
 from ithaca.train.live_line import LiveLine
 from ithaca.train.loader import Loader
 from ithaca.train.loss_watch import LossWatch
 from ithaca.train.metrics import explain_out_of_memory, gpu_peak_flops, step_metrics, step_ring_work
-from ithaca.train.opening import open_run
 from ithaca.train.origin import Origin, adopt, warn_of_seen_documents
 from ithaca.train.record import check_record, list_changes, make_record
 from ithaca.train.report import Progress
-from ithaca.train.run_folder import VALIDATION, RunFolder, check_shared
-from ithaca.train.sinks import Sinks, check_report, open_sinks
+from ithaca.train.run_folder import VALIDATION, RunFolder
+from ithaca.train.sinks import Sinks, open_sinks
 from ithaca.train.stages import OtherStage, Span, span_of
 from ithaca.train.start import (
-    FreeMemory,
     describe_rope,
-    free_memory,
 )
 from ithaca.train.step_profile import StepProfile, check_step
 from ithaca.train.stop import StopRequest, write_error
+from ithaca.train.tasks import Tasks, describe_scores, task_metrics
 from ithaca.train.unlearned import Unlearned, with_labels
 from ithaca.train.validation import Validation, measure, metrics_of
-
-
-def train(config: Config, path: Path, launched: bool = False, origin: Origin | None = None) -> None:
-    """Train in a run folder on this job's ranks, from its last checkpoint on if it has one.
-
-    `launched`: a launcher of ours started this rank, and ends it at a second Ctrl-C (stop.py). `origin`: the run whose
-    checkpoint a new run starts from.
-    """
-    use_expandable_segments()
-    device, longer = None if config.train.device == "auto" else config.train.device, config.run.timeout or 0
-    share = config.run.share_gpus
-    grid = mesh(**vars(config.mesh), device=device, timeout=max(longer, JOIN_SECONDS), share_gpus=share)
-
-    def end(lost: LostRankError) -> None:
-        again = f"; continue from the last checkpoint with {continue_command(path)}"
-        leave(str(lost) if launched else f"error: {lost}{again}")  # our launcher restarts the run
-
-    with answering(grid.group, end) as roll:
-        _train(config, RunFolder(path), grid, launched, roll, origin)
-
-
-def _train(config: Config, run: RunFolder, grid: Mesh, launched: bool, roll: Roll, given_origin: Origin | None) -> None:
-    lock = together(grid.group, lambda: run.hold() if grid.rank == 0 else None)
-    refused = False
-    try:
-        together(grid.group, lambda: check_report(config.run.report) if grid.rank == 0 else None)
-        check_shared(run, lock, grid)
-        memory = free_memory(grid)
-        while _train_stage(config, run, grid, memory, launched, roll, given_origin):
-            gc.collect()  # the model of the stage before, with its tapes and its optimizer
-            memory = free_memory(grid)
-    except IthacaError as error:
-        refused = not isinstance(error, LostRankError)
-        raise
-    finally:
-        if lock:
-            run.release(refused)
-
-
-def _train_stage(
-    config: Config, run: RunFolder, grid: Mesh, memory: FreeMemory, launched: bool, roll: Roll, given: Origin | None
-) -> bool:
-    """Train the stage that the run is in, or all of a run without stages. Return whether another stage follows."""
-    found = open_run(config, run, grid, memory, given)
-    try:
-        training = TrainingRun(
-            found.config,
-            run,
-            found.model,
-            found.data,
-            found.rows,
-            found.why,
-            found.origin,
-            found.held_out,
-            found.profile,
-            found.span,
-        )
-    except OtherStage as other:
-        for text in other.args if grid.rank == 0 else ():
-            write_error(f"warning: {text}")
-        return True
-    return not training.go(launched, roll) and not found.span.is_last
 
 
 class TrainingRun:
@@ -134,10 +65,12 @@ class TrainingRun:
         held_out: Windows | None = None,
         profile: StepProfile | None = None,
         span: Span | None = None,
+        tasks: Tasks | None = None,
     ):
         """`why`: the planner's lines about a Plan that it chose. `origin`: the run that a new run starts from.
 
         `held_out`: what to validate on, if the run does. `profile`: of one of its steps. `span`: the stage, if any.
+        `tasks`: to run between steps.
         """
         self.config, self.folder, self.model, self.data = config, folder, model, data
         assert is_settled(config.train)
@@ -149,6 +82,9 @@ class TrainingRun:
         self.profile = profile or StepProfile(None, folder.path, self.mesh.device, model.dtype)
         check_rows(self.pass_size()[0], self.mesh)
         model.check_memory(*self.pass_size())
+        self.tasks = tasks
+        if tasks:
+            tasks.check_memory(model)
         self.disk_seconds, slow = check_disks(model, config, data)
         # The tapes are allocated last: until then, nothing else may take their memory
         tape_bytes = model.host_bytes(*self.pass_size())
@@ -176,6 +112,8 @@ class TrainingRun:
         self.unlearned = Unlearned(manifest or {})
         self.validated = own_validation(manifest) is not None  # whether the checkpoint's own step was
         self.validation = self._make_validation(held_out, manifest or {}) if held_out else None
+        if tasks:
+            tasks.resume(manifest or {})
         self.past: dict[str, Any] = {
             key: manifest[key] for key in ("origin", "history") if manifest and key in manifest
         }
@@ -231,7 +169,8 @@ class TrainingRun:
 
     def go(self, launched: bool, roll: Roll) -> bool:
         """Do all steps that are left, save, and release everything, also after an error. Return whether it stopped."""
-        together(self.mesh.group, lambda: self.folder.cut_metrics(self.done, self.validated) if self.first else None)
+        known = self.validated, self.tasks is None or self.tasks.last == self.done
+        together(self.mesh.group, lambda: self.folder.cut_metrics(self.done, *known) if self.first else None)
         self.loss_watch = LossWatch(self.config.train, self.folder.read_metrics() if self.first else ())
         self.sinks = together(
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
@@ -249,6 +188,8 @@ class TrainingRun:
             self.checkpoints.prune()  # not before: until here the start may be refused, and must lose nothing
             if self._validate(roll) and self.validation:
                 self.checkpoints.add_note(self.done, self.validation.note())  # it was written without its loss
+            if self._evaluate(roll) and self.tasks:
+                self.checkpoints.add_note(self.done, self.tasks.note())
             stopped = self._steps(roll)
             self.profile.finish(self)
             self._save()
@@ -292,8 +233,8 @@ class TrainingRun:
         every = self.config.run.checkpoint_every
         self.folder.begin_steps()
         self.profile.begin(self)
-        if self.validation and self.done < self.span.last and self.stop.agreed():
-            return True  # a user broke off the validation before the first step
+        if (self.validation or self.tasks) and self.done < self.span.last and self.stop.agreed():
+            return True  # a user broke off what comes before the first step
         while self.done < self.span.last:
             with roll.limit(self.timeout), self.profile.watch(self):
                 metrics = self._step()
@@ -301,6 +242,7 @@ class TrainingRun:
             self.profile.add(self, metrics)
             self._report_problem(final=False)
             best = self._validate(roll)
+            self._evaluate(roll)
             if self.stop.agreed() and self.done < self.steps:
                 return True
             if best or (every and self.done % every == 0 and self.done < self.span.last):
@@ -326,6 +268,28 @@ class TrainingRun:
         self.progress.say(f"Validation after step {self.done}: loss {found.loss:.4f}{lowest}")
         self.sinks.write(metrics_of(self.done, found, time.perf_counter() - began))
         return best
+
+    def _evaluate(self, roll: Roll) -> bool:
+        """Run the tasks if they are due. Return whether their scores are there."""
+        tasks = self.tasks
+        if tasks is None or not tasks.due(self.done, self.span.first, self.span.last):
+            return False
+        began = time.perf_counter()
+        limit, stopped, tell = lambda: roll.limit(self.timeout), self.stop.agreed, self.progress.place
+        found = tasks.measure(self.model, limit, tell, stopped)
+        at_end = self.done == self.span.last
+        if found is None:
+            if at_end and not self.span.is_last:
+                self.progress.warn(tasks.describe_loss(self.done, self.folder.path))
+            return False
+        tasks.last = self.done
+        for text in tasks.table(found) if at_end else describe_scores(self.done, found):
+            self.progress.say(text)
+        self.sinks.write(task_metrics(self.done, found, time.perf_counter() - began))
+        if at_end and self.first:
+            folder = self.folder.path / "evaluation" / f"step-{self.done}"
+            self.progress.say(tasks.write(folder, str(self.folder.path), self.done, found))
+        return True
 
     def _publish(self, metrics: dict[str, Any]) -> None:
         """Show and write the metrics of a step. If the run folder is lost, ask all ranks to stop."""
@@ -413,7 +377,7 @@ class TrainingRun:
         """Begin a checkpoint of this step, unless there is one."""
         if self.saved != self.done:
             record = make_record(self.config, self.data, self.model)
-            noted = self.validation.note() if self.validation else {}
+            noted = (self.validation.note() if self.validation else {}) | (self.tasks.note() if self.tasks else {})
             self.checkpoints.save(self.done, record | self.unlearned.note(self.done) | self.past | noted)
             self.saved = self.done
 

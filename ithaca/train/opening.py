@@ -14,6 +14,7 @@ from ithaca.train.run_folder import RunFolder
 from ithaca.train.stages import Span, span_of
 from ithaca.train.start import FreeMemory, check_data, check_vocabulary, open_data, open_rows, open_source, settle
 from ithaca.train.step_profile import StepProfile, open_profile
+from ithaca.train.tasks import Tasks, open_tasks
 from ithaca.train.validation import open_validation
 
 
@@ -30,6 +31,7 @@ class Opened:
     held_out: Windows | None  # what to validate on
     profile: StepProfile
     span: Span
+    tasks: Tasks | None  # to run between its steps
 
 
 def open_run(config: Config, run: RunFolder, grid: Mesh, memory: FreeMemory, given: Origin | None) -> Opened:
@@ -48,7 +50,8 @@ def open_run(config: Config, run: RunFolder, grid: Mesh, memory: FreeMemory, giv
     source = together(grid.group, lambda: open_source(config, described, resumed, data))
     if held_out:
         together(grid.group, lambda: check_vocabulary(source, held_out.data))
+    tasks = together(grid.group, lambda: open_tasks(config, source))
     profile = open_profile(config, run.path, grid, source)
     with profile.building():
         model = apply(source, plan, grid)
-    return Opened(config, model, data, rows, why, origin, held_out, profile, span)
+    return Opened(config, model, data, rows, why, origin, held_out, profile, span, tasks)

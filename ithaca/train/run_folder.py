@@ -38,6 +38,7 @@ LOCK_SECONDS = 20  # to wait for the lock: an interrupted job may hold it a litt
 SEE_SECONDS = 30.0  # to wait for a file: network file systems may cache its absence for so long
 ASK_SECONDS = 0.2
 VALIDATION = "validation_loss"  # what tells a line of a validation from that of a step
+TASKS = "tasks_seconds"  # the same of an evaluation of tasks
 
 
 class RunFolder:
@@ -248,25 +249,31 @@ class RunFolder:
                 raise ConfigError(f"'{self.path}' cannot be renamed to '{aside}' ({why}): name another --run") from None
         return aside
 
-    def cut_metrics(self, step: int, validated: bool = False) -> None:
+    def cut_metrics(self, step: int, validated: bool = False, evaluated: bool = False) -> None:
         """Keep the metrics of the first `step` steps. A line that a kill left half-written is dropped, too.
 
-        `validated`: whether the validation after the last of them is known; else it will be made again.
+        `validated`, `evaluated`: whether the validation and the tasks after the last of them are known; else they will
+        be made again.
         """
+        known = {VALIDATION: validated, TASKS: evaluated}
         try:
             lines = [line for line in self._read_lines() if line["step"] <= step]
-            kept = [line for line in lines if VALIDATION not in line or line["step"] < step or validated]
+            kept = [line for line in lines if line["step"] < step or all(known[name] for name in known if name in line)]
         except OSError as problem:
             raise RunError(f"'{self.metrics}' cannot be read ({problem.strerror}): move it away") from None
         replace_text(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return one object per step. Lines that are not JSON objects with a step are skipped."""
-        return [line for line in self._read_lines() if VALIDATION not in line]
+        return [line for line in self._read_lines() if VALIDATION not in line and TASKS not in line]
 
     def read_validations(self) -> list[dict[str, Any]]:
         """Return one object per validation, from the same file."""
         return [line for line in self._read_lines() if VALIDATION in line]
+
+    def read_evaluations(self) -> list[dict[str, Any]]:
+        """Return one object per evaluation of tasks, from the same file."""
+        return [line for line in self._read_lines() if TASKS in line]
 
     def _read_lines(self) -> list[dict[str, Any]]:
         if kind := not_a_file(self.metrics):

@@ -7,7 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from ithaca.base.errors import RunError
 from ithaca.bench import ask, child
+from ithaca.planner.hardware import RUNTIME
 from tests.nursery import Nursery
 
 
@@ -51,3 +56,16 @@ def test_processes_that_do_not_answer(nursery: Nursery, tmp_path: Path) -> None:
     assert hung in ("ended after 0 s", "ended after 1 s", "ended after 2 s")
     assert failed == "{'error': 'ValueError: too wide'}"
     assert "no-such" in refused
+
+
+@pytest.mark.parametrize(("others", "refused"), [(0, False), (60, False), (62, True)])
+def test_memory_of_other_programs_is_no_answer(monkeypatch: pytest.MonkeyPatch, others: int, refused: bool) -> None:
+    """On a GPU of 141 GB under a cap of 80 GB, a row fails by itself only if the others leave that much."""
+    free = 141 * 10**9 - others * 10**9 - 70 * 10**9 - RUNTIME
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 141 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 70 * 10**9)
+    if not refused:
+        child._check_shared(torch.device("cuda"), 80 * 10**9)
+        return
+    with pytest.raises(RunError, match=r"other programs hold 62.0 GB .* cap of 80 GB: stop them, or give --cap 79GB"):
+        child._check_shared(torch.device("cuda"), 80 * 10**9)

@@ -19,6 +19,7 @@ from ithaca.evaluate.score import Scored, score
 from ithaca.evaluate.tasks import CANDIDATES, DEPTHS, TASKS, Sample, chances, make_sample, shortest
 from tests.models import make_model, save, save_tokenizer
 from tests.nursery import Nursery
+from tests.sampling import sampled
 
 BYTES = English("bytes", lambda text: [*text.encode()], lambda ids: bytes(ids).decode(errors="replace"), [])
 VOCAB = 97
@@ -236,9 +237,10 @@ def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
     monkeypatch.setattr(long_context, "score", known)
-    monkeypatch.setattr(Knowing, "free_prompts", lambda _: None, raising=False)
+    monkeypatch.setattr(Knowing, "free_tapes", lambda _: None, raising=False)
     options, words = TaskOptions(tasks=("needle", "values"), count=10), Synthetic(VOCAB)
     found = measure_tasks(Knowing(), words, options, (64, 128))  # pyrefly: ignore
+    assert found is not None
     assert [task["effective_length"] for task in found] == [64, 64]
     needle, values = found
     assert [(row["likelihood"], row["greedy"]) for row in needle["lengths"]] == [(1, 1), (0, 0)]
@@ -303,36 +305,55 @@ def test_wrong_inputs(nursery: Nursery, folder: Path, tmp_path: Path, name: str)
     assert "Traceback" not in end.err
 
 
-def test_losses_by_position_equal_transformers(nursery: Nursery, tmp_path: Path) -> None:
-    """In float32, to 1e-5, bucket by bucket, under Plans and ranks."""
+EDGES = (0, 1024, 2048, 3500)
+
+
+@pytest.fixture(scope="module")
+def by_position(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], list[int]]:
+    """A folder with a model and a token file; the mean losses and the labels by position, by `transformers`."""
     import transformers
 
     from ithaca.data.preparation.prepare import prepare
     from ithaca.data.reader import open_tokens
 
-    save(make_model("llama3", vocab_size=256, num_hidden_layers=2), tmp_path / "model")
-    (tmp_path / "a.txt").write_text("sing in me, muse, " * 180)
-    (tmp_path / "b.txt").write_text("and through me tell the story " * 40)
-    prepare([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "t.tokens")
+    top = tmp_path_factory.mktemp("positions")
+    save(make_model("llama3", vocab_size=256, num_hidden_layers=2), top / "model")
+    (top / "a.txt").write_text("sing in me, muse, " * 180)
+    (top / "b.txt").write_text("and through me tell the story " * 40)
+    prepare([top / "a.txt", top / "b.txt"], top / "t.tokens")
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", dtype=torch.float32, attn_implementation="eager"
+        top / "model", dtype=torch.float32, attn_implementation="eager"
     )
-    file, edges = open_tokens(tmp_path / "t.tokens"), (0, 1024, 2048, 3500)
-    sums, counts = [0.0] * 3, [0] * 3
+    file, sums, counts = open_tokens(top / "t.tokens"), [0.0] * 3, [0] * 3
     for start, stop in pairwise(file.bounds().tolist()):
         ids = torch.from_numpy(file.read(start, stop).tokens.astype(np.int64))[None]
         with torch.no_grad():
             losses = F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
-        for bucket, (low, high) in enumerate(pairwise(edges)):
+        for bucket, (low, high) in enumerate(pairwise(EDGES)):
             part = losses[max(low - 1, 0) : high - 1]  # label i + 1 has seen i + 1 tokens
             sums[bucket] += part.double().sum().item()
             counts[bucket] += len(part)
-    sweep = ("--set", "plan.recipe=sweep", "--set", "plan.chunk=1000", "--set", "mesh.ulysses=2")
-    for words in (("--ranks", "1", "--set", "plan.recipe=dense"), ("--ranks", "2", *sweep)):
-        more = ("--tokens", "3500", "--set", "train.device=cpu", "--set", "model.dtype=float32", "--json")
-        end = nursery.command("evaluate", "model", "t.tokens", *words, *more, folder=tmp_path)
-        assert end.code == 0, end.err
-        rows = json.loads(end.out)["positions"]
-        assert [row["labels"] for row in rows] == counts
-        for row, total, count in zip(rows, sums, counts, strict=True):
-            assert abs(row["loss"] - total / count) < 1e-5
+    return top, [total / count for total, count in zip(sums, counts, strict=True)], counts
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world"),
+    sampled(
+        [(recipe, world) for recipe in ("dense", "ulysses", "sweep") for world in (1, 2, 4)],
+        lambda *case: case in {("dense", 1), ("sweep", 2), ("ulysses", 4)},
+    ),
+)
+def test_losses_by_position_equal_transformers(nursery: Nursery, by_position, recipe: str, world: int) -> None:
+    """In float32, to 1e-5, bucket by bucket, under Plans and ranks."""
+    folder, wanted, counts = by_position
+    options = ["train.device=cpu", "model.dtype=float32", f"plan.recipe={recipe}"]
+    options += ["plan.chunk=1000"] if recipe == "sweep" else []
+    options += [] if recipe == "dense" else [f"mesh.ulysses={world}"]
+    words = [word for option in options for word in ("--set", option)]
+    end = nursery.command(
+        "evaluate", "model", "t.tokens", "--ranks", str(world), "--tokens", "3500", "--json", *words, folder=folder
+    )
+    assert end.code == 0, end.err
+    rows = json.loads(end.out)["positions"]
+    assert [row["labels"] for row in rows] == counts
+    assert [row["loss"] for row in rows] == pytest.approx(wanted, abs=1e-5)

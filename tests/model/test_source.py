@@ -211,3 +211,12 @@ def test_host_peak_of_a_load(ranks, world: int, dtype: torch.dtype, tmp_path: Pa
     for peak, shards in ranks(world).run(load_peak, folder):
         assert shards >= 250e6 / world * 0.9
         assert peak <= shards + largest + 8e6
+
+
+@pytest.mark.parametrize(("preset", "deviation"), [("needles", 0.1), ("tiny", 0.02)])
+def test_a_preset_may_have_larger_random_weights(preset: str, deviation: float) -> None:
+    source = ithaca.load_model(preset)
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = torch.empty(dict(source.spec.shapes())[name])
+    source.weights.read(name, range(len(weight)), weight)
+    assert weight.std().item() == pytest.approx(deviation, rel=0.05)

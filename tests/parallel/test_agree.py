@@ -32,7 +32,7 @@ def kernels_of_two_nodes(folder: Path) -> str:
     """One node has a package that the other has not: `auto` takes another kernel there."""
     name = ("torch-cpu", "naive")[dist.get_rank()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ithaca.assemble.choose_kernel", lambda *_: make_kernel(name))
+        patch.setattr("ithaca.assemble.model.choose_kernel", lambda *_: make_kernel(name))
         with pytest.raises(PlanError) as refused:
             ithaca.apply(ithaca.load_model(folder, "float32"), ithaca.Plan(), ithaca.mesh(device="cpu"))
     return str(refused.value)

@@ -18,7 +18,7 @@ from ithaca.base.torch_private import job_store
 from ithaca.cli import main
 from ithaca.parallel import hangs, joining
 from ithaca.parallel.joining import LONGER
-from ithaca.train import loop
+from ithaca.train import run
 from tests.nursery import SECONDS, Nursery
 
 WAIT = 6.0  # seconds that ranks wait for one that does not come; long enough for those that do, on any machine
@@ -265,7 +265,7 @@ def test_the_timeout_is_that_of_the_start_alone(nursery: Nursery, tmp_path: Path
 
 def by_hand(rank: int, folder: Path) -> None:
     """`ithaca train` as one rank of a job whose others never come."""
-    loop.JOIN_SECONDS = 1.5
+    run.JOIN_SECONDS = 1.5
     os.chdir(folder)
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
     child = os.fork()

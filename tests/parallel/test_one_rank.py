@@ -6,6 +6,7 @@ Under ZeRO-3 one rank still has FSDP2, which is the twin here.
 import gc
 import weakref
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import ithaca
 from ithaca.model.decoder import Unit
 from ithaca.optimizer.adamw import clip
 from tests.models import make_model, save
+from tests.sampling import pairwise
 from tests.schedule.steps import random_batch
 
 Options = dict[str, Any]
@@ -97,9 +99,9 @@ def train(model: ithaca.Model) -> list[dict[str, Tensor | None]]:
     return seen
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"), pairwise(product(MODELS, OPTIONS, ["float32", "float64", "bfloat16"]))
+)
 def test_the_same_bits_as_fsdp(folders, monkeypatch, kind: str, name: str, dtype: str) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # a virtual CPU may announce more than it has
     twin, *models = (make(folders[kind], OPTIONS[name], zero, dtype) for zero in (3, 2, 1))

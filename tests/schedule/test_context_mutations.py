@@ -57,7 +57,7 @@ def assert_found(job, target: str, mistake: Callable, folder: Path, name: str) -
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(("heads", "world"), [("8/2", 2), pytest.param("8/8", 4, marks=pytest.mark.full)])
 def test_queries_with_the_wrong_keys(ranks, folders, heads: str, world: int, name: str) -> None:
-    assert_found(ranks(world), "ithaca.assemble.split_heads", other_keys, folders[heads], name)
+    assert_found(ranks(world), "ithaca.assemble.model.split_heads", other_keys, folders[heads], name)
 
 
 @pytest.mark.parametrize("name", EVERY)

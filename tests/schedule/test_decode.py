@@ -10,7 +10,8 @@ import ithaca
 from ithaca.base.errors import InputError, PlanError
 from ithaca.parallel.layout import Layout
 from ithaca.schedule import memory_check
-from ithaca.schedule.kv_cache import cache_tapes, local_range
+from ithaca.schedule.decode_cost import cache_tapes
+from ithaca.schedule.kv_cache import local_range
 from tests.models import make_model, save
 from tests.schedule.contexts import random_delays
 
@@ -89,13 +90,13 @@ def wanted(folders: dict[str, Path]) -> dict[str, tuple[torch.Tensor, torch.Tens
     return {name: (tokens, generated(folders[name], list(tokens))) for name, tokens in zip(folders, rows, strict=True)}
 
 
-ALWAYS = ("dense", "ulysses", "sweep", "sweep-ring")  # the others in the full suite, but on two ranks always
+ALWAYS = {1: ("dense", "sweep"), 2: tuple(PLANS), 4: ("ulysses", "sweep-ring")}  # the others in the full suite
 
 
 def matrix() -> list[Any]:
     return [
-        pytest.param(world, name, marks=() if world == 2 or name in ALWAYS else (pytest.mark.full,))
-        for world in (1, 2, 4)
+        pytest.param(world, name, marks=() if name in always else (pytest.mark.full,))
+        for world, always in ALWAYS.items()
         for name in PLANS
     ]
 

@@ -103,7 +103,7 @@ def test_a_single_chunk_on_disk(folders, tmp_path: Path, chunk: int) -> None:
 
 def worlds() -> Iterator[object]:
     for shape in WORLDS:
-        marks = () if shape in ((2, 1), (2, 2), (8, 1)) else (pytest.mark.full,)
+        marks = () if shape in ((2, 1), (2, 2)) else (pytest.mark.full,)
         yield pytest.param(shape, id="x".join(map(str, shape)), marks=marks)
 
 

@@ -21,7 +21,7 @@ from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import Config
 from ithaca.data.preparation.prepare import prepare
 from ithaca.train.export import export
-from ithaca.train.loop import train
+from ithaca.train.run import train
 from ithaca.train.run_folder import RunFolder
 from tests.models import make_model, save
 from tests.nursery import Nursery

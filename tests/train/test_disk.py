@@ -11,7 +11,8 @@ from ithaca.config import Config
 from ithaca.planner.hardware import read_gpus
 from ithaca.plans.plan import PLACED, Plan
 from ithaca.train import disk
-from ithaca.train.loop import TrainingRun, train
+from ithaca.train.loop import TrainingRun
+from ithaca.train.run import train
 from ithaca.train.run_folder import RunFolder
 from tests.nursery import Nursery
 

@@ -15,7 +15,8 @@ from ithaca.checkpoint import reader
 from ithaca.config import Config
 from ithaca.model import save as saving
 from ithaca.train.export import export
-from ithaca.train.loop import TrainingRun, train
+from ithaca.train.loop import TrainingRun
+from ithaca.train.run import train
 from tests.models import make_model, save
 from tests.nursery import Nursery
 

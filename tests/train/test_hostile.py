@@ -22,7 +22,7 @@ from ithaca.checkpoint.files import text_sha256
 from ithaca.checkpoint.reader import PlainReader, fill
 from ithaca.config import Config
 from ithaca.train.export import export
-from ithaca.train.loop import train
+from ithaca.train.run import train
 from ithaca.train.run_folder import RunFolder
 from tests.nursery import Nursery
 from tests.train.test_checkpoint import raising

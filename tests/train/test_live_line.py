@@ -21,7 +21,7 @@ from ithaca.schedule.marks import BACKWARD, FORWARD, LOSS, OPTIMIZER, PassWork, 
 from ithaca.tape.engine import ThreadEngine
 from ithaca.train import live_line
 from ithaca.train.live_line import Estimate, LiveLine, describe
-from ithaca.train.loop import train
+from ithaca.train.run import train
 from tests.nursery import Nursery, fork_ranks
 from tests.terminal import run_on_a_terminal
 from tests.train.conftest import SMALL

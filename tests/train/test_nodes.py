@@ -19,8 +19,8 @@ import torch.distributed as dist
 from ithaca.cli import main
 from ithaca.config import Config, read_config
 from ithaca.train import launch
-from ithaca.train.loop import train
 from ithaca.train.processes import Watch, run_ranks, worker
+from ithaca.train.run import train
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.slurm import FIRST_PORT, PORTS, Step
 from tests.nursery import SECONDS, Ended, Nursery
@@ -163,7 +163,7 @@ def in_srun(gpus: int, folder: Path) -> None:
     torch.cuda.device_count = lambda: gpus
     os.chdir(folder)
     os.environ.update(slurm("1,1", 0, 0, 20001))
-    sys.argv = ["ithaca", "train", "--run", "run"]
+    sys.argv = ["ithaca", "train", "--run", "run", "--set", "train.steps=2"]  # the first run is for CPUs
     main()
 
 

@@ -15,7 +15,7 @@ from ithaca.checkpoint.files import CheckpointFolder, text_sha256
 from ithaca.config import Config, read_config
 from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import open_tokens
-from ithaca.train import loop
+from ithaca.train import run as whole_run
 from ithaca.train.loop import TrainingRun
 from ithaca.train.run_folder import RunFolder
 from tests.nursery import Ended, Nursery
@@ -71,7 +71,7 @@ def die(config: Config, path: Path, folder: Path, step: int) -> None:
 
     TrainingRun._backward = killed
     os.chdir(folder)
-    loop.train(config, path)
+    whole_run.train(config, path)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

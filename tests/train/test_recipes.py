@@ -8,7 +8,7 @@ import pytest
 
 from ithaca.config import Config, MeshSection
 from ithaca.plans.plan import Plan
-from ithaca.train.loop import train
+from ithaca.train.run import train
 from ithaca.train.run_folder import RunFolder
 from tests.nursery import Nursery
 from tests.sampling import sampled

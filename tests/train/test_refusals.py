@@ -11,6 +11,7 @@ from ithaca.config import read_config
 from ithaca.data.preparation.prepare import prepare
 from ithaca.data.preparation.tokenizer import load_tokenizer
 from ithaca.train import loop
+from ithaca.train.run import train
 from tests.models import make_model, save, save_tokenizer
 from tests.nursery import Nursery
 from tests.train.conftest import SMALL
@@ -158,7 +159,7 @@ def train_refused(call: str, folder: Path) -> None:
 
     setattr(loop.TrainingRun if call.startswith("_") else loop, call, refuse)
     with pytest.raises(PlanError, match="that does not fit"):
-        loop.train(read_config(None, [*SMALL, "train.steps=3", "train.batch=1"]), folder / "run")
+        train(read_config(None, [*SMALL, "train.steps=3", "train.batch=1"]), folder / "run")
 
 
 @pytest.mark.parametrize("call", ["open_sinks", "_announce", "_allocate", "_step"])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ithaca.base.errors import ConfigError
 from ithaca.config import Config
 from ithaca.train import run_folder as run_module
-from ithaca.train.loop import train
+from ithaca.train.run import train
 from ithaca.train.run_folder import RunFolder, leave_word, sees_word
 
 

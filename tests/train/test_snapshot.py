@@ -12,7 +12,7 @@ import ithaca
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.snapshot import Snapshot, training_state
 from ithaca.config import Config
-from ithaca.train.loop import train
+from ithaca.train.run import train
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.stop import StopRequest
 from tests.optimizer import test_adamw

@@ -22,8 +22,10 @@ from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.config import Config
 from ithaca.parallel import hangs as lost
 from ithaca.parallel.batch import Batch
-from ithaca.train import elastic, loop
-from ithaca.train.loop import TrainingRun, train
+from ithaca.train import elastic
+from ithaca.train import run as whole_run
+from ithaca.train.loop import TrainingRun
+from ithaca.train.run import train
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.stop import SAME_SECONDS, StopRequest
 from tests.missing import survive, vanish
@@ -283,7 +285,7 @@ def stuck(config: Config, path: Path, how: str, pid: Path) -> None:
             time.sleep(3.0)  # the others leave meanwhile
         elastic.leave(text)
 
-    TrainingRun._backward, loop.leave = part, leave_and_kill
+    TrainingRun._backward, whole_run.leave = part, leave_and_kill
     train(config, path)
 
 

@@ -48,7 +48,8 @@ def test_a_file_then_the_folder_alone(nursery: Nursery, small_model: Path, tmp_p
     assert end.code == 0, end.err
     assert "Each step: 4 sequences of 64 tokens in 2 passes; 5 steps" in end.out
     saved = tmp_path / "run" / "config.toml"  # as runs had it before options were renamed
-    saved.write_text(saved.read_text().replace("micro_batch", "micro") + "patience = 900.0\n")
+    old = saved.read_text().replace("micro_batch", "micro").replace("[run]\n", "[run]\npatience = 900.0\n")
+    saved.write_text(old)
     end = nursery.command("train", "--run", "run", "--ranks", "1", "--set", "train.steps=9", folder=tmp_path)
     assert end.code == 0, end.err
     assert "Continuing from the checkpoint of step 5" in end.out

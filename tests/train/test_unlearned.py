@@ -18,7 +18,8 @@ from ithaca.config import Config
 from ithaca.data.packing import Rows
 from ithaca.parallel.batch import IGNORED
 from ithaca.train.conclusion import draw_loss
-from ithaca.train.loop import TrainingRun, train
+from ithaca.train.loop import TrainingRun
+from ithaca.train.run import train
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.sinks import WeightsAndBiases
 from ithaca.train.stop import StopRequest
@@ -137,7 +138,7 @@ def test_resumed_at_every_place(nursery: Nursery, config: Config, whole, tmp_pat
         assert same(state(copy, STEPS), state(path, STEPS))
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("place", [pytest.param("device", marks=pytest.mark.full), "host"])
 def test_stopped_after_every_step(nursery: Nursery, config: Config, tmp_path: Path, place: str) -> None:
     config = replace(config, plan=ithaca.Plan(zero=1, optimizer=place))
     for end in nursery.job(masked, config, tmp_path / "whole", EMPTY, ranks=2):

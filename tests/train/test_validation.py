@@ -27,7 +27,8 @@ from ithaca.data.windows import Windows
 from ithaca.rehearsal.memory_meter import Meter, mark_gradients
 from ithaca.train import loop, validation
 from ithaca.train.export import export
-from ithaca.train.loop import TrainingRun, train
+from ithaca.train.loop import TrainingRun
+from ithaca.train.run import train
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.validation import Losses, bucket_edges, measure
 from tests.models import make_model, save

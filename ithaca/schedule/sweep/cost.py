@@ -255,6 +255,26 @@ def _waiting(job: "Job", split: HeadSplit, recomputed: bool) -> list[int]:
     return found
 
 
+def reading(job: "Job") -> dict[str, Counter[str]]:
+    """Bytes at the two peaks of a chunk in a pass without gradients, with what its neighbours hold."""
+    split, T = head_passes(job)[0], job.block_tokens
+    q, k, ring = job.own_queries(split), job.own_keys(split), job.axes.ring
+    sent = T * (len(split.q_heads) + 2 * len(split.kv_heads)) * job.spec.head_size * job.itemsize
+    ring_q, neighbours = ring * q, min(chunks_under_way(job.axes.ulysses, ring), job.chunks - 1)
+    # q, K, V as they are sent and received; over a ring the queries of all its ranks, and their o and log-sum-exp
+    waiting = sent + q + 2 * k + (2 * ring_q if ring > 1 else 0)
+    summed = ring_q * job.high // job.itemsize  # o, while it is merged
+    attention = Counter(
+        {
+            BLOCKS: job.projection_bytes(split) + job.hidden(T),
+            EXCHANGE: (1 + neighbours) * waiting,
+            ATTENTION: summed + 2 * ring_q + 2 * ring * job.own_lse(),
+        }
+    )
+    mlp = Counter({BLOCKS: job.mlp_forward_bytes(), EXCHANGE: neighbours * waiting + job.queries(T)})
+    return {"the MLP": mlp, "attention": attention}
+
+
 def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:
     """What a block sends, forward and backward, if the sequence is one document."""
     rounds, last_layer = head_passes(job), layer == job.spec.layers - 1

@@ -188,6 +188,22 @@ def _peaks_in_rounds(job: "Job", states: int) -> dict[str, Counter[str]]:
     return {"the MLP": mlp, "attention": attention}
 
 
+def reading(job: "Job") -> dict[str, Counter[str]]:
+    """Bytes at the peaks of a block in a pass without gradients. Its input and its output are tensors."""
+    T, q, k, states = job.block_tokens, job.own_queries(), job.own_keys(), 2 * job.hidden(job.block_tokens)
+    kv = 2 * job.keys(T)
+    # q, K, V of all heads as they are projected and sent, and of this rank's heads as they arrive
+    attention = Counter(
+        {
+            BLOCKS: states + job.projection_bytes() + job.queries(T) + kv,
+            EXCHANGE: (q + 2 * k + job.queries(T) if job.axes.ulysses > 1 else 0) + _travelling_bytes(job, k),
+            ATTENTION: q + job.own_lse() + (2 * q * job.high // job.itemsize if job.axes.ring > 1 else 0),
+        }
+    )
+    mlp = Counter({BLOCKS: states + job.mlp_forward_bytes(), EXCHANGE: job.queries(T)})
+    return {"the MLP": mlp, "attention": attention}
+
+
 def _ring_bytes(job: "Job") -> int:
     """What a ring adds to attention: the sum of dq in fp32, and what travels."""
     return 2 * job.own_queries() + _travelling_bytes(job, job.own_keys()) if job.axes.ring > 1 else 0

@@ -1,5 +1,6 @@
 """The bytes that a step's tapes copy to the device and from it are those that the sweep's cost states, to the byte."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ithaca.schedule.job import Job
 from ithaca.schedule.sweep.cost import copies
 from ithaca.tape.disk import Disk
 from ithaca.tape.engine import Mark
+from tests.sampling import sampled
 
 TOKENS, CHUNK = 128, 32
 DEVICE = dict.fromkeys(("x", "o", "lse", "residual", "kv"), "device")
@@ -99,8 +101,12 @@ def test_what_the_disk_moves(places: dict[str, str], chunk: int, tmp_path: Path,
     assert (stated.host.into, stated.host.out) == (into, out)
 
 
-@pytest.mark.parametrize("o", ["host", "recompute"])
-@pytest.mark.parametrize("axes", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("axes", "o"),
+    sampled(
+        product([(2, 1), (1, 2), (2, 2)], ["host", "recompute"]), lambda axes, o: (o == "recompute") == (axes == (1, 2))
+    ),
+)
 def test_copies_of_chunks_that_overlap(ranks, axes: tuple[int, int], o: str) -> None:
     """Chunks under way fetch nothing twice, and leave nothing that was fetched."""
     plan = Plan(recipe="fpdt", chunks=16, tile=8, o=o)  # more than are ever under way

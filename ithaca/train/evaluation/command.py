@@ -23,14 +23,14 @@ from ithaca.data.reader import TokenFile, open_tokens
 from ithaca.data.windows import Windows
 from ithaca.evaluate.language import read_language
 from ithaca.evaluate.long_context import TaskOptions, choose_lengths, measure_tasks, table, write_results
-from ithaca.evaluate.model import Opened, check_model_path, open_model, read_options, start_mesh
-from ithaca.evaluate.sample import check_samples, generate
 from ithaca.model.extend import context_length
 from ithaca.model.families import read_spec
 from ithaca.model.folder import read_json
 from ithaca.parallel.agree import together
 from ithaca.parallel.hangs import Roll, answering, set_timeout, step_seconds, timeout
 from ithaca.train.elastic import leave
+from ithaca.train.evaluation.model import Opened, check_model_path, open_model, read_options, start_mesh
+from ithaca.train.evaluation.sample import check_samples, generate
 from ithaca.train.launch import run_once
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.stages import trained_length
@@ -100,7 +100,7 @@ def evaluate_ranks(options: Options) -> None:
         chosen = any(override.strip().startswith(("plan.", "mesh.")) for override in options.overrides)
         opened = open_model(options.model, config, grid, options.tokens, chosen, options.best)
         found = _described_model(options, opened)
-        watch = _watch(opened, config.run.timeout, roll)
+        watch = limit_passes(opened, config.run.timeout, roll)
         if data:
             found |= _losses(options, opened, data, watch)
             said += lines(found)
@@ -109,11 +109,11 @@ def evaluate_ranks(options: Options) -> None:
             said += [*([""] if said else [_title(found)]), *found.pop("table")]
     if grid.rank == 0:
         if options.tasks.tasks and (folder := _results_folder(options, opened)):
-            said += ["", f"Written: {', '.join(map(str, write_results(folder, found, said)))}"]
+            said += ["", f"Written: {', '.join(map(str, _write(folder, found, said)))}"]
         print(json.dumps(found, indent=2) if options.as_json else "\n".join(said), flush=True)
 
 
-def _watch(opened: Opened, longest: float | None, roll: Roll) -> Callable[[], AbstractContextManager[None]]:
+def limit_passes(opened: Opened, longest: float | None, roll: Roll) -> Callable[[], AbstractContextManager[None]]:
     """Return what limits the time of each pass. Collective."""
     model, grid = opened.model, opened.model.mesh
     flops = model.spec.flops_per_token(opened.tokens) * opened.tokens / grid.context_ranks
@@ -144,6 +144,7 @@ def _tasks(
     words = together(model.mesh.group, lambda: read_language(_described(options.model), model.spec.vocab))
     lengths = together(model.mesh.group, lambda: choose_lengths(options.tasks, opened.tokens, words))
     found = measure_tasks(model, words, options.tasks, lengths, watch)
+    assert found is not None
     reach = trained if opened.step is not None and trained else context_length(model.spec)
     return {
         "trained_length": reach,
@@ -152,6 +153,13 @@ def _tasks(
         "effective_length": min((task["effective_length"] or 0 for task in found), default=0) or None,
         "table": table(found, words.name, options.tasks.count, reach),
     }
+
+
+def _write(folder: Path, found: Found, said: list[str]) -> list[Path]:
+    try:
+        return write_results(folder, found, said)
+    except OSError as problem:
+        raise ConfigError(f"'{folder}' cannot be written ({problem.strerror}): name another folder by --out") from None
 
 
 def _results_folder(options: Options, opened: Opened) -> Path | None:

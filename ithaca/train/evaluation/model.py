@@ -117,8 +117,10 @@ def _ranks(run: RunFolder) -> str | None:
     return manifest.get("computed", {}).get("ranks")
 
 
-def load_checkpoint(model: Model, run: RunFolder, best: bool) -> int:
-    """Read the weights of the newest sound checkpoint, or of the best one. Return its step. Collective.
+def load_checkpoint(model: Model, run: RunFolder, best: bool, only: int | None = None) -> int:
+    """Read the weights of the newest sound checkpoint, of the best one, or `only` that of a step. Return its step.
+
+    Collective.
 
     The run may be training meanwhile: the first rank holds a lease on the checkpoint that is read.
     """
@@ -127,7 +129,7 @@ def load_checkpoint(model: Model, run: RunFolder, best: bool) -> int:
     wanted = describe(state)
     group: Any = dist.new_group(list(range(grid.size)), backend="gloo")
     while True:
-        step = from_first(grid.group, lambda: _pick(run, files, best, damaged))
+        step = from_first(grid.group, lambda: _pick(run, files, best, damaged, only))
         with contextlib.ExitStack() as stack:
             if not from_first(grid.group, partial(_lease, stack, files, step)):
                 continue
@@ -141,10 +143,10 @@ def load_checkpoint(model: Model, run: RunFolder, best: bool) -> int:
             return step
 
 
-def _pick(run: RunFolder, files: CheckpointFolder, best: bool, damaged: dict[int, str]) -> int:
+def _pick(run: RunFolder, files: CheckpointFolder, best: bool, damaged: dict[int, str], only: int | None) -> int:
     """Return the step of the checkpoint to try next."""
     steps = [best_step(run.path, files)] if best else files.steps()
-    left = [step for step in steps if step not in damaged]
+    left = [step for step in steps if step not in damaged and only in (None, step)]
     if left:
         return left[-1]
     raise none_is_sound(files.folder, damaged) if damaged else RunError(f"'{files.folder}' has no checkpoint any more")

@@ -19,11 +19,11 @@ from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import Config
 from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import open_tokens
-from ithaca.evaluate import sample
-from ithaca.evaluate.command import lines
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
-from ithaca.train.loop import train
+from ithaca.train.evaluation import sample
+from ithaca.train.evaluation.command import lines
+from ithaca.train.run import train
 from ithaca.train.run_folder import RunFolder
 from tests.models import make_model, save
 from tests.nursery import Ended, Nursery

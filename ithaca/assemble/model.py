@@ -1,49 +1,41 @@
-"""A model put together: weights cut over ranks, a Plan to run it by, and the calls that train it.
-
-`apply` works in a fixed order: modules without memory, then FSDP2, then this rank's shards from the source. Parallelism
-is applied here and nowhere else.
-"""
+"""A model on its ranks: weights cut over them, a Plan to run it by, and the calls that train it."""
 
 import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ithaca.assemble.decode import greedy_decode, read_prompts
 from ithaca.attention.kernels.choose import choose_kernel
 from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.kernels.seam import Kernel
-from ithaca.base.errors import InputError, ModelError, PlanError, shown
-from ithaca.base.misuse import check_type, describe, missing_attribute, refuse_keywords
+from ithaca.base.errors import InputError, shown
+from ithaca.base.misuse import describe, missing_attribute, refuse_keywords
 from ithaca.base.precision import at_least_fp32
 from ithaca.model.decoder import Decoder
-from ithaca.model.save import check_vacant, write_folder
-from ithaca.model.source import DTYPES, ModelSource
+from ithaca.model.source import ModelSource
 from ithaca.model.spec import Spec
-from ithaca.parallel.agree import first_then_others, same_batch, same_everywhere, together, together_with
+from ithaca.parallel.agree import first_then_others, same_batch, same_everywhere
 from ithaca.parallel.axes import Axes
-from ithaca.parallel.batch import Batch, RankBatch, batch_rows, gather_tokens, rank_batch, split_batch, whole_batch
+from ithaca.parallel.batch import Batch, RankBatch, gather_tokens, rank_batch, split_batch, whole_batch
 from ithaca.parallel.collectives import Group
 from ithaca.parallel.exchange import Alone, Ulysses
 from ithaca.parallel.head_split import describe_share, split_heads
 from ithaca.parallel.layout import Layout, batch_range
-from ithaca.parallel.mesh import Mesh, alone, describe_crossing
+from ithaca.parallel.mesh import Mesh, describe_crossing
 from ithaca.parallel.ring import Ring
-from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, load, prepare_pass, total, whole_tensors
+from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, outside_inference_mode, prepare_pass, total
 from ithaca.plans.plan import Plan
-from ithaca.schedule.decode import Prompts, greedy
-from ithaca.schedule.forward import ForwardContext, fill_cache, logits, loss_sum, losses
+from ithaca.schedule.decode import Prompts
+from ithaca.schedule.forward import ForwardContext, logits, loss_sum, losses
 from ithaca.schedule.job import Job
-from ithaca.schedule.kv_cache import KVCache
 from ithaca.schedule.marks import PassWork, StepMarks, no_mark, pass_work
 from ithaca.schedule.reservation import BUSY, Reservation
 from ithaca.tape.engine import make_engine
@@ -67,6 +59,7 @@ class Substitutes:
     kernel: Callable[[Kernel], Kernel] = lambda kernel: kernel  # wraps the attention kernel
     tiles_held: int | None = None  # tiles of each host or disk tape that are in memory; None: all
     visits: int | None = None  # visits at either end of a walk that are made; None: all
+    cache_place: str | None = None  # of K and V of prompts, as all layers would have it; None: as these layers do
 
 
 class Model(nn.Module):
@@ -94,7 +87,8 @@ class Model(nn.Module):
             self.dtype,
             self.engine,
             substitutes.tiles_held,
-            _outside_inference_mode,
+            outside_inference_mode,
+            substitutes.cache_place,
         )
         self._begins_step = True
         self._compiled: set[bool] = set()  # what the kernel is prepared for: documents alone, or rectangles as well
@@ -234,10 +228,10 @@ class Model(nn.Module):
         `marks` are told which part of the pass begins (schedule/marks.py).
         """
         valid = batch.valid_tokens if valid_tokens is None else valid_tokens
-        context = self._begin(batch, torch.is_grad_enabled(), valid, marks=marks)
+        context = self.begin_pass(batch, torch.is_grad_enabled(), valid, marks=marks)
         prepare_pass(self.decoder, self.plan.zero, self._begins_step, last)
         self._begins_step = last
-        with _outside_inference_mode():
+        with outside_inference_mode():
             loss = total(self.decoder(partial(loss_sum, batch=batch, context=context)), self.mesh)
             if not torch.is_grad_enabled():
                 free_gathered(self.decoder)
@@ -249,9 +243,9 @@ class Model(nn.Module):
 
         No gradients, and nothing is saved for them. The tapes of training passes of the same size are used, if free.
         """
-        context = self._begin(batch, False, valid=1)
+        context = self.begin_pass(batch, False, valid=1)
         free_gathered(self.decoder)  # an optimizer step may have made gathered copies stale
-        with _outside_inference_mode():
+        with outside_inference_mode():
             found = self.decoder(partial(losses, batch=batch, context=context))
             free_gathered(self.decoder)
         return found
@@ -260,68 +254,43 @@ class Model(nn.Module):
     def logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """[S, vocabulary] or [B, S, vocabulary], the same on every rank. For small inputs: all logits exist at once."""
         batch = whole_batch(tokens, documents, self.mesh, self.spec.vocab, self.reservation.layout)
-        context = self._begin(batch, False, valid=1, shorten=True)
+        context = self.begin_pass(batch, False, valid=1, shorten=True)
         free_gathered(self.decoder)  # an optimizer step may have made gathered copies stale
-        with _outside_inference_mode():
+        with outside_inference_mode():
             flat = self.decoder(partial(logits, batch=batch, context=context))
             free_gathered(self.decoder)
             if self.mesh.context_group:
                 flat = gather_tokens(flat, batch.layout, self.mesh.context_group)
         return flat.view(*torch.as_tensor(tokens).shape, -1)
 
-    @torch.no_grad()
     def read_prompts(self, tokens: Tensor, documents: Tensor | None = None) -> Prompts:
         """Prompts whose K and V are kept, so that tokens can be added to them (schedule/decode.py).
 
         Each row of `tokens`, [S] or [B, S], is a prompt, and each data rank reads some of them. A new token sees the
         last document of its row. The prompts' memory is used again by the next ones; `free_prompts` frees it.
         """
-        batch = split_batch(tokens, tokens, documents, self.mesh, self.spec.vocab, self.reservation.layout)
-        context = self._begin(batch, False, valid=1, shorten=True)
-        rank, group = self.mesh.context_rank, self.mesh.context_group
-        with _outside_inference_mode():
-            tapes = self.reservation.cache(batch.layout.tokens).begin(False).cache
-            row_tokens = torch.as_tensor(tokens).shape[-1]
-            rotary, kernel = self.decoder.rotary, self.kernel
-            cache = KVCache(self.spec, kernel, rotary, batch, row_tokens, tapes, self.dtype, rank, group)
-            free_gathered(self.decoder)  # an optimizer step may have made gathered copies stale
-            self.decoder(partial(fill_cache, batch=batch, context=replace(context, cache=cache)))
-            free_gathered(self.decoder)
-        return Prompts(self._run_once, cache)
-
-    @torch.no_grad()
-    def _run_once(self, function: Callable[..., Tensor]) -> Tensor:
-        with _outside_inference_mode():
-            found = self.decoder(function)
-            free_gathered(self.decoder)
-        return found
-
-    def free_prompts(self) -> None:
-        """Free the memory of the last prompts."""
-        self.reservation.free_cache()
+        return read_prompts(self, tokens, documents)
 
     def greedy_decode(self, tokens: Tensor, count: int, documents: Tensor | None = None) -> Tensor:
         """[count] or [B, count] on the CPU, the same on every rank: the likeliest tokens behind each prompt.
 
         For short answers behind long prompts. There is no end token: `count` tokens are computed in any case.
         """
-        same_everywhere(self.mesh.group, "number of tokens to decode", count)
-        if type(count) is not int or count < 1:
-            raise InputError(f"count={shown(count)} is no number of new tokens: 1 or more is")
-        tokens = torch.as_tensor(tokens)
-        prompts, rows = self.read_prompts(tokens, documents), tokens.view(-1, tokens.shape[-1])
-        own = batch_rows(self.mesh, len(rows))
-        last = rows[own.start : own.stop, -1].to(self.mesh.device, torch.int64)
-        found = greedy(prompts, last, count, self.agree_tokens).tolist()
-        parts = together_with(self.mesh.group, lambda: found, lambda rows: rows)[1][:: self.mesh.context_ranks]
-        return torch.tensor([row for part in parts for row in part]).view(*tokens.shape[:-1], count)
+        return greedy_decode(self, tokens, count, documents)
 
-    def agree_tokens(self, tokens: Tensor) -> None:
-        """Overwrite tokens by those of the first of the ranks that share this rank's sequences."""
-        if self.mesh.context_group:
-            dist.broadcast(tokens, group=self.mesh.context_group, group_src=0)
+    def free_prompts(self) -> None:
+        """Free the memory of the last prompts."""
+        self.reservation.free_cache()
 
-    def _begin(
+    def check_prompts(self, tokens: int) -> None:
+        """Raise the error that `read_prompts` would raise if memory is short, for passes of so many tokens."""
+        self.reservation.check_cache(tokens)
+
+    def free_tapes(self) -> None:
+        """Free all tapes, those of training too. The next pass allocates its own again."""
+        self.reservation.free_tapes()
+
+    def begin_pass(
         self, batch: Batch, training: bool, valid: int, shorten: bool = False, marks: StepMarks | None = None
     ) -> ForwardContext:
         """Check that every rank has the same batch and divides by the same number, and begin a pass over it."""
@@ -398,100 +367,3 @@ def _no_mean(batch: Batch, valid: object) -> str:
         )
     needed = "the number of valid tokens in all micro-batches of the step is needed, 1 or more"
     return f"valid_tokens is {shown(valid)}: {needed}"
-
-
-@contextmanager
-def _outside_inference_mode() -> Iterator[None]:
-    """Run as under `no_grad` in inference mode: FSDP2 cannot gather into inference tensors, and tapes outlive them."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    else:
-        yield
-
-
-def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None, substitutes: Substitutes | None = None) -> Model:
-    """Put a named model onto the ranks of a mesh (None: this process alone) and read its weights. Collective.
-
-    `substitutes` are for rehearsals alone.
-    """
-    mesh = alone() if mesh is None else mesh
-    check_type(
-        mesh, Mesh, PlanError, "apply takes a mesh third: ithaca.mesh(ulysses=8), or none for this process alone"
-    )
-    together(mesh.group, lambda: _check_arguments(source, plan))
-    same_everywhere(mesh.group, "model or Plan", (source.spec, source.dtype, source.weights.identity(), plan))
-    if mesh.context_ranks > 1 and not plan.shares:
-        raise PlanError(
-            f"recipe '{plan.recipe}' has no context parallelism, but the mesh has ulysses {mesh.ulysses} × ring "
-            f"{mesh.ring}: set both to 1 and shard to {mesh.shard * mesh.context_ranks}, or use recipe 'sweep'"
-        )
-    if mesh.ulysses > 1 and not plan.entry.ulysses:
-        raise PlanError(
-            f"recipe '{plan.recipe}' shares a sequence over ring ranks only, but the mesh has ulysses {mesh.ulysses}: "
-            f"set ulysses to 1 and ring to {mesh.context_ranks}, or use recipe 'hybrid'"
-        )
-    if mesh.ring > 1 and not plan.entry.ring:
-        by_heads = f"set ring to 1 and ulysses to {mesh.context_ranks}, or " * (mesh.context_ranks <= source.spec.heads)
-        raise PlanError(
-            f"recipe '{plan.recipe}' shares a sequence by heads only, but the mesh has ring {mesh.ring}: "
-            f"{by_heads}use recipe 'sweep'"
-        )
-
-    model, kernels = together_with(
-        mesh.group, lambda: Model(source, plan, mesh, substitutes or Substitutes()), lambda model: model.kernel.name
-    )
-    # `auto` looks at the packages and the GPU of each rank
-    for rank, kernel in enumerate(kernels):
-        if kernel != kernels[0]:
-            raise PlanError(
-                f"rank {rank} would attend with kernel '{kernel}' and rank 0 with '{kernels[0]}': set plan.kernel to "
-                "one that runs on every rank (where it cannot, the error says why)"
-            )
-    together(mesh.group, lambda: load(model.decoder, mesh, source.weights))
-    return model
-
-
-def _check_arguments(source: object, plan: object) -> None:
-    loaded = "apply takes a loaded model first: ithaca.load_model(folder)"
-    check_type(source, ModelSource, ModelError, f"{loaded} of a Hugging Face folder or a preset")
-    check_type(plan, Plan, PlanError, "apply takes a Plan second: ithaca.Plan(recipe='sweep')")
-
-
-def save_model(model: Model, folder: str | Path, dtype: str | None = None) -> None:
-    """Write a Hugging Face folder that `transformers` loads. Collective; rank 0 writes.
-
-    Each weight leaves in the dtype it came in (`dtype` names another); a preset's in the dtype of the computation.
-    """
-    check_type(
-        model, Model, ModelError, "save_model takes the model of ithaca.apply first: save_model(model, 'folder')"
-    )
-    needed = "save_model takes the name of a new folder second: save_model(model, 'folder')"
-    together(model.mesh.group, lambda: check_type(folder, str | Path, ModelError, needed))  # pyrefly: ignore
-    # A link or '.' is written where it leads
-    folder, writes = Path(folder).resolve(), model.mesh.rank == 0
-    together(model.mesh.group, lambda: _check_target(folder, dtype, writes))
-    dtypes = {name: _stored_dtype(model, name, dtype) for name, _ in model.spec.shapes()}
-    tensors = whole_tensors(model.decoder)
-
-    def write() -> None:
-        try:
-            if writes:
-                write_folder(model.source, dtypes, tensors, folder, rename_dtype=dtype is not None)
-        finally:
-            # The other ranks only take part in gathering; so does the writer for what a failed write left over
-            for _ in tensors:
-                pass
-
-    together(model.mesh.group, write)
-
-
-def _check_target(folder: Path, dtype: str | None, writes: bool) -> None:
-    if dtype is not None and dtype not in DTYPES:
-        raise ModelError(f"dtype '{dtype}' is not supported: {', '.join(DTYPES)} are")
-    if writes:
-        check_vacant(folder)
-
-
-def _stored_dtype(model: Model, name: str, dtype: str | None) -> torch.dtype:
-    return DTYPES[dtype] if dtype else model.source.weights.stored_dtype(name) or model.dtype

@@ -1,0 +1,74 @@
+"""How a command ends after a mistake: one sentence, with what to write instead where something is like it."""
+
+import os
+import shlex
+import sys
+from typing import Any, NoReturn
+
+# What an option of a run is in other commands: (command, option) -> words
+OTHER_FLAGS = {("plan", "--ranks"): "--gpus {}xH100-80GB", ("data", "--run"): "--out {}"}
+
+
+def fail(sentence: str, code: int) -> NoReturn:
+    """Print one line, also where a name or a library's reason has several. torchrun does not try again."""
+    line = " ".join(sentence.split("\n")).strip()
+    print("error:", line, file=sys.stderr)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from ithaca.train.elastic import end_torchrun, report_error
+
+        report_error(line)
+        end_torchrun()
+    end(code)
+
+
+def end(code: int) -> NoReturn:
+    """End the process. A rank ends at once: leaving its job, NCCL would wait for the messages of other ranks."""
+    if "RANK" in os.environ:
+        from ithaca.train.elastic import exit_now
+
+        exit_now(code)
+    sys.exit(code)
+
+
+def fail_usage(error: Any) -> NoReturn:
+    """Print what is wrong with the words of the command line, as typer puts it."""
+    if len(sys.argv) == 1:  # the help is the answer
+        error.show()
+        sys.exit(error.exit_code)
+    command = error.ctx.command_path if error.ctx else "ithaca"
+    if error.ctx and hasattr(error, "possibilities") and (hint := _suggest_flag(error.ctx.command, error.option_name)):
+        fail(f"{error.option_name} is not an option of {command}: {hint}", error.exit_code)
+    fail(f"{error.format_message().rstrip('.')}: see {command} --help", error.exit_code)
+
+
+def _suggest_flag(command: Any, name: str) -> str | None:
+    """Return what to write instead of an unknown flag, with its value; None if nothing is like it."""
+    from ithaca.base.aliases import suggest_option
+    from ithaca.config import option_defaults
+
+    flags = {flag for item in command.params for flag in item.opts}
+    of_scene = ("plan.", "mesh.")
+    tables = {"train": ("",), "rehearse": of_scene, "profile": of_scene}.get(command.name, ())  # what its --set takes
+    shown = []
+
+    def show(setting: str) -> str:
+        """The command's own flag if it has one for that, else its --set."""
+        option, _, value = setting.partition(" " if setting.startswith("--") else "=")
+        own = OTHER_FLAGS.get((command.name, option), f"--{option.removeprefix('--').rpartition('.')[2]} {{}}")
+        if own.split()[0] in flags:
+            return own.format(shlex.quote(value)) if value else own.split()[0]
+        shown.append(not setting.startswith("--") and option.startswith(tables))
+        return f"--set {shlex.quote(setting)}"
+
+    hint = suggest_option(name, _value_after(name), option_defaults(), show, mistyped=command.name == "train")
+    return hint if all(shown) else None
+
+
+def _value_after(name: str) -> str | None:
+    """Return the word that was given as a flag's value: `--lr 1e-5` or `--lr=1e-5`."""
+    for word, following in zip(sys.argv, [*sys.argv[1:], "-"], strict=True):
+        if word == name:
+            return None if following.startswith("-") else following
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None

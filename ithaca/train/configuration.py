@@ -1,0 +1,57 @@
+"""The configuration that `ithaca train` is asked for: of a file, of a run that continues, of another run; the first.
+
+Notices about old names are told by one rank. No torch.
+"""
+
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from ithaca import config
+from ithaca.base.errors import ConfigError
+from ithaca.config import Config, read_config
+from ithaca.model.presets import PRESETS
+
+FIRST_RUN = Path(config.__file__).parent / "first_run.toml"  # what `ithaca train` alone does
+
+
+def tell_once(notice: str) -> None:
+    """Print a notice, under torchrun and srun from the first rank only."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        print(notice, file=sys.stderr)
+
+
+def read_run_config(file: Path | None, overrides: list[str], run: Path | None, origin: Path | None) -> Config:
+    """Return the configuration of the file; without one, that of the run, or of the run that a new one starts from.
+
+    With a file, a run that starts from another has the other's model all the same.
+    """
+    if file:
+        _check_config(file)
+    # os.path.exists: without an error for a folder that may not be read
+    own, theirs = (folder / "config.toml" if folder else None for folder in (run, origin))
+    saved = next((file for file in (own, theirs) if file and os.path.exists(file)), None)
+    if origin and saved is None:
+        raise ConfigError(f"--from {origin} is not a run folder: it has no config.toml")
+    if file is None:
+        # The other run's model has its rope by now; asked for again, it would come on top. So would those of stages
+        another = saved not in (None, own)
+        before = ['model.rope=""'] if another else []
+        return read_config(saved, before + overrides, tell_once, saved=saved is not None, staged=not another)
+    model = read_config(saved, [], tell_once, saved=True).model if origin else None
+    return read_config(file, overrides, tell_once, model=replace(model, rope="") if model else None)
+
+
+def _check_config(path: Path) -> None:
+    """Raise an error if something else was given where the configuration file stands."""
+    word, kind = shlex.quote(str(path)), "is no configuration file"
+    if os.path.isfile(path):
+        return
+    if "=" in path.name:
+        raise ConfigError(f"'{path}' {kind}: an option is given as --set {word}")
+    if str(path) in PRESETS or os.path.isfile(path / "config.json"):
+        raise ConfigError(f"'{path}' {kind}: a model is given as --set model.source={word}")
+    if os.path.isfile(path / "config.toml"):
+        raise ConfigError(f"'{path}' {kind}: a run continues with --run {word}")

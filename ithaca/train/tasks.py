@@ -1,0 +1,167 @@
+"""Long-context tasks during a run: at which lengths and after which steps, and what is told of their scores.
+
+They run under the run's Plan, mesh and ranks, after every `evaluate.every` steps and at the end of the run or of a
+stage. Tapes of training are freed meanwhile, so that an evaluation takes no more memory than a step; the next step
+allocates them again. No sequence is cut: a length beyond the stage's tokens waits for a longer stage, and is said.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ithaca.assemble import Model
+from ithaca.base.disk import reason
+from ithaca.base.errors import ConfigError, PlanError
+from ithaca.base.sizes import format_count, format_tokens
+from ithaca.config import Config, EvaluateSection
+from ithaca.evaluate.language import Language, read_language
+from ithaca.evaluate.long_context import Found, TaskOptions, choose_lengths, measure_tasks, table, write_results
+from ithaca.evaluate.tasks import shortest
+from ithaca.model.source import ModelSource
+from ithaca.train.run_folder import TASKS
+
+
+@dataclass
+class Tasks:
+    """The tasks of a run, or of a stage of it."""
+
+    options: TaskOptions
+    words: Language
+    lengths: tuple[int, ...]  # that this stage measures; none: nothing fits it
+    tokens: int  # of a sequence of this stage
+    every: int  # steps; 0: at the end only
+    left_out: str  # what this stage does not measure, and why
+    last: int = 0  # the last step that was evaluated
+
+    def resume(self, manifest: dict[str, Any]) -> None:
+        """Go on from a checkpoint's note."""
+        self.last = manifest.get("tasks", {}).get("step", 0)
+
+    def note(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this."""
+        return {"tasks": {"step": self.last}} if self.last else {}
+
+    def due(self, step: int, first: int, last: int) -> bool:
+        """Return whether to evaluate after this step. `first`: steps before this stage; `last`: of the run or stage."""
+        if not self.lengths or step in (first, self.last):
+            return False
+        return step == last or (self.every > 0 and step % self.every == 0)
+
+    def check_memory(self, model: Model) -> None:
+        """Raise an error if the Plan has no memory for the longest prompts. Collective."""
+        try:
+            if self.lengths:
+                model.check_prompts(max(self.lengths))
+        except PlanError as problem:
+            raise PlanError(f"evaluate.tokens {max(self.lengths)} does not fit: {problem}") from None
+
+    def measure(
+        self,
+        model: Model,
+        watch: Callable[[], AbstractContextManager[None]],
+        tell: Callable[[str], None],
+        stopped: Callable[[], bool],
+    ) -> list[Found] | None:
+        """Return the scores of all tasks; None if a user asked to stop. Collective."""
+        return measure_tasks(model, self.words, self.options, self.lengths, watch, tell, stopped)
+
+    def describe(self) -> str:
+        """Return what is measured and when, and what is left out."""
+        when = f"every {format_count(self.every, 'step')} and at the end" if self.every else "at the end"
+        at = ", ".join(map(format_tokens, self.lengths))
+        named, count = ", ".join(self.options.tasks), format_count(self.options.count, "sample")
+        what = f"{named} at {at} tokens, {count} each, {when}, in {self.words.name}" if at else "none in this stage"
+        return f"Tasks: {what}{self.left_out}"
+
+    def describe_loss(self, step: int, folder: Path) -> str:
+        """Return what is told if a user breaks off the tasks at the end of a stage: the next one has other lengths."""
+        words = " ".join(f"--task {task}" for task in self.options.tasks)
+        return (
+            f"the tasks after step {step} are left out, because they were broken off at the end of a stage; before the "
+            f"run continues, `ithaca evaluate {folder} {words}` measures that checkpoint"
+        )
+
+    def table(self, found: Sequence[Found]) -> list[str]:
+        return table(found, self.words.name, self.options.count, self.tokens)
+
+    def write(self, folder: Path, model: str, step: int, found: list[Found]) -> str:
+        """Write tables and pictures into `folder`; return a line about it. Files that fail do not end a run."""
+        effective = min(task["effective_length"] or 0 for task in found) or None
+        content = {
+            "model": model,
+            "step": step,
+            "trained_length": self.tokens,
+            "language": self.words.name,
+            "tasks": found,
+            "effective_length": effective,
+        }
+        try:
+            files = write_results(folder, content, self.table(found))
+        except OSError as problem:
+            return (
+                f"warning: '{folder}' could not be written ({reason(problem, folder)}); the scores are in the metrics"
+            )
+        return f"Written: {', '.join(map(str, files))}"
+
+
+def describe_scores(step: int, found: Sequence[Found]) -> list[str]:
+    """Return a line for each task: greedy scores by length."""
+    return [
+        f"Task {task['task']} after step {step}: "
+        + ", ".join(f"{100 * row['greedy']:.1f} % at {format_tokens(row['tokens'])}" for row in task["lengths"])
+        for task in found
+    ]
+
+
+def task_metrics(step: int, found: Sequence[Found], seconds: float) -> dict[str, Any]:
+    """Return a line of metrics.jsonl about an evaluation: both scores of each task at each length."""
+    scores = {
+        f"{task['task']}_{name}_{row['tokens']}": row[name]
+        for task in found
+        for row in task["lengths"]
+        for name in ("greedy", "likelihood")
+    }
+    return {"step": step, **scores, TASKS: round(seconds, 4)}
+
+
+def open_tasks(config: Config, source: ModelSource) -> Tasks | None:
+    """Return the tasks of the stage that `config` describes, None if there are none. Raise what cannot be measured."""
+    asked, tokens = config.evaluate, config.train.tokens
+    if not asked.tasks:
+        return None
+    assert tokens is not None
+    words = read_language(source.folder, source.spec.vocab)
+    options = TaskOptions(tasks=asked.tasks, lengths=asked.tokens or (), count=asked.count)
+    stages = [stage.tokens for stage in config.train.stages or ()] or [tokens]
+    _check_lengths(asked, words, stages)
+    every = config.run.checkpoint_every if asked.every is None else asked.every
+    wanted = asked.tokens or choose_lengths(options, tokens, words)
+    needed = max(shortest(task, words) for task in options.tasks)
+    lengths = tuple(sorted({length for length in wanted if needed <= length <= tokens}))
+    longer = [format_tokens(length) for length in wanted if length > tokens]
+    left = f"; {', '.join(longer)} wait for a longer stage than {format_tokens(tokens)}" if longer else ""
+    short = f"; they need {needed} tokens, and the stage has {tokens}" if not lengths and not longer else ""
+    return Tasks(options, words, lengths, tokens, every, left + short)
+
+
+def _check_lengths(asked: EvaluateSection, words: Language, stages: Sequence[int]) -> None:
+    """Raise an error for lengths that no stage can measure, or that a task does not fit into."""
+    assert asked.tasks
+    longest, name = max(stages), "the longest stage" if len(stages) > 1 else "train.tokens"
+    for length in asked.tokens or ():
+        if length > longest:
+            raise ConfigError(
+                f"evaluate.tokens has {length}, but {name} is {longest}: tasks run at up to the training length, and "
+                f"nothing is cut; leave it out, or write evaluate.tokens={format_tokens(longest)}"
+            )
+    for task in asked.tasks:
+        needed = shortest(task, words)
+        shortest_length = min(asked.tokens or (longest,))
+        if shortest_length < needed:
+            option = "evaluate.tokens has" if asked.tokens else f"{name} is"
+            raise ConfigError(
+                f"{option} {shortest_length}, and task '{task}' needs {needed} tokens in this language: "
+                f"{format_tokens(2 ** (needed - 1).bit_length())} leaves room for noise"
+            )
