@@ -25,7 +25,7 @@ import torch
 from torch.distributed.run import main as torchrun
 
 from ithaca.cli import main
-from ithaca.train import processes, start
+from ithaca.train import launch, processes, start
 from ithaca.train.stop import SIGNALS
 
 SECONDS = 900  # a job that takes longer hangs, however busy the machine is
@@ -221,9 +221,39 @@ def fork_ranks() -> None:
             signal.signal(number, signal.SIG_DFL)
         worker(*args)
 
+    launch._open_store = functools.partial(_StoreElsewhere, launch._open_store)  # pyrefly: ignore
     os.cpu_count = lambda: 1  # of which each rank gets its share as threads; see conftest.py
     processes.multiprocessing.get_context = lambda _: fork  # pyrefly: ignore
     processes.worker = worker_like_spawned
+
+
+class _StoreElsewhere:
+    """The launcher's store in a process of its own, which ends with the launcher and its ranks.
+
+    The store has a thread, which takes the lock of glibc's resolver for each connection (getnameinfo). A rank that is
+    forked at that moment would wait for this lock for ever. Users' ranks are spawned.
+    """
+
+    def __init__(self, open_store: Callable[[], Any]):
+        port, self._held = os.pipe(), os.pipe()
+        child = os.fork()
+        if not child:
+            if not os.fork():  # a grandchild: the launcher's children are its ranks alone
+                os.close(self._held[1])
+                os.setsid()
+                store = open_store()
+                os.write(port[1], str(store.port).encode())
+                os.close(port[1])
+                os.read(self._held[0], 1)  # returns when the last process that holds the other end is gone
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(port[1])
+        os.close(self._held[0])
+        with os.fdopen(port[0]) as said:
+            self.port = int(said.read() or open_store().port)  # which raises its error here
+
+    def __del__(self) -> None:
+        os.close(self._held[1])
 
 
 def ranks_of(launcher: int) -> list[psutil.Process]:
