@@ -167,11 +167,11 @@ def test_optimizer_states_on_the_host(tmp_path: Path, tile: int | None, delays: 
                 optimizer.zero_grad()
         if step < 2:
             state = training_state(ours, hosted)
-            wanted = {name: tensor.to_local().to("cpu", copy=True) for name, tensor in state.items()}
+            wanted = {name: shard.local.to("cpu", copy=True) for name, shard in state.items()}
             snapshot.take()
         assert_same_states(hosted, plain)
     with snapshot.finished() as found:
-        assert all(torch.equal(found[name].to_local(), tensor) for name, tensor in wanted.items())
+        assert all(torch.equal(found[name].local, tensor) for name, tensor in wanted.items())
     snapshot.close()
 
 
@@ -389,8 +389,8 @@ def test_a_snapshot_waits(tmp_path: Path, late: str) -> None:
     snapshot = Snapshot(state)
 
     def fill(value: float) -> None:
-        for tensor in state.values():
-            tensor.to_local().detach().fill_(value)
+        for shard in state.values():
+            shard.local.fill_(value)
 
     for value, cycles in ((1.0, 1), (2.0, LATE)):
         fill(-1)
@@ -407,7 +407,7 @@ def test_a_snapshot_waits(tmp_path: Path, late: str) -> None:
             snapshot.before_update()
             fill(-2)
         with snapshot.finished() as copies:
-            found = {number for copy in copies.values() for number in copy.to_local().unique().tolist()}
+            found = {number for copy in copies.values() for number in copy.local.unique().tolist()}
         assert found == {value}
         torch.cuda.synchronize()
     snapshot.close()

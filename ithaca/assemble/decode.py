@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaca.base.errors import InputError, shown
+from ithaca.base.errors import InputError, PlanError, shown
 from ithaca.parallel.agree import same_everywhere, together_with
 from ithaca.parallel.batch import batch_rows, split_batch
 from ithaca.parallel.mesh import Mesh
@@ -22,9 +22,19 @@ if TYPE_CHECKING:
     from ithaca.assemble.model import Model
 
 
+def check_decoding(mesh: Mesh) -> None:
+    """Raise an error if tokens cannot be added to prompts on this mesh."""
+    if mesh.tensor > 1:
+        raise PlanError(
+            f"prompts cannot be continued on {mesh.tensor} tensor ranks, which hold parts of every weight: use recipe "
+            f"'sweep' with ulysses={mesh.tensor} and tensor=1, which reads the same checkpoints"
+        )
+
+
 @torch.no_grad()
 def read_prompts(model: "Model", tokens: Tensor, documents: Tensor | None = None) -> Prompts:
     """Read prompts, one a row, and keep their K and V. Collective."""
+    check_decoding(model.mesh)
     batch = split_batch(tokens, tokens, documents, model.mesh, model.spec.vocab, model.reservation.layout)
     context = model.begin_pass(batch, False, valid=1, shorten=True)
     rank, group = model.mesh.context_rank, model.mesh.context_group

@@ -8,6 +8,7 @@ from ithaca.assemble.model import Model, Substitutes
 from ithaca.base.errors import ModelError, PlanError
 from ithaca.base.misuse import check_type
 from ithaca.model.source import ModelSource
+from ithaca.model.spec import Spec
 from ithaca.parallel.agree import same_everywhere, together, together_with
 from ithaca.parallel.mesh import Mesh, alone
 from ithaca.parallel.sharding import load
@@ -25,23 +26,7 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None, substitutes
     )
     together(mesh.group, lambda: _check_arguments(source, plan))
     same_everywhere(mesh.group, "model or Plan", (source.spec, source.dtype, source.weights.identity(), plan))
-    if mesh.context_ranks > 1 and not plan.shares:
-        raise PlanError(
-            f"recipe '{plan.recipe}' has no context parallelism, but the mesh has ulysses {mesh.ulysses} × ring "
-            f"{mesh.ring}: set both to 1 and shard to {mesh.shard * mesh.context_ranks}, or use recipe 'sweep'"
-        )
-    if mesh.ulysses > 1 and not plan.entry.ulysses:
-        raise PlanError(
-            f"recipe '{plan.recipe}' shares a sequence over ring ranks only, but the mesh has ulysses {mesh.ulysses}: "
-            f"set ulysses to 1 and ring to {mesh.context_ranks}, or use recipe 'hybrid'"
-        )
-    if mesh.ring > 1 and not plan.entry.ring:
-        by_heads = f"set ring to 1 and ulysses to {mesh.context_ranks}, or " * (mesh.context_ranks <= source.spec.heads)
-        raise PlanError(
-            f"recipe '{plan.recipe}' shares a sequence by heads only, but the mesh has ring {mesh.ring}: "
-            f"{by_heads}use recipe 'sweep'"
-        )
-
+    _check_axes(source.spec, plan, mesh)
     model, kernels = together_with(
         mesh.group, lambda: Model(source, plan, mesh, substitutes or Substitutes()), lambda model: model.kernel.name
     )
@@ -52,8 +37,40 @@ def apply(source: ModelSource, plan: Plan, mesh: Mesh | None = None, substitutes
                 f"rank {rank} would attend with kernel '{kernel}' and rank 0 with '{kernels[0]}': set plan.kernel to "
                 "one that runs on every rank (where it cannot, the error says why)"
             )
-    together(mesh.group, lambda: load(model.decoder, mesh, source.weights))
+    together(mesh.group, lambda: load(model.decoder, mesh, model.part, source.weights))
     return model
+
+
+def _check_axes(spec: Spec, plan: Plan, mesh: Mesh) -> None:
+    """Raise an error if a recipe cannot share a sequence over the ranks of this mesh."""
+    ranks = mesh.context_ranks
+    if mesh.tensor > 1 and not plan.entry.tensor:
+        to = f"ulysses to {mesh.tensor}" if plan.entry.ulysses else f"shard to {mesh.shard * mesh.tensor}"
+        raise PlanError(
+            f"recipe '{plan.recipe}' holds whole weights, but the mesh has tensor {mesh.tensor}: set tensor to 1 and "
+            f"{to}, or use recipe 'tensor'"
+        )
+    if mesh.ulysses > 1 and plan.entry.tensor:
+        raise PlanError(
+            f"recipe '{plan.recipe}' divides heads among tensor ranks, but the mesh has ulysses {mesh.ulysses}: set "
+            f"ulysses to 1 and tensor to {mesh.ulysses}, or use recipe 'sweep'"
+        )
+    if ranks > 1 and not plan.shares:
+        raise PlanError(
+            f"recipe '{plan.recipe}' has no context parallelism, but the mesh has ulysses {mesh.ulysses} × ring "
+            f"{mesh.ring}: set both to 1 and shard to {mesh.shard * ranks}, or use recipe 'sweep'"
+        )
+    if mesh.ulysses > 1 and not plan.entry.ulysses:
+        raise PlanError(
+            f"recipe '{plan.recipe}' shares a sequence over ring ranks only, but the mesh has ulysses {mesh.ulysses}: "
+            f"set ulysses to 1 and ring to {ranks}, or use recipe 'hybrid'"
+        )
+    if mesh.ring > 1 and not plan.entry.ring:
+        by_heads = f"set ring to 1 and ulysses to {ranks}, or " * (ranks <= spec.heads)
+        raise PlanError(
+            f"recipe '{plan.recipe}' shares a sequence by heads only, but the mesh has ring {mesh.ring}: "
+            f"{by_heads}use recipe 'sweep'"
+        )
 
 
 def _check_arguments(source: object, plan: object) -> None:

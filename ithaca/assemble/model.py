@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaca.assemble.decode import greedy_decode, read_prompts
+from ithaca.assemble.decode import check_decoding, greedy_decode, read_prompts
 from ithaca.attention.kernels.choose import choose_kernel
 from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.kernels.seam import Kernel
@@ -26,18 +26,21 @@ from ithaca.parallel.agree import first_then_others, same_batch, same_everywhere
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.batch import Batch, RankBatch, gather_tokens, rank_batch, split_batch, whole_batch
 from ithaca.parallel.collectives import Group
-from ithaca.parallel.exchange import Alone, Ulysses
-from ithaca.parallel.head_split import describe_share, split_heads
+from ithaca.parallel.exchange import Alone, Reordered, Ulysses
+from ithaca.parallel.head_split import HeadSplit, describe_share, split_heads
 from ithaca.parallel.layout import Layout, batch_range
 from ithaca.parallel.mesh import Mesh, describe_crossing
 from ithaca.parallel.ring import Ring
 from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, outside_inference_mode, prepare_pass, total
+from ithaca.parallel.tensor import TensorSpread
+from ithaca.parallel.tensor_parts import TensorPart
 from ithaca.plans.plan import Plan
 from ithaca.schedule.decode import Prompts
 from ithaca.schedule.forward import ForwardContext, logits, loss_sum, losses
 from ithaca.schedule.job import Job
 from ithaca.schedule.marks import PassWork, StepMarks, no_mark, pass_work
 from ithaca.schedule.reservation import BUSY, Reservation
+from ithaca.schedule.tensor.run import TensorRanks
 from ithaca.tape.engine import make_engine
 
 # What models of `transformers` have, and where it is here
@@ -73,13 +76,18 @@ class Model(nn.Module):
         self.dtype = source.compute_dtype(mesh.device)
         self.kernel = substitutes.kernel(choose_kernel(plan.kernel, mesh.device, self.dtype, spec.head_size))
         self.visits = substitutes.visits
-        self.decoder = Decoder(spec, at_least_fp32(self.dtype))
+        self.part = TensorPart(spec, mesh.tensor_rank, mesh.tensor)
+        self.decoder = Decoder(self.part.narrow, at_least_fp32(self.dtype))
         self.engine = make_engine(mesh.device)
         segments = Layout(1, 1, mesh.ulysses, mesh.ring).runs
         self.exchange = Ulysses(Group(mesh.ulysses_group), segments) if mesh.ulysses_group else Alone()
+        if mesh.tensor > 1 and mesh.ring > 1:
+            self.exchange = Reordered(mesh.tensor, segments)
         self.ring = Ring(Group(mesh.ring_group) if mesh.ring_group else None)
-        self.split = split_heads(spec.heads, spec.kv_heads, mesh.ulysses)
-        self.rounds = plan.rounds(self.split)
+        tensor_group = Group(mesh.tensor_group) if mesh.tensor_group else None
+        self.tensor = TensorRanks(self.part, TensorSpread(tensor_group)) if tensor_group else None
+        self.split = self.part.split if self.tensor else split_heads(spec.heads, spec.kv_heads, mesh.ulysses)
+        self.rounds = plan.rounds(HeadSplit.alone(self.part.narrow) if self.tensor else self.split)
         self.reservation = Reservation(
             spec,
             replace(self.plan, kernel=self.kernel.name),
@@ -206,7 +214,8 @@ class Model(nn.Module):
         """Which ranks share a sequence, and how; nothing if each has its own."""
         if self.mesh.context_ranks == 1:
             return []
-        return [describe_share(self.split, self.mesh.ring), *describe_crossing(self.mesh, self.plan.entry.ring)]
+        share = describe_share(self.split, self.mesh.ring, "tensor" if self.tensor else "ulysses")
+        return [share, *describe_crossing(self.mesh, self.plan.entry.ring)]
 
     def describe_tapes(self) -> list[str]:
         """Where saved tensors live; nothing if the Plan needs no tapes."""
@@ -284,6 +293,7 @@ class Model(nn.Module):
 
     def check_prompts(self, tokens: int) -> None:
         """Raise the error that `read_prompts` would raise if memory is short, for passes of so many tokens."""
+        check_decoding(self.mesh)
         self.reservation.check_cache(tokens)
 
     def free_tapes(self) -> None:
@@ -328,10 +338,11 @@ class Model(nn.Module):
             tapes=tapes.begin(training) if tapes else None,
             visits=self.visits,
             mark=marks.begin_pass(partial(self._pass_work, layout, batch.bounds)) if marks else no_mark,
+            tensor=self.tensor,
         )
 
     def _pass_work(self, layout: Layout, bounds: tuple[int, ...]) -> PassWork:
-        axes = Axes(ring=self.mesh.ring, ulysses=self.mesh.ulysses)
+        axes = Axes(ring=self.mesh.ring, ulysses=self.mesh.ulysses, tensor=self.mesh.tensor)
         lengths = tuple(end - start for start, end in pairwise(bounds))
         job = Job(spec=self.spec, plan=self.plan, tokens=bounds[-1], axes=axes, documents=lengths)
         return pass_work(job, layout, bounds)

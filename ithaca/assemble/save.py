@@ -27,7 +27,7 @@ def save_model(model: Model, folder: str | Path, dtype: str | None = None) -> No
     folder, writes = Path(folder).resolve(), model.mesh.rank == 0
     together(model.mesh.group, lambda: _check_target(folder, dtype, writes))
     dtypes = {name: _stored_dtype(model, name, dtype) for name, _ in model.spec.shapes()}
-    tensors = whole_tensors(model.decoder)
+    tensors = whole_tensors(model.decoder, model.mesh, model.part)
 
     def write() -> None:
         try:

@@ -31,8 +31,7 @@ class Measures(Protocol):
 
 
 def _axes(prediction: Prediction) -> Json:
-    axes = prediction.axes
-    return {"shard": axes.shard, "ring": axes.ring, "ulysses": axes.ulysses}
+    return prediction.axes.grid
 
 
 def _request(kind: str, model: str, prediction: Prediction, tokens: int, layers: int, **more: Any) -> Json:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ithaca.parallel.axes import Axes
 from ithaca.plans.plan import Plan
+from ithaca.plans.recipes import RECIPES
 
 Options = Mapping[str, Any]  # of a Plan
 
@@ -28,13 +29,14 @@ class Row:
     name: str
     adds: str  # what this row has that the one before, or the full stack, has not
     plans: tuple[Options, ...] = ()  # the fastest first; none: the row is only quoted
-    shares: bool = True  # all ranks share one sequence by Ulysses; otherwise each has a sequence of its own
+    shares: bool = True  # all ranks share one sequence by heads; otherwise each has a sequence of its own
     layers: int = 2  # that run
     quoted: str = ""  # why the row is not measured
     published: Mapping[str, Published] = field(default_factory=dict)  # by model
 
     def axes(self, ranks: int) -> Axes:
-        return Axes(ulysses=ranks) if self.shares else Axes(shard=ranks)
+        recipe = self.plans[0]["recipe"] if self.plans else "ulysses"
+        return RECIPES[recipe].axes(ranks, 1) if self.shares else Axes(shard=ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

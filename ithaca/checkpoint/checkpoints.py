@@ -37,6 +37,7 @@ from ithaca.checkpoint.files import (
 )
 from ithaca.checkpoint.other_run import read_newest
 from ithaca.checkpoint.reader import PlainReader, fill
+from ithaca.checkpoint.shard import for_dcp
 from ithaca.checkpoint.snapshot import WEIGHT, Snapshot, local_bytes, training_state
 from ithaca.parallel.agree import from_first, on_this_node, together
 from ithaca.parallel.hangs import lost_touch
@@ -156,7 +157,7 @@ class Checkpoints:
 
     def size(self) -> int:
         """Return the bytes of one checkpoint, over all ranks."""
-        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self._state.values())
+        return sum(shard.whole_bytes for shard in self._state.values())
 
     def last_good(self) -> str:
         """Return words about the newest checkpoint on disk."""
@@ -201,7 +202,7 @@ class Checkpoints:
 
         Return its manifest.
         """
-        state = {name: tensor for name, tensor in self._state.items() if optimizer or name.startswith(WEIGHT)}
+        state = {name: shard for name, shard in self._state.items() if optimizer or name.startswith(WEIGHT)}
         manifest, warnings = read_newest(files, state, self._group)
         for text in warnings:
             self._warn(text)
@@ -234,7 +235,7 @@ class Checkpoints:
 
     def _read(self, step: int) -> dict[str, Any]:
         reader = together(self._group, lambda: PlainReader(self._files.path(step)))
-        fill(dict(self._state), reader, self._group)
+        fill(for_dcp(self._state), reader, self._group)
         manifest = self._files.manifest(step)
         assert manifest is not None
         manifest.setdefault("updates", step)  # before they were counted, every step was one
@@ -257,7 +258,7 @@ class Checkpoints:
             writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
             writer.fs = PartialFiles(self.size())
             with self._snapshot.finished() if self._snapshot else nullcontext(self._state) as state:
-                dcp.save(dict(state), storage_writer=writer, process_group=self._group)
+                dcp.save(for_dcp(state), storage_writer=writer, process_group=self._group)
             parts = self._stage(lambda: rank_digests(partial, self._rank))
             files = {name: digest for part in parts for name, digest in part.items()}
             manifest = {

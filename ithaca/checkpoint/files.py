@@ -29,6 +29,7 @@ from ithaca.base.errors import RunError
 from ithaca.base.files import read_small
 from ithaca.checkpoint.lease import DELETED, MANIFEST, Lease, delete
 from ithaca.checkpoint.reader import PlainReader, fill
+from ithaca.checkpoint.shard import Shard
 
 PARTIAL, DAMAGED, REPLACED = ".partial", ".damaged", ".replaced"
 HASHED_BYTES = 64 << 20
@@ -36,9 +37,9 @@ HASHED_BYTES = 64 << 20
 Described = dict[str, list[Any]]  # name -> [shape, dtype]
 
 
-def describe(tensors: Mapping[str, Tensor]) -> Described:
+def describe(state: Mapping[str, Shard]) -> Described:
     """Return the shape and dtype of every tensor, as a manifest has them."""
-    return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
+    return {name: [list(shard.shape), str(shard.dtype)] for name, shard in state.items()}
 
 
 class CheckpointFolder:

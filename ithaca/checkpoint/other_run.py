@@ -7,12 +7,12 @@ renamed or written. Ranks share the checking of the files, as when a run continu
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ithaca.base.errors import RunError
 from ithaca.checkpoint.files import CheckpointFolder, describe, none_is_sound
 from ithaca.checkpoint.lease import GoneError, Lease
 from ithaca.checkpoint.reader import PlainReader, fill
+from ithaca.checkpoint.shard import Shard, for_dcp
 from ithaca.parallel.agree import from_first, together, together_with
 
 
@@ -51,7 +51,7 @@ class SharedLease:
 
 
 def read_newest(
-    files: CheckpointFolder, state: dict[str, DTensor], group: dist.ProcessGroup
+    files: CheckpointFolder, state: dict[str, Shard], group: dist.ProcessGroup
 ) -> tuple[dict[str, Any], list[str]]:
     """Read the newest sound checkpoint into `state`. Return its manifest, and warnings. Collective."""
     warnings, damaged = list[str](), dict[int, str]()
@@ -78,7 +78,7 @@ def read_newest(
     raise none_is_sound(files.folder, damaged) if damaged else RunError(f"'{files.folder}' has no checkpoint any more")
 
 
-def _damage(files: CheckpointFolder, step: int, state: dict[str, DTensor], group: dist.ProcessGroup) -> str | None:
+def _damage(files: CheckpointFolder, step: int, state: dict[str, Shard], group: dist.ProcessGroup) -> str | None:
     """Return what is wrong with a checkpoint, the same on all ranks. Each checks a part of its files."""
     rank, ranks, wanted = dist.get_rank(group), dist.get_world_size(group), describe(state)
     _, found = together_with(group, lambda: files.damage(step, wanted, rank, ranks), lambda damage: damage)
@@ -86,12 +86,12 @@ def _damage(files: CheckpointFolder, step: int, state: dict[str, DTensor], group
 
 
 def _read(
-    files: CheckpointFolder, step: int, state: dict[str, DTensor], group: dist.ProcessGroup, lease: SharedLease
+    files: CheckpointFolder, step: int, state: dict[str, Shard], group: dist.ProcessGroup, lease: SharedLease
 ) -> dict[str, Any] | None:
     """Read a checkpoint and return its manifest; None if it was deleted meanwhile, on a disk without locks."""
     try:
         reader = together(group, lambda: PlainReader(files.path(step)))
-        fill(dict(state), reader, group)
+        fill(for_dcp(state), reader, group)
         return from_first(group, lambda: files.manifest(step))
     except RunError:
         if lease.still_here():

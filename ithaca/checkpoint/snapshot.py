@@ -9,45 +9,55 @@ as the shards and their moments; the thread allocates it while the first steps r
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ithaca.assemble import Model
+from ithaca.checkpoint.shard import Shard
 from ithaca.optimizer.host_adamw import MOMENTS
-from ithaca.parallel.mesh import host_mesh
-from ithaca.parallel.sharding import host_twin, shards
+from ithaca.parallel.sharding import shard_place, shards
 from ithaca.tape.slab import Slab, whole_pages
 
 WEIGHT = "weight/"  # the prefix of weights; each moment has its own name for one
 
 
-def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
-    """Return the weights and AdamW's two moments by name, as they live on the ranks."""
-    state: dict[str, DTensor] = {}
-    for name, parameter in shards(model.decoder):
-        state[f"{WEIGHT}{name}"] = parameter
+def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
+    """Return this rank's shards of the weights and of AdamW's two moments by name, as they live on its device."""
+    state: dict[str, Shard] = {}
+    for (name, weight), (_, parameter) in zip(weight_state(model).items(), shards(model.decoder), strict=True):
+        state[name] = weight
         if parameter in optimizer.state:
             for moment in MOMENTS:
-                state[f"{moment}/{name}"] = optimizer.state[parameter][moment]
+                local = optimizer.state[parameter][moment].to_local()
+                state[f"{moment}/{name.removeprefix(WEIGHT)}"] = replace(weight, local=local)
     return state
 
 
-def local_bytes(state: dict[str, DTensor]) -> int:
+def weight_state(model: Model) -> dict[str, Shard]:
+    """Return this rank's shards of the weights alone."""
+    shapes, state = dict(model.spec.shapes()), {}
+    for name, parameter in shards(model.decoder):
+        offsets = tuple(side.start for side in shard_place(name, parameter, model.part, model.mesh))
+        state[f"{WEIGHT}{name}"] = Shard(parameter.to_local().detach(), offsets, torch.Size(shapes[name]))
+    return state
+
+
+def local_bytes(state: dict[str, Shard]) -> int:
     """Return the bytes that a copy of this rank's shards takes."""
-    return sum(whole_pages(tensor.to_local().nbytes) for tensor in state.values())
+    return sum(whole_pages(shard.local.nbytes) for shard in state.values())
 
 
 class Snapshot:
     """Host copies of a state's shards: `take` begins to copy, `finished` waits and returns the copies."""
 
-    def __init__(self, state: dict[str, DTensor]):
+    def __init__(self, state: dict[str, Shard]):
         self._state = state
-        self._device = next(iter(state.values())).to_local().device  # a weight's
+        self._device = next(iter(state.values())).local.device  # a weight's
         self._cuda = self._device.type == "cuda"
         if self._cuda:
             self._stream, self._done = torch.cuda.Stream(self._device), torch.cuda.Event()
-        hosted = {name for name, tensor in state.items() if tensor.to_local().device.type == "cpu"}
+        hosted = {name for name, shard in state.items() if shard.local.device.type == "cpu"}
         self._by_thread, self._by_stream = sorted(hosted), sorted(state.keys() - hosted)
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._allocated = self._thread.submit(self._allocate)
@@ -71,7 +81,7 @@ class Snapshot:
             self._hosted.result()
 
     @contextmanager
-    def finished(self) -> Iterator[dict[str, DTensor]]:
+    def finished(self) -> Iterator[dict[str, Shard]]:
         """Wait for the copies, in any thread, and return them.
 
         In the body the thread's current stream is the snapshot's own, which is idle: DCP synchronizes with the current
@@ -95,13 +105,14 @@ class Snapshot:
             self._allocated.result().close()
 
     def _allocate(self) -> Slab:
-        slab = Slab([tensor.to_local().nbytes for tensor in self._state.values()], self._device, lambda _: None)
-        mesh = host_mesh(next(iter(self._state.values())).device_mesh)
-        named = zip(self._state.items(), slab.parts, strict=True)
-        self._copies = {name: host_twin(tensor, part, mesh) for (name, tensor), part in named}
+        slab = Slab([shard.local.nbytes for shard in self._state.values()], self._device, lambda _: None)
+        self._copies = {
+            name: replace(shard, local=part.view(shard.dtype).view(shard.local.shape))
+            for (name, shard), part in zip(self._state.items(), slab.parts, strict=True)
+        }
         return slab
 
     @torch.no_grad()
     def _copy(self, names: list[str]) -> None:
         for name in names:
-            self._copies[name].to_local().copy_(self._state[name].to_local(), non_blocking=True)
+            self._copies[name].local.copy_(self._state[name].local, non_blocking=True)

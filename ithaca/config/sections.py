@@ -47,6 +47,8 @@ class MeshSection:
     """Ranks, or groups of `ulysses` ranks, that share each sequence by tokens. May cross nodes."""
     ulysses: int = 1
     """Ranks within a node that share each sequence by heads."""
+    tensor: int = 1
+    """Ranks within a node that hold parts of every weight, in the place of `ulysses`. (recipe tensor)"""
 
 
 @dataclass(frozen=True, kw_only=True)

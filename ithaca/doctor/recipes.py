@@ -18,12 +18,12 @@ from ithaca.assemble import Model, apply
 from ithaca.base.sizes import format_count
 from ithaca.doctor.exam import COLLECTIVE_SECONDS, Exam, Found, Section, describe
 from ithaca.doctor.units import columns
-from ithaca.model.decoder import stored_name
 from ithaca.model.families import read_spec
 from ithaca.model.source import DTYPES, ModelSource, RandomWeights
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.hangs import set_timeout
 from ithaca.parallel.mesh import Mesh, alone, mesh
+from ithaca.parallel.sharding import whole_tensors
 from ithaca.plans.plan import Plan
 from ithaca.plans.recipes import RECIPES
 from ithaca.schedule import reference
@@ -105,13 +105,13 @@ def fitting_meshes(recipe: str, ranks: int, heads: int) -> list[Axes]:
             if sharing % ulysses == 0 and RECIPES[recipe].allows(ulysses, sharing // ulysses)
         ]
         if shapes:
-            return [Axes(shard=ranks // sharing, ring=ring, ulysses=ulysses) for ulysses, ring in shapes]
+            return [RECIPES[recipe].axes(by_heads, ring, ranks // sharing) for by_heads, ring in shapes]
     raise AssertionError("every recipe runs on one rank")
 
 
 def _recipe_step(recipe: str, axes: Axes, source: ModelSource, rows: Rows, grid: Mesh) -> Outcome:
     sizes = {name: size for name, size in SIZES.items() if name in RECIPES[recipe].options}
-    here = mesh(ulysses=axes.ulysses, ring=axes.ring, shard=axes.shard, device=grid.device.type)
+    here = mesh(**axes.grid, device=grid.device.type)  # pyrefly: ignore
     set_timeout(here.groups, COLLECTIVE_SECONDS)
     model = apply(source, Plan(recipe=recipe, loss_tile=50, **sizes), here)  # pyrefly: ignore
     model.engine.poison = True  # a tile that is read too early or too late is NaN
@@ -122,12 +122,8 @@ def step(model: Model, rows: Rows) -> Outcome:
     """The loss and the gradients of a model, whole on every rank."""
     loss = model(model.shard(*rows))
     loss.backward()
-    gradients = {stored_name(name): weight.grad for name, weight in model.decoder.named_parameters()}
-    found = {LOSS: loss.detach(), **gradients}
-    return {
-        name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).double().cpu()  # pyrefly: ignore
-        for name, tensor in found.items()
-    }
+    gradients = whole_tensors(model.decoder, model.mesh, model.part, gradients=True)
+    return {LOSS: loss.detach().double().cpu(), **{name: tensor.double() for name, tensor in gradients}}
 
 
 def naive_step(source: ModelSource, rows: Rows, dtype: torch.dtype, device: torch.device) -> Outcome:

@@ -7,8 +7,9 @@
 A post-norm block (`spec.post_norm`) norms the outputs of attention and MLP instead of their inputs.
 
 The functions know nothing of ranks, chunks or where tensors live. A schedule decides which tokens and heads they run
-on, and differentiates a tile by running it again under autograd. `w` maps the Hugging Face names within a layer to
-tensors. Shapes: T tokens, H heads, D head size, E hidden.
+on, and differentiates a tile by running it again under autograd. With a `Spread` (linear.py) they have a part of the
+weights: q, k, v and o are of the tokens of all its ranks, and x of the caller's alone. `w` maps the Hugging Face names
+within a layer to tensors. Shapes: T tokens, H heads, D head size, E hidden.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,30 +21,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ithaca.base.precision import fusable
-from ithaca.model.linear import Layer, Rows, linear, linears
+from ithaca.model.linear import Layer, Rows, Spread, linears, summed_linear
 from ithaca.model.rotary import Rotation, rotate
 from ithaca.model.spec import Heads, Spec, runs
 
 Weights = Mapping[str, Tensor]
+ADDED = ("self_attn.o_proj", "mlp.down_proj")  # layers whose outputs are sums over heads or features
 WIDEST_NORM = 16384  # numbers in a row, which the norm's backward kernel holds whole
 
 
 def project(
-    spec: Spec, w: Weights, x_TE: Tensor, rotation: Rotation | None, heads: Heads
+    spec: Spec, w: Weights, x_TE: Tensor, rotation: Rotation | None, heads: Heads, spread: Spread | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [T, Hq, D], k and v [T, Hkv, D] of these heads; `rotation` is None in a layer without rotary embedding."""
-    return project_beside(spec, w, x_TE, rotation, heads)[1]
+    return project_beside(spec, w, x_TE, rotation, heads, spread)[1]
 
 
 def project_beside(
-    spec: Spec, w: Weights, x_TE: Tensor, rotation: Rotation | None, heads: Heads
+    spec: Spec, w: Weights, x_TE: Tensor, rotation: Rotation | None, heads: Heads, spread: Spread | None = None
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """x and its projections. Who takes x from here for the residual saves backward an addition (`norm_beside`)."""
     x_TE, normed = (x_TE, x_TE) if spec.post_norm else norm_beside(spec, x_TE, w["input_layernorm.weight"])
     parts = {"q": heads.q, "k": heads.kv, "v": heads.kv}
     layers = [Layer(f"self_attn.{part}_proj", _rows(spec, which)) for part, which in parts.items()]
-    found = zip(linears(w, layers, normed), parts.values(), strict=True)
-    q, k, v = (y.view(len(x_TE), len(which), spec.head_size) for y, which in found)
+    found = zip(linears(w, layers, normed, spread), parts.values(), strict=True)
+    q, k, v = (y.view(len(y), len(which), spec.head_size) for y, which in found)
     if spec.qk_norm:
         q = norm(spec, q, w["self_attn.q_norm.weight"])
         k = norm(spec, k, w["self_attn.k_norm.weight"])
@@ -52,30 +54,32 @@ def project_beside(
     return x_TE, (q, k, v)
 
 
-def output_projection(spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads: Heads) -> Tensor:
+def output_projection(
+    spec: Spec, w: Weights, x_TE: Tensor, o_THD: Tensor, heads: Heads, spread: Spread | None = None
+) -> Tensor:
     """x plus the output projection of these consecutive heads; the bias comes with head 0.
 
     The sum over slices of heads is the whole: output_projection(output_projection(x, o1, h1), o2, h2). Only a post-norm
     block needs all heads at once.
     """
     columns = slice(heads.q[0] * spec.head_size, (heads.q[-1] + 1) * spec.head_size)
-    y_TE = linear(w, "self_attn.o_proj", o_THD.flatten(1), columns=columns)
+    y_TE = summed_linear(w, "self_attn.o_proj", o_THD.flatten(1), columns, spread)
     if spec.post_norm:
         assert len(heads.q) == spec.heads
         y_TE = norm(spec, y_TE, w["post_attention_layernorm.weight"])
     return x_TE + y_TE
 
 
-def mlp(spec: Spec, w: Weights, x_TE: Tensor, out: Tensor | None = None) -> Tensor:
+def mlp(spec: Spec, w: Weights, x_TE: Tensor, out: Tensor | None = None, spread: Spread | None = None) -> Tensor:
     """x plus the gated MLP of x; written to `out`, if given, which may be x."""
-    return torch.add(*mlp_beside(spec, w, x_TE), out=out)
+    return torch.add(*mlp_beside(spec, w, x_TE, spread), out=out)
 
 
-def mlp_beside(spec: Spec, w: Weights, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+def mlp_beside(spec: Spec, w: Weights, x_TE: Tensor, spread: Spread | None = None) -> tuple[Tensor, Tensor]:
     """x and its gated MLP, which a block adds."""
     x_TE, normed = (x_TE, x_TE) if spec.post_norm else norm_beside(spec, x_TE, w["post_attention_layernorm.weight"])
-    gate, up = linears(w, [Layer("mlp.gate_proj"), Layer("mlp.up_proj")], normed)
-    y_TE = linear(w, "mlp.down_proj", gated(gate, up))
+    gate, up = linears(w, [Layer("mlp.gate_proj"), Layer("mlp.up_proj")], normed, spread)
+    y_TE = summed_linear(w, "mlp.down_proj", gated(gate, up), spread=spread)
     return x_TE, norm(spec, y_TE, w["post_feedforward_layernorm.weight"]) if spec.post_norm else y_TE
 
 

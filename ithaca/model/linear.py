@@ -12,7 +12,7 @@ would write each part and read it again. Gradients of weights that are not summe
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,21 +27,40 @@ ALIGNED = 128  # numbers: 512 bytes, as torch aligns tensors, which matrix produ
 Rows = slice | Sequence[slice]  # some rows of a weight: one run, or several runs one after the other
 
 
+class Spread(Protocol):
+    """A caller's tokens among those of other ranks, which have other rows or columns of the same weights.
+
+    A layer reads the tokens of all of them (`gather`). Its outputs are sums over them, of which a caller gets those of
+    its own tokens (`reduce`). Neither is differentiable: each is the backward pass of the other.
+    """
+
+    ranks: int
+
+    def gather(self, x: Tensor) -> Tensor: ...
+
+    def reduce(self, y: Tensor) -> Tensor: ...
+
+
 class Summed(dict[str, Tensor]):
     """Weights for backward passes over tiles. `sums` holds the gradients of the wanted ones so far.
 
     `final` names a linear layer whose output no gradient depends on (block.py, `final_linear`). It is differentiated
     like the others, but zeros without memory stand for its output.
 
+    `apart` names biases that are added outside of their layers (`summed_linear` of a Spread).
+
     All sums are parts of one tensor, `all_sums`: one operation clears them, and one scales them.
     """
 
-    def __init__(self, w: Mapping[str, Tensor], wanted: Iterable[str], final: str | None = None):
+    def __init__(
+        self, w: Mapping[str, Tensor], wanted: Iterable[str], final: str | None = None, apart: Sequence[str] = ()
+    ):
         super().__init__({name: weight.detach() for name, weight in w.items()})
         self.final = final
         self.sums, self.all_sums = _zeros({name: self[name] for name in wanted})
-        # Linear layers add the gradients of matrices and biases to the sums themselves
-        self._leaves = [name for name in self.sums if self[name].dim() == 1 and not name.endswith(".bias")]
+        # Linear layers add the gradients of matrices and of their biases to the sums themselves
+        vectors = [name for name in self.sums if self[name].dim() == 1]
+        self._leaves = [name for name in vectors if name in apart or not name.endswith(".bias")]
         for name in self._leaves:
             self[name].requires_grad_()
 
@@ -66,6 +85,7 @@ class Layer(NamedTuple):
     name: str
     rows: Rows = ALL
     columns: slice = ALL
+    bias: bool = True
 
 
 def linear(w: Mapping[str, Tensor], name: str, x: Tensor, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
@@ -74,17 +94,44 @@ def linear(w: Mapping[str, Tensor], name: str, x: Tensor, rows: Rows = ALL, colu
     return y
 
 
-def linears(w: Mapping[str, Tensor], layers: Sequence[Layer], x: Tensor) -> list[Tensor]:
-    """The outputs of some layers that read one input."""
+def linears(w: Mapping[str, Tensor], layers: Sequence[Layer], x: Tensor, spread: Spread | None = None) -> list[Tensor]:
+    """The outputs of some layers that read one input; with a Spread, of the tokens of all its ranks."""
     calls = [_call(w, layer) for layer in layers]
-    if not isinstance(w, Summed) and not (fusable(x) and torch.is_grad_enabled()):
+    if spread is None and not isinstance(w, Summed) and not (fusable(x) and torch.is_grad_enabled()):
         return [F.linear(x, call.weight, call.bias) for call in calls]
-    groups = [calls] if fusable(x) else [[call] for call in calls]
+    groups = [calls] if spread or fusable(x) else [[call] for call in calls]
     found = []
     for group in groups:
         tensors = [call.weight for call in group] + [call.bias for call in group]
-        found += _Linears.apply(x, group, *tensors)
+        found += _Linears.apply(x, group, spread, *tensors)
     return found
+
+
+def summed_linear(
+    w: Mapping[str, Tensor], name: str, x: Tensor, columns: slice = ALL, spread: Spread | None = None
+) -> Tensor:
+    """A layer's output; with a Spread, the sum over its ranks for the caller's tokens. The bias is added once."""
+    if spread is None:
+        return linear(w, name, x, columns=columns)
+    (y,) = linears(w, [Layer(name, columns=columns, bias=False)], x)
+    needed = not (isinstance(w, Summed) and w.final == name)
+    y = _Sum.apply(y, spread, needed)
+    bias = w.get(f"{name}.bias")
+    return y if bias is None else y + bias
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks of a Spread for the caller's tokens. If it is not needed, zeros without memory."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, spread: Spread, needed: bool) -> Tensor:
+        ctx.spread = spread
+        return spread.reduce(y) if needed else y.new_zeros(1, 1).expand(len(y) // spread.ranks, y.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.spread.gather(dy), None, None
 
 
 @dataclass(frozen=True)
@@ -102,7 +149,7 @@ class _Call:
 def _call(w: Mapping[str, Tensor], layer: Layer) -> _Call:
     name, rows, columns = layer.name, layer.rows, layer.columns
     weight = take_rows(_columns(w[f"{name}.weight"], columns), rows)
-    bias = w.get(f"{name}.bias") if not columns.start else None
+    bias = w.get(f"{name}.bias") if layer.bias and not columns.start else None
     bias = None if bias is None else take_rows(bias, rows)
     if not isinstance(w, Summed):
         return _Call(layer, weight, bias, None, None, computed=True)
@@ -123,12 +170,19 @@ def _zeros(like: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
 
 
 class _Linears(torch.autograd.Function):
-    """Its inputs are x, the calls, all weights and all biases; gradients of weights with sums are added to these."""
+    """Its inputs are x, the calls, a Spread, all weights and all biases; gradients with sums are added to these.
+
+    Of a Spread's tokens the caller's alone are saved. Backward gathers the others again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, calls: Sequence[_Call], *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, calls: Sequence[_Call], spread: Spread | None, *tensors: Any
+    ) -> tuple[Tensor, ...]:
         weights, biases = tensors[: len(calls)], tensors[len(calls) :]
         ctx.save_for_backward(x, *weights)
+        ctx.spread = spread
+        x = spread.gather(x) if spread else x
         # Not the calls themselves: they hold weights beside those that autograd saves and frees
         ctx.sums = [(call.layer, call.weight_sum, call.bias_sum) for call in calls]
         ctx.set_materialize_grads(False)
@@ -141,7 +195,8 @@ class _Linears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
+        x = ctx.spread.gather(x) if ctx.spread else x
+        wanted = ctx.needs_input_grad[3:]
         dx: Tensor | None = None
         grads: list[Tensor | None] = [None] * (2 * len(weights))
         for number, (dy, weight, (layer, weight_sum, bias_sum)) in enumerate(zip(dys, weights, ctx.sums, strict=True)):
@@ -157,7 +212,9 @@ class _Linears(torch.autograd.Function):
                 _put_rows(bias_sum, layer.rows, take_rows(bias_sum, layer.rows) + dy.sum(0, dtype=bias_sum.dtype))
             elif wanted[len(weights) + number]:
                 grads[len(weights) + number] = dy.sum(0, dtype=at_least_fp32(dy.dtype))
-        return dx, None, *grads
+        if ctx.spread and dx is not None:
+            dx = ctx.spread.reduce(dx)
+        return dx, None, None, *grads
 
 
 def _add_weight_gradient(weight_sum: Tensor, dy: Tensor, x: Tensor, layer: Layer) -> None:

@@ -35,7 +35,7 @@ _NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in _STORED.values()
 
 
 class Weights(Protocol):
-    """Values by Hugging Face name and row range."""
+    """Values by Hugging Face name and place."""
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
         """The dtype in the file; None if there is no file."""
@@ -45,8 +45,8 @@ class Weights(Protocol):
         """A value that ranks compare, so that they do not mix two models. Cheap."""
         ...
 
-    def read(self, name: str, rows: range, into: Tensor) -> None:
-        """Copy these rows of a weight into a tensor of their shape, of any dtype and device."""
+    def read(self, name: str, rows: range, into: Tensor, columns: range | None = None) -> None:
+        """Copy rows of a weight, or some columns of them, into a tensor of that shape, of any dtype and device."""
         ...
 
 
@@ -150,7 +150,7 @@ class UnreadWeights:
     def identity(self) -> object:
         return sorted(map(str, self._dtypes.items()))
 
-    def read(self, name: str, rows: range, into: Tensor) -> None: ...
+    def read(self, name: str, rows: range, into: Tensor, columns: range | None = None) -> None: ...
 
 
 class RandomWeights:
@@ -165,7 +165,7 @@ class RandomWeights:
     def identity(self) -> object:
         return self._seed
 
-    def read(self, name: str, rows: range, into: Tensor) -> None:
+    def read(self, name: str, rows: range, into: Tensor, columns: range | None = None) -> None:
         shape = self._shapes[name]
         if len(shape) == 1:
             into.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -173,7 +173,7 @@ class RandomWeights:
         generator = torch.Generator(into.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         # Every rank draws the whole weight, so that the values do not depend on how it is sharded
         whole = torch.randn(shape, generator=generator, device=into.device)
-        into.copy_(whole[rows.start : rows.stop].mul_(self._deviation))
+        into.copy_(whole[_index(rows, columns)].mul_(self._deviation))
 
 
 class FolderWeights:
@@ -215,10 +215,10 @@ class FolderWeights:
         self.read("model.norm.weight", range(len(sample)), sample)
         return sorted(self._shapes.items()), sorted(map(str, self._dtypes.items())), sample.tolist()
 
-    def read(self, name: str, rows: range, into: Tensor) -> None:
+    def read(self, name: str, rows: range, into: Tensor, columns: range | None = None) -> None:
         with _opened(self._files[name]) as opened:
             try:
-                into.copy_(opened.get_slice(name)[rows.start : rows.stop])
+                into.copy_(opened.get_slice(name)[_index(rows, columns)])
             except SafetensorError as problem:
                 file = self._files[name]
                 raise ModelError(f"'{file}' has changed since it was opened ({problem})") from None
@@ -236,6 +236,10 @@ class FolderWeights:
             if not torch.equal(*parts):
                 return False
         return True
+
+
+def _index(rows: range, columns: range | None) -> tuple[slice, ...]:
+    return tuple(slice(part.start, part.stop) for part in (rows, columns) if part is not None)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -15,10 +15,13 @@ from ithaca.base.misuse import describe, refuse_keywords
 from ithaca.base.owners import STATES, owned_by
 from ithaca.base.sizes import format_bytes
 from ithaca.base.torch_private import local_tensor, step_without_hooks
+from ithaca.model.decoder import Decoder
 from ithaca.optimizer.host_adamw import MOMENTS, HostAdamW, state_bytes
 from ithaca.optimizer.update import Scaling, gradient_norm, run_closure, scales_gradients, update
 from ithaca.parallel.agree import on_this_node, together
 from ithaca.parallel.mesh import Mesh
+from ithaca.parallel.sharding import shards
+from ithaca.parallel.tensor_parts import TensorPart
 from ithaca.plans.plan import Plan
 from ithaca.tape.budget import host_budget
 from ithaca.tape.engine import Engine
@@ -32,6 +35,8 @@ class Sharded(Protocol):
     plan: Plan
     mesh: Mesh
     engine: Engine
+    decoder: Decoder
+    part: TensorPart
 
     def parameters(self) -> Iterable[Any]: ...
 
@@ -131,13 +136,29 @@ def clip(model: Sharded, largest: float, optimizer: torch.optim.Optimizer | None
     they are until then, and no pass over them is lost.
     """
     if isinstance(optimizer, Scaling) and scales_gradients(optimizer):
-        norm, before = gradient_norm(model.parameters()), optimizer.pending_scale()
+        norm, before = _norm(model, fused=True), optimizer.pending_scale()
         norm = norm if before is None else norm * before  # clipped twice, as if the first time had scaled them
         scale = (largest / (norm + CLIP_EPS)).clamp(max=1.0)
         optimizer.scale_later(scale if before is None else scale * before)
         return norm
+    if model.mesh.tensor > 1:
+        norm = _norm(model, fused=False)
+        scale = (largest / (norm + CLIP_EPS)).clamp(max=1.0)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                local_tensor(parameter.grad).mul_(scale)
+        return norm
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _norm(model: Sharded, fused: bool) -> Tensor:
+    """The norm of all gradients over all ranks. A weight that several tensor ranks hold counts once."""
+    counted: dict[int, list[DTensor]] = {}  # parameters by the number of tensor ranks that hold the same part
+    for name, parameter in shards(model.decoder):
+        if parameter.grad is not None:
+            counted.setdefault(len(model.part.sharers(name)) or 1, []).append(parameter)
+    return gradient_norm(counted, model.mesh.tensor_group, fused)
 
 
 class AdamW(Scaling, torch.optim.AdamW):

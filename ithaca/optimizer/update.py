@@ -5,10 +5,11 @@ its own. Everywhere else it is torch's fused AdamW, and gradients are scaled bef
 device and in host memory are updated by the same function, so their bits are the same.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.adamw import adamw
@@ -113,15 +114,32 @@ def update(
     triton_adamw.update(tensors, scale, eps=group["eps"], weight_decay=group["weight_decay"], **options)
 
 
-def gradient_norm(parameters: Iterable[DTensor]) -> Tensor:
-    """The norm of fp32 gradients on a GPU, over all of them and all ranks; 0-dim."""
-    from ithaca.optimizer import triton_adamw
+def gradient_norm(
+    counted: Mapping[int, Sequence[DTensor]], tensor_group: dist.ProcessGroup | None, fused: bool
+) -> Tensor:
+    """The norm of gradients over all of them and all ranks; 0-dim.
 
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
+    `counted` has the parameters by the number of tensor ranks that hold the same ones. `fused`: by our own kernel, for
+    fp32 on a GPU.
+    """
+    if not counted:
         return torch.zeros(())
-    local = [local_tensor(gradient).contiguous() for gradient in gradients]
-    return _over_ranks(triton_adamw.sum_of_squares(local), gradients[0]).sqrt().float()  # pyrefly: ignore
+    every = [parameter.grad for parameters in counted.values() for parameter in parameters]
+    total = sum(_squares(parameters, fused) / holders for holders, parameters in counted.items())
+    total = _over_ranks(total, every[0])  # pyrefly: ignore
+    if tensor_group is not None:
+        dist.all_reduce(total, group=tensor_group)
+    return total.sqrt().to(every[0].dtype)  # pyrefly: ignore
+
+
+def _squares(parameters: Sequence[DTensor], fused: bool) -> Tensor:
+    """Σ g² over the local gradients, in float64."""
+    local = [local_tensor(parameter.grad).contiguous() for parameter in parameters]  # pyrefly: ignore
+    if fused:
+        from ithaca.optimizer import triton_adamw
+
+        return triton_adamw.sum_of_squares(local)
+    return torch.stack([gradient.double().square().sum() for gradient in local]).sum()
 
 
 def _over_ranks(total: Tensor, gradient: DTensor) -> Tensor:

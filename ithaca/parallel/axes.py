@@ -1,26 +1,37 @@
-"""The axes of a job's ranks as one value, always in the order replicate, shard, ring, ulysses."""
+"""The axes of a job's ranks as one value, always in the order replicate, shard, ring, ulysses, tensor."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Axes:
-    """How many ranks each axis has. Ulysses ranks are neighbours, so they lie within a node where they can."""
+    """How many ranks each axis has. The last axis has neighbours, which lie within a node where they can."""
 
     replicate: int = 1  # copies of the parameters
     shard: int = 1  # data ranks that a copy is cut over
     ring: int = 1  # groups of Ulysses ranks that share a sequence by tokens
     ulysses: int = 1  # ranks that share a sequence by heads
+    tensor: int = 1  # ranks that share a sequence and cut the weights by heads and features; ulysses is 1 then
 
     @property
     def size(self) -> int:
         """All ranks of the job."""
-        return self.replicate * self.shard * self.ring * self.ulysses
+        return self.replicate * self.shard * self.context
 
     @property
     def context(self) -> int:
         """Ranks that share one sequence."""
-        return self.ring * self.ulysses
+        return self.ring * self.by_heads
+
+    @property
+    def by_heads(self) -> int:
+        """Ranks that divide the heads among them."""
+        return self.ulysses * self.tensor
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """The axes of one copy of the parameters, by name."""
+        return {name: size for name, size in vars(self).items() if name != "replicate"}
 
     @property
     def data(self) -> int:
@@ -29,7 +40,7 @@ class Axes:
 
     @property
     def parameter(self) -> int:
-        """Ranks that one copy of the parameters is cut over."""
+        """Ranks that FSDP2 cuts one copy of the parameters over, or of a tensor rank's parameters."""
         return self.shard * self.ring * self.ulysses
 
     def __str__(self) -> str:
@@ -39,5 +50,5 @@ class Axes:
 
 
 def runs_alone(axes: Axes, zero: int) -> bool:
-    """Whether weights do without FSDP2 (one_rank.py): one rank is all there is, and keeps them gathered in a step."""
-    return axes.size == 1 and zero < 3
+    """Whether weights do without FSDP2 (one_rank.py): no other rank has the same ones, and they stay gathered."""
+    return axes.replicate * axes.parameter == 1 and zero < 3

@@ -116,6 +116,27 @@ class Ulysses(Exchange):
         return [queries * len(q) + keys * len(kv) for q, kv in zip(split.q, split.kv, strict=True)]
 
 
+class Reordered(Exchange):
+    """Tensor ranks in a ring: the tokens of all of them are here, and each run becomes whole and in order."""
+
+    ranks, rank = 1, 0
+
+    def __init__(self, tensor_ranks: int, runs: int):
+        self._tensor_ranks, self._runs = tensor_ranks, runs
+
+    def to_heads(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Exchanged:  # noqa: ARG002
+        return self._all(queries, keys, self._tensor_ranks, self._runs)
+
+    def to_tokens(self, split: HeadSplit, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> Exchanged:  # noqa: ARG002
+        return self._all(queries, keys, self._runs, self._tensor_ranks)
+
+    @staticmethod
+    def _all(queries: Sequence[Tensor], keys: Sequence[Tensor], outer: int, inner: int) -> Exchanged:
+        with owned_by(EXCHANGE):
+            found = [tuple(_reordered(x, outer, inner) for x in tensors) for tensors in (queries, keys)]
+        return Pending(lambda: (found[0], found[1]))
+
+
 def _reordered(x: Tensor, outer: int, inner: int) -> Tensor:
     """Rows in the order (outer, inner) -> rows in the order (inner, outer)."""
     return x.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)

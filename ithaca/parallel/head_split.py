@@ -1,4 +1,4 @@
-"""Which heads each Ulysses rank attends with, as arithmetic.
+"""Which heads each Ulysses or tensor rank attends with, as arithmetic.
 
 A query head stays with the key/value head that it reads, and all key/value heads of a rank have the same number of
 query heads. So the ranks divide the key/value heads as evenly as possible. If there are fewer key/value heads than
@@ -19,6 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from ithaca.base.errors import PlanError
+from ithaca.model.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class HeadSplit:
 
     q: tuple[range, ...]  # query heads of each rank
     kv: tuple[range, ...]  # key/value heads of each rank
+
+    @staticmethod
+    def alone(spec: Spec) -> "HeadSplit":
+        """All heads of a model on one rank."""
+        return HeadSplit((range(spec.heads),), (range(spec.kv_heads),))
 
     @cached_property
     def q_heads(self) -> Sequence[int]:
@@ -57,20 +63,20 @@ class HeadSplit:
 Rounds = tuple[tuple[HeadSplit, ...], ...]  # groups of rounds; those of a group read the same K and V
 
 
-def split_heads(heads: int, kv_heads: int, ranks: int) -> HeadSplit:
-    """All heads of a model, split over the ranks."""
+def split_heads(heads: int, kv_heads: int, ranks: int, axis: str = "ulysses") -> HeadSplit:
+    """All heads of a model, split over the ranks of an axis."""
     if ranks > heads:
         even = [str(count) for count in range(1, heads + 1) if heads % count == 0]
         raise PlanError(
-            f"ulysses={ranks} is more than the model's {heads} query heads: 1 to {heads} work, evenly {', '.join(even)}"
+            f"{axis}={ranks} is more than the model's {heads} query heads: 1 to {heads} work, evenly {', '.join(even)}"
         )
     group = heads // kv_heads
     if ranks <= kv_heads:
-        kv = _evenly(range(kv_heads), ranks)
+        kv = evenly(range(kv_heads), ranks)
         return HeadSplit(tuple(range(part.start * group, part.stop * group) for part in kv), tuple(kv))
     q, kv = [], []
-    for head, holders in enumerate(_evenly(range(ranks), kv_heads)):
-        q += _evenly(range(head * group, (head + 1) * group), len(holders))
+    for head, holders in enumerate(evenly(range(ranks), kv_heads)):
+        q += evenly(range(head * group, (head + 1) * group), len(holders))
         kv += [range(head, head + 1)] * len(holders)
     return HeadSplit(tuple(q), tuple(kv))
 
@@ -80,10 +86,10 @@ def imbalance(split: HeadSplit) -> float:
     return max(map(len, split.q)) * len(split.q) / len(split.q_heads) - 1
 
 
-def describe_share(split: HeadSplit, ring: int = 1) -> str:
+def describe_share(split: HeadSplit, ring: int = 1, axis: str = "ulysses") -> str:
     """How many ranks share a sequence, and with how many heads each, in a sentence."""
     ranks, counts = len(split.q), [len(part) for part in split.q]
-    text = f"{ranks} ranks" if ring == 1 else f"{ring} × {ranks} ranks (ring × ulysses)"
+    text = f"{ranks} ranks" if ring == 1 else f"{ring} × {ranks} ranks (ring × {axis})"
     text += " share each sequence, with "
     if len(set(counts)) == 1:
         text += f"{counts[0]} query head{'s' * (counts[0] > 1)} each"
@@ -146,7 +152,7 @@ def _readers(split: HeadSplit, rank: int, kv: range) -> range:
     return range(start, start + len(kv) * each)
 
 
-def _evenly(items: range, parts: int) -> list[range]:
+def evenly(items: range, parts: int) -> list[range]:
     """Consecutive parts whose sizes differ by one at most, the larger ones first."""
     size, more = divmod(len(items), parts)
     starts = [items.start + part * size + min(part, more) for part in range(parts + 1)]

@@ -40,7 +40,7 @@ class Layout:
 
     tokens: int  # of the sequence
     chunk: int  # tokens that go through a block together
-    ulysses: int = 1
+    ulysses: int = 1  # or tensor ranks, which hold tokens in the same way
     ring: int = 1
 
     @property

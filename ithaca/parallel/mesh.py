@@ -1,8 +1,9 @@
-"""The ranks of a job as a grid with the axes replicate × shard × ring × ulysses.
+"""The ranks of a job as a grid with the axes replicate × shard × ring × ulysses × tensor.
 
-`ring` and `ulysses` together are the context ranks, which share one sequence. `replicate` and `shard` together are the
-data ranks, which take different sequences. Parameters are cut over shard × ring × ulysses and copied over replicate.
-Ulysses ranks have neighbouring numbers, so they lie within a node where a node has enough ranks.
+`ring`, `ulysses` and `tensor` together are the context ranks, which share one sequence. `replicate` and `shard` are the
+data ranks, which take different sequences. FSDP2 cuts parameters over shard × ring × ulysses and copies them over
+replicate. Tensor ranks have different parameters (tensor_parts.py). Tensor or Ulysses ranks have neighbouring numbers,
+so they lie within a node where a node has enough ranks.
 """
 
 import atexit
@@ -11,7 +12,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -36,8 +37,9 @@ class Mesh:
     device: torch.device
     parameters: DeviceMesh  # shard · ring · ulysses, which FSDP2 cuts over; before it replicate, if more than one
     group: dist.ProcessGroup  # all ranks of the grid
-    ulysses_group: dist.ProcessGroup | None = None  # None: a group of one rank; likewise the next two
+    ulysses_group: dist.ProcessGroup | None = None  # None: a group of one rank; likewise the next three
     ring_group: dist.ProcessGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
     context_group: dist.ProcessGroup | None = None  # all ranks that share this rank's sequence
     node_ranks: int | None = None  # how many of the job's ranks this node has; None: all
 
@@ -56,6 +58,19 @@ class Mesh:
     @property
     def ulysses(self) -> int:
         return self.axes.ulysses
+
+    @property
+    def tensor(self) -> int:
+        return self.axes.tensor
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.axes.tensor
+
+    @property
+    def head_rank(self) -> int:
+        """This rank among those that divide the heads."""
+        return self.rank % self.axes.by_heads
 
     @property
     def size(self) -> int:
@@ -83,12 +98,12 @@ class Mesh:
 
     @property
     def parameter_rank(self) -> int:
-        return self.rank % self.axes.parameter
+        return self.rank // self.axes.tensor % self.axes.parameter
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups that collectives of this grid use, each once."""
-        context = (self.ulysses_group, self.ring_group, self.context_group)
+        context = (self.ulysses_group, self.ring_group, self.tensor_group, self.context_group)
         used = (self.group, *self.parameters.get_all_groups(), *(group for group in context if group is not None))
         return list(dict.fromkeys(used))
 
@@ -115,6 +130,7 @@ def mesh(
     *,
     ulysses: int = 1,
     ring: int = 1,
+    tensor: int = 1,
     shard: int | None = None,
     replicate: int = 1,
     device: str | None = None,
@@ -132,14 +148,15 @@ def mesh(
     joined = _join(place, seconds)
     assert dist.group.WORLD is not None
     with answering(dist.group.WORLD):
-        made = _lay(replicate, shard, ring, ulysses, place, seconds)
+        asked = {"replicate": replicate, "shard": shard, "ring": ring, "ulysses": ulysses, "tensor": tensor}
+        made = _lay(asked, place, seconds)
     if joined:
         set_timeout([dist.group.WORLD], TORCH_SECONDS)
     return made
 
 
-def _lay(replicate: int, shard: int | None, ring: int, ulysses: int, place: torch.device, seconds: float) -> Mesh:
-    axes = _fitted(replicate, shard, ring, ulysses, dist.get_world_size())
+def _lay(asked: dict[str, int | None], place: torch.device, seconds: float) -> Mesh:
+    axes = _fitted(asked, dist.get_world_size())
     assert dist.group.WORLD is not None
     if "cpu" not in dist.get_backend_config():
         raise PlanError(
@@ -147,12 +164,11 @@ def _lay(replicate: int, shard: int | None, ring: int, ulysses: int, place: torc
             "begin it with 'cpu:gloo,cuda:nccl', or leave that to ithaca.mesh"
         )
     same_everywhere(dist.group.WORLD, "mesh", (axes, place.type))
-    copies = {} if axes.replicate == 1 else {"replicate": axes.replicate}
     return Mesh(
         axes,
         dist.get_rank(),
         place,
-        _device_mesh(place.type, seconds, **copies, parameters=axes.parameter),
+        _parameter_mesh(place.type, seconds, axes),
         dist.group.WORLD,
         **_context_groups(place.type, seconds, axes),
         node_ranks=_node_ranks(axes.size),
@@ -164,19 +180,24 @@ def _node_ranks(ranks: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
-def _fitted(replicate: int, shard: int | None, ring: int, ulysses: int, world: int) -> Axes:
-    """The axes that were asked for, over all ranks of the job."""
-    asked = {"replicate": replicate, "shard": 1 if shard is None else shard, "ring": ring, "ulysses": ulysses}
-    for name, size in asked.items():
+def _fitted(asked: dict[str, int | None], world: int) -> Axes:
+    """The axes that were asked for, over all ranks of the job. None stands for the ranks that the others leave."""
+    named = {name: 1 if size is None else size for name, size in asked.items()}
+    for name, size in named.items():
         if not isinstance(size, int) or size < 1:
             raise PlanError(f"{name}={size} is not a number of ranks: 1 or more is")
-    axes = Axes(**asked)
+    axes = Axes(**named)
+    if axes.ulysses > 1 and axes.tensor > 1:
+        raise PlanError(
+            f"ulysses={axes.ulysses} and tensor={axes.tensor} both divide the heads among ranks: set one of them to 1; "
+            f"tensor={axes.by_heads} or ulysses={axes.by_heads} takes as many ranks"
+        )
     others = axes.size // axes.shard
-    if shard is None:
+    if asked["shard"] is None:
         if world % others:
             fitting = ", ".join(str(count) for count in range(1, world + 1) if world % count == 0)
             raise PlanError(f"{axes} needs {others} ranks, which do not divide the job's {world}: {fitting} would")
-        return Axes(replicate, world // others, ring, ulysses)
+        return replace(axes, shard=world // others)
     if axes.size != world:
         fitting = f"; shard={world // others} would fit" if world % others == 0 else ""
         raise PlanError(f"{axes} needs {axes.size} ranks, but the job has {world}{fitting}")
@@ -245,6 +266,17 @@ def _device_mesh(device: str, seconds: float, **sizes: int) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
 
 
+def _parameter_mesh(device: str, seconds: float, axes: Axes) -> DeviceMesh:
+    """The ranks that FSDP2 cuts parameters over and, if there are copies, averages gradients over."""
+    copies = {} if axes.replicate == 1 else {"replicate": axes.replicate}
+    sizes = {**copies, "parameters": axes.parameter}
+    if axes.tensor == 1:
+        return _device_mesh(device, seconds, **sizes)
+    grid = _device_mesh(device, seconds, **sizes, tensor=axes.tensor)
+    groups, ranks = grid.get_all_groups()[:-1], grid.mesh[..., dist.get_rank() % axes.tensor]
+    return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=tuple(sizes))
+
+
 def _group_along(ranks: torch.Tensor, axis: int, name: str, seconds: float) -> dist.ProcessGroup:
     """This rank's group along an axis of a grid of all ranks, as init_device_mesh makes it, which has no timeout."""
     assert dist.group.WORLD is not None
@@ -263,7 +295,8 @@ def _group_along(ranks: torch.Tensor, axis: int, name: str, seconds: float) -> d
 
 def _context_groups(device: str, seconds: float, axes: Axes) -> dict[str, dist.ProcessGroup]:
     """A group for each axis along which a sequence is shared, and one for all ranks that share it."""
-    shared = {name: size for name, size in (("ring", axes.ring), ("ulysses", axes.ulysses)) if size > 1}
+    sizes = {"ring": axes.ring, "ulysses": axes.ulysses, "tensor": axes.tensor}
+    shared = {name: size for name, size in sizes.items() if size > 1}
     if not shared:
         return {}
     grid = _device_mesh(device, seconds, data=axes.data, **shared)

@@ -30,7 +30,7 @@ from ithaca.parallel.mesh import Mesh
 
 def hold_alone(decoder: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
     """Make the parameters DTensors, and have each call of the decoder find copies of this dtype. No values yet."""
-    assert mesh.size == 1
+    assert mesh.parameters.size() == 1
     for module in decoder.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             shard = DTensor.from_local(parameter.detach(), mesh.parameters, [Shard(0)], run_check=False)

@@ -9,11 +9,13 @@ embedding table, which is gathered only while tokens are embedded. A tied table 
 
 Shards are at least fp32, gathered copies have the dtype of the computation, and gradients are reduced in at least fp32.
 FSDP2 averages gradients over ranks. Ithaca's loss is a sum over all ranks, so `total` multiplies by their number.
-One rank alone needs no FSDP2 under ZeRO-1 and 2 (one_rank.py).
+Tensor ranks have different parameters (tensor_parts.py), and FSDP2 cuts those of each over the other ranks. One rank
+alone needs no FSDP2 under ZeRO-1 and 2 (one_rank.py).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from ithaca.parallel.axes import runs_alone
 from ithaca.parallel.layout import row_range
 from ithaca.parallel.mesh import Mesh
 from ithaca.parallel.one_rank import drop_copies, hold_alone
+from ithaca.parallel.tensor_parts import TensorPart
 
 
 def cut(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
@@ -51,15 +54,21 @@ def cut(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
 
 
 @owned_by(STATES)
-def load(decoder: Decoder, mesh: Mesh, weights: Weights) -> None:
-    """Allocate this rank's shards on its device and read only their rows from the source."""
+def load(decoder: Decoder, mesh: Mesh, part: TensorPart, weights: Weights) -> None:
+    """Allocate this rank's shards on its device and read them alone from the source."""
     decoder.to_empty(device=mesh.device)
     for name, parameter in shards(decoder):
-        rows = row_range(parameter.shape[0], mesh.parameter_rank, mesh.parameter_ranks)
+        rows, *columns = shard_place(name, parameter, part, mesh)
         shard = parameter.to_local().detach()
         assert shard.shape[0] == len(rows), "FSDP2 cuts rows as row_range does"
         if rows:
-            weights.read(name, rows, shard)
+            weights.read(name, rows, shard, *columns)
+
+
+def shard_place(name: str, parameter: DTensor, part: TensorPart, mesh: Mesh) -> tuple[range, ...]:
+    """Where this rank's shard lies in the whole weight: a range for each dimension. FSDP2 cuts its rows."""
+    rows, *columns = part.place(name)
+    return rows[slice_of(row_range(parameter.shape[0], mesh.parameter_rank, mesh.parameter_ranks))], *columns
 
 
 def shards(decoder: Decoder) -> Iterator[tuple[str, DTensor]]:
@@ -70,6 +79,10 @@ def shards(decoder: Decoder) -> Iterator[tuple[str, DTensor]]:
         yield stored_name(name), parameter
 
 
+def slice_of(places: range) -> slice:
+    return slice(places.start, places.stop)
+
+
 def host_twin(tensor: DTensor, memory: Tensor, mesh: DeviceMesh) -> DTensor:
     """A DTensor sharded like `tensor` whose local part is this flat host memory; `mesh` is `host_mesh` of its mesh."""
     local = memory.view(tensor.dtype).view(tensor.to_local().shape)
@@ -77,11 +90,30 @@ def host_twin(tensor: DTensor, memory: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
-def whole_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by its Hugging Face name, whole and on the CPU. Collective: all ranks must iterate."""
+def whole_tensors(
+    decoder: Decoder, mesh: Mesh, part: TensorPart, gradients: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, or its gradient, by its Hugging Face name, whole and on the CPU.
+
+    Collective: all ranks must iterate.
+    """
     parameters = dict(shards(decoder))
-    for name, _ in decoder.spec.shapes():
-        yield name, parameters[name].full_tensor().detach().cpu()
+    for name, shape in part.spec.shapes():
+        shard = parameters[name].grad if gradients else parameters[name]
+        assert isinstance(shard, DTensor)
+        mine = shard.full_tensor().detach()
+        yield name, mine.cpu() if mine.shape == shape else _from_parts(name, shape, mine, mesh, part)
+
+
+def _from_parts(name: str, shape: tuple[int, ...], mine: Tensor, mesh: Mesh, part: TensorPart) -> Tensor:
+    """A weight that tensor ranks have parts of, on the CPU. Collective."""
+    whole = torch.empty(shape, dtype=mine.dtype)
+    for rank in range(part.ranks):
+        place = replace(part, rank=rank).place(name)
+        theirs = mine.contiguous() if rank == part.rank else mine.new_empty([len(side) for side in place])
+        dist.broadcast(theirs, group=mesh.tensor_group, group_src=rank)
+        whole[tuple(slice_of(side) for side in place)] = theirs.cpu()
+    return whole
 
 
 def prepare_pass(decoder: Decoder, zero: int, first: bool, last: bool) -> None:
@@ -159,7 +191,7 @@ def settle(decoder: Decoder) -> None:
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, mesh: Mesh) -> Tensor:
-        ctx.ranks, ctx.spent = mesh.size, False
+        ctx.ranks, ctx.spent = mesh.size // mesh.tensor, False  # FSDP2 averages over the others
         value = value.clone()
         dist.all_reduce(value, group=mesh.group)
         return value.clone()  # gloo's thread may keep the reduced tensor alive, and with it the graph of the pass

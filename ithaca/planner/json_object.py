@@ -34,7 +34,7 @@ def as_object(
         "limit": limit,
         "recomputed_attention_layers": answer.recomputed(question.spec),
         "plan": plan_options(answer.plan),
-        "mesh": {"shard": axes.shard, "ring": axes.ring, "ulysses": axes.ulysses},
+        "mesh": axes.grid,
         "kernel": answer.kernel,
         "documents": len(question.documents.lengths(answer.tokens)) if question.documents else 1,
         "memory": {

@@ -78,7 +78,7 @@ def mesh_lines(question: Question, compared: Compared, impossible: Sequence[str]
 def _mesh_row(choice: Choice, fits: bool) -> dict[str, str]:
     axes, seconds = choice.axes, choice.seconds
     return {
-        "ulysses × ring": f"{axes.ulysses} × {axes.ring}",
+        f"{'tensor' if axes.tensor > 1 else 'ulysses'} × ring": f"{axes.by_heads} × {axes.ring}",
         "sequences": str(axes.data),
         "query heads": _heads(choice.split),
         "sent in node": format_bytes(choice.sent.inside),
@@ -124,6 +124,7 @@ def mesh_object(question: Question, compared: Compared, impossible: Sequence[str
         "meshes": [
             {
                 "ulysses": choice.axes.ulysses,
+                "tensor": choice.axes.tensor,
                 "ring": choice.axes.ring,
                 "data": choice.axes.data,
                 "imbalance": imbalance(choice.split),

@@ -19,7 +19,7 @@ from ithaca.schedule.job import Job
 
 SAME = 1.01  # times within this factor count as equal
 
-Shapes = tuple[tuple[int, int], ...]  # (ulysses, ring) of several meshes
+Shapes = tuple[tuple[int, int], ...]  # (ulysses, ring) of several meshes; tensor in place of ulysses under `tensor`
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ def mesh_shapes(spec: Spec, plan: Plan, machine: Machine, sharing: int) -> list[
         (ulysses, sharing // ulysses)
         for ulysses in range(1, min(sharing, spec.heads) + 1)
         if sharing % ulysses == 0 and plan.entry.allows(ulysses, sharing // ulysses)
+        # Tensor ranks wait for each message, so they stay within a node
+        if not plan.entry.tensor or machine.gpus % ulysses == 0
     ]
 
 
@@ -93,7 +95,7 @@ def _ranked(spec: Spec, recipe: str, gpu: Gpu, machine: Machine, tokens: int, sh
         choices = choose(spec, Plan(recipe=recipe), gpu, machine, tokens, sharing)
     except PlanError:
         return ()  # the recipe cannot share a sequence among so many
-    return tuple((choice.axes.ulysses, choice.axes.ring) for choice in choices)
+    return tuple((choice.axes.by_heads, choice.axes.ring) for choice in choices)
 
 
 def impossible(spec: Spec, plan: Plan, machine: Machine, sharing: int | None = None) -> Iterator[str]:
@@ -102,10 +104,13 @@ def impossible(spec: Spec, plan: Plan, machine: Machine, sharing: int | None = N
     for ulysses in (count for count in range(1, sharing + 1) if sharing % count == 0):
         ring = sharing // ulysses
         if ulysses > spec.heads:
-            yield f"{ulysses} × {ring}: more Ulysses ranks than the {spec.heads} query heads"
+            kind = "tensor" if plan.entry.tensor else "Ulysses"
+            yield f"{ulysses} × {ring}: more {kind} ranks than the {spec.heads} query heads"
         elif not plan.entry.allows(ulysses, ring):
             kind = "Ulysses" if ulysses > 1 and not plan.entry.ulysses else "ring"
             yield f"{ulysses} × {ring}: recipe '{plan.recipe}' has no {kind} ranks"
+        elif plan.entry.tensor and machine.gpus % ulysses:
+            yield f"{ulysses} × {ring}: tensor ranks stay within a node, which has {machine.gpus} GPUs"
 
 
 def weigh(
@@ -119,7 +124,7 @@ def weigh(
     documents: tuple[int, ...] | None = None,
 ) -> Choice:
     """One mesh: what its links carry and how long a step takes. `documents`: lengths of those in the sequence."""
-    axes = Axes(shard=machine.ranks // (ulysses * ring), ring=ring, ulysses=ulysses)
+    axes = plan.entry.axes(ulysses, ring, shard=machine.ranks // (ulysses * ring))
     job = Job(spec=spec, plan=plan, tokens=tokens, documents=documents, axes=axes)
     to_ulysses, to_ring = busiest(job, machine)
     kv = [tape for tape in job.tapes if tape.option == "kv"]

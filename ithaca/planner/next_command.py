@@ -107,7 +107,8 @@ def _has_weights(trial: Trial) -> bool:
 def plan_settings(plan: Plan, axes: Axes) -> dict[str, Any]:
     """Return Plan and mesh as options of a run."""
     options = {f"plan.{name}": value for name, value in plan_options(plan).items()}
-    return {**options, "mesh.ulysses": axes.ulysses, "mesh.ring": axes.ring}
+    by_heads = {"mesh.tensor": axes.tensor} if axes.tensor > 1 else {"mesh.ulysses": axes.ulysses}
+    return {**options, **by_heads, "mesh.ring": axes.ring}
 
 
 def plan_options(plan: Plan) -> dict[str, Any]:

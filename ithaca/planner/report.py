@@ -120,6 +120,8 @@ def _sharing(answer: Answer) -> str:
         own = "its own sequence" if answer.rows == 1 else f"{answer.rows} sequences of its own"
         return f"; each GPU has {own}" if axes.data > 1 else ""
     mesh = f" ({axes.ulysses} Ulysses × {axes.ring} ring ranks)" if axes.ring > 1 else ""
+    if axes.tensor > 1:
+        mesh = f" ({axes.tensor} tensor{f' × {axes.ring} ring' if axes.ring > 1 else ''} ranks)"
     several = f", {answer.sequences} sequences at a time" if answer.sequences > 1 else ""
     return f"; {axes.context} GPUs share each sequence{mesh}{several}"
 

@@ -86,9 +86,9 @@ def search(
 ) -> Answer | None:
     """The fastest Plan for this length; None if nothing fits.
 
-    `mesh`: (ulysses, ring), if that is decided already. `sequences`: the sequences in a pass over all GPUs, at least
-    one for each group of GPUs that share one; if it is not given, exactly one for each group. `documents`: what each
-    sequence is packed with; if they are not given, it is one document.
+    `mesh`: (ulysses, ring), or (tensor, ring) with that recipe, if that is decided already. `sequences`: the sequences
+    in a pass over all GPUs, at least one for each group of GPUs that share one; if it is not given, exactly one for
+    each group. `documents`: what each sequence is packed with; if they are not given, it is one document.
     """
     if not SHORTEST <= tokens <= LONGEST:
         raise PlanError(f"--tokens {tokens} is out of range: give {SHORTEST} (a tile of attention) to {LONGEST}")
@@ -121,7 +121,7 @@ def fitting(
 
     Ways that cannot be faster than one before them by more than `HARDLY` are left out.
     """
-    axes = _axes(cluster, mesh)
+    axes = _axes(cluster, recipe, mesh)
     copied, kernel = replace(axes, replicate=cluster.copies), _kernel(spec, cluster)
     timed = _Timed(spec, cluster, tokens, rows, axes, documents)
     best = float("inf")
@@ -143,14 +143,13 @@ def fitting(
 
 def fits(spec: Spec, cluster: Cluster, tokens: int, recipe: str, mesh: tuple[int, int], effort: Effort) -> bool:
     """Whether any Plan of a recipe fits on one mesh, without asking how fast."""
-    copied = replace(_axes(cluster, mesh), replicate=cluster.copies)
+    copied = replace(_axes(cluster, recipe, mesh), replicate=cluster.copies)
     variants = _variants(spec, cluster, tokens, recipe, copied, effort)
     return any(next(fitting_plans(plan, spec, copied, tokens, cluster.budget, effort), None) for plan in variants)
 
 
-def _axes(cluster: Cluster, mesh: tuple[int, int]) -> Axes:
-    ulysses, ring = mesh
-    return Axes(shard=cluster.count // (ulysses * ring), ring=ring, ulysses=ulysses)
+def _axes(cluster: Cluster, recipe: str, mesh: tuple[int, int]) -> Axes:
+    return RECIPES[recipe].axes(*mesh, shard=cluster.count // (mesh[0] * mesh[1]))
 
 
 def _kernel(spec: Spec, cluster: Cluster) -> str:
@@ -280,7 +279,9 @@ def _suits(recipe: str, sharing: int, mesh: tuple[int, int] | None) -> bool:
     if sharing == 1:
         return recipe in ("sweep", "dense")  # on one GPU the others run as `dense` does
     entry = RECIPES[recipe]
-    return (entry.ulysses or entry.ring) and (mesh is None or entry.allows(*mesh))
+    if mesh is not None:
+        return not entry.tensor and entry.allows(*mesh)
+    return entry.ulysses or entry.ring or entry.tensor
 
 
 def _preferred(answers: list[Answer]) -> Answer | None:

@@ -117,7 +117,7 @@ def predict_seconds(job: Job, gpu: Gpu, machine: Machine, disks: int = 1) -> Sec
     linear = BETWEEN * (work.linear / gpu.matmul + work.moved / gpu.bandwidth) + LEAST * work.launches
     launching = host_operations(job, work) / gpu.launches
     ulysses, ring = exchange_seconds(job, machine)
-    weights = _weights(job.spec, job.plan, machine)
+    weights = _weights(job, machine)
     optimizer = _optimizer(job.spec, job.plan, gpu, machine)
     computing = forward + backward + linear + _sharding(job, gpu, machine)
     exposed = job.costs.exposed(job, max(computing, launching), ulysses, ring)
@@ -170,11 +170,13 @@ def host_operations(job: Job, work: Work) -> float:
     return work.launches + work.python + hooks
 
 
-def _weights(spec: Spec, plan: Plan, machine: Machine) -> float:
+def _weights(job: Job, machine: Machine) -> float:
     """Seconds to gather weights in bf16, for both passes or once, and to reduce gradients, over the slower link."""
-    if machine.ranks == 1:
+    ranks = machine.ranks // job.axes.tensor  # that have the same weights
+    if ranks == 1:
         return 0.0  # not hidden: `_sharding`
-    sent = spec.parameters() * (machine.ranks - 1) / machine.ranks * (BF16 * (2 if plan.zero == 3 else 1) + FP32)
+    gathered = BF16 * (2 if job.plan.zero == 3 else 1)
+    sent = job.rank_spec.parameters() * (ranks - 1) / ranks * (gathered + FP32)
     return sent / (machine.across if machine.nodes > 1 else machine.inside)
 
 
@@ -188,10 +190,10 @@ def _optimizer(spec: Spec, plan: Plan, gpu: Gpu, machine: Machine) -> float:
 
 def _sharding(job: Job, gpu: Gpu, machine: Machine) -> float:
     """Seconds of FSDP2's own copies on one rank, where nothing is sent. Over several ranks, `_weights` is larger."""
-    if machine.ranks > 1:
+    if machine.ranks > job.axes.tensor:
         return 0.0
     copied = CAST if runs_alone(job.axes, job.plan.zero) else SHARDING
-    return copied * job.spec.parameters() / gpu.bandwidth
+    return copied * job.rank_spec.parameters() / gpu.bandwidth
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ def _placed_seats(ranks: int, gpus: int, ulysses_ranks: int, ring_ranks: int) ->
 
 def _sent(job: Job, messages: list[tuple[int, Message]], seat: _Seat, in_ring: bool) -> Sent:
     """Bytes of some messages, in all layers, that a rank sends inside its node and across nodes."""
-    others = [rank for rank in range(job.axes.ulysses) if rank != seat.ulysses]
+    others = [rank for rank in range(job.axes.by_heads) if rank != seat.ulysses]
     rings_here = len(seat.rings_here) - 1  # without its own
 
     def sent(on_node: bool) -> int:

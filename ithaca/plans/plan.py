@@ -47,13 +47,13 @@ class Plan:
 
     recipe: str = "dense"
     """The method: `dense` (one rank per sequence), `ulysses`, `alst` (Ulysses, tiled MLP, block inputs in host memory),
-    `untied` (Ulysses, a few heads at a time), `ring`, `hybrid` (Ulysses and ring), `fpdt` (chunks of a sequence, K and
-    V in host memory, attention recomputed), or `sweep` (chunks of a sequence; of its full length only K, V and their
-    gradients stay on the device)."""
+    `untied` (Ulysses, a few heads at a time), `ring`, `hybrid` (Ulysses and ring), `tensor` (ranks hold parts of every
+    weight), `fpdt` (chunks of a sequence, K and V in host memory, attention recomputed), or `sweep` (chunks of a
+    sequence; of its full length only K, V and their gradients stay on the device)."""
 
     checkpoint: str | None = None
     """What a block saves for its backward pass. `none`: everything. `selective`: its input and the attention's output,
-    so that attention runs once. `full`: its input. (dense, ulysses, alst, ring, hybrid)"""
+    so that attention runs once. `full`: its input. (dense, ulysses, alst, ring, hybrid, tensor)"""
 
     heads: int | None = None
     """Query heads over all Ulysses ranks that attend at a time. Default: one on each rank (untied), all (sweep). Under
@@ -61,7 +61,7 @@ class Plan:
 
     travel: str | None = None
     """How K and V reach the other ring ranks. `around`: from each rank to the next, in steps. `gather`: all at once,
-    which takes their memory once per ring rank, and three times that in backward. (ring, hybrid, untied)"""
+    which takes their memory once per ring rank, and three times that in backward. (ring, hybrid, untied, tensor)"""
 
     chunk: int | None = field(default=None, metadata={"read": parse_tokens})
     """Tokens of a sequence, over all ranks that share it, that go through a block together. Default: 64K, or all if
@@ -176,7 +176,7 @@ class Plan:
     @property
     def shares(self) -> bool:
         """Whether several ranks can share a sequence."""
-        return self.entry.ulysses or self.entry.ring
+        return self.entry.ulysses or self.entry.ring or self.entry.tensor
 
     def rounds(self, split: HeadSplit) -> Rounds:
         """The rounds in which the ranks attend with these heads. Raises an error if `heads` cannot make them."""

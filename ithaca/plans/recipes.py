@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ithaca.parallel.axes import Axes
+
 TILE = 8192  # tokens: an MLP's matrix products of a large model run at their best from here on
 
 
@@ -20,6 +22,7 @@ class Recipe:
     options: Mapping[str, Any]  # each with its default; None: follows from the batch, or from the model
     ulysses: bool  # Ulysses ranks can share a sequence
     ring: bool  # ring ranks can
+    tensor: bool = False  # tensor ranks do, in the place of Ulysses ranks
     head_rounds: bool = False  # attention takes a few query heads at a time, also if the Plan names no `heads`
     tiled: bool = False  # the MLP runs in tiles if the Plan names none; their size follows from the model
     tries: tuple[Mapping[str, Any], ...] = ()
@@ -27,9 +30,14 @@ class Recipe:
     checkpointed, and under schedule `sweep` with several sizes of chunks. Empty, for schedule `sweep` alone: the
     planner also places x, o, K and V of each layer itself."""
 
-    def allows(self, ulysses: int, ring: int) -> bool:
-        """Whether so many Ulysses × ring ranks can share a sequence."""
-        return (ulysses == 1 or self.ulysses) and (ring == 1 or self.ring)
+    def axes(self, by_heads: int, ring: int, shard: int = 1) -> Axes:
+        """The axes on which ranks share a sequence by heads, as tensor or Ulysses ranks, and over a ring."""
+        kind = "tensor" if self.tensor else "ulysses"
+        return Axes(shard=shard, ring=ring, **{kind: by_heads})
+
+    def allows(self, by_heads: int, ring: int) -> bool:
+        """Whether so many Ulysses or tensor ranks × ring ranks can share a sequence."""
+        return (by_heads == 1 or self.ulysses or self.tensor) and (ring == 1 or self.ring)
 
 
 _KEPT = {"checkpoint": "full", "tile": None, "x": "device"}
@@ -108,6 +116,15 @@ RECIPES: dict[str, Recipe] = {
         ulysses=True,
         ring=False,
         tiled=True,
+        tries=_KEPT_TRIES,
+    ),
+    "tensor": Recipe(
+        "ranks hold parts of every weight, by heads and features, and tokens in between (Megatron)",
+        schedule="tensor",
+        options=_RING,
+        ulysses=False,
+        ring=True,
+        tensor=True,
         tries=_KEPT_TRIES,
     ),
     "fpdt": Recipe(

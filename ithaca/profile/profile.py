@@ -58,7 +58,7 @@ def profile_scene(scene: Scene, grid: Mesh | None = None) -> tuple[dict[str, Any
         "model": scene.model,
         "tokens": scene.tokens,
         "ranks": scene.axes.size,
-        "mesh": {"shard": scene.axes.shard, "ring": scene.axes.ring, "ulysses": scene.axes.ulysses},
+        "mesh": scene.axes.grid,
         "layers": model.spec.layers,
         "model_layers": stage.spec.layers,
         "documents": len(scene.documents) - 1 if scene.documents else 1,

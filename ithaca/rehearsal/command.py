@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -128,15 +129,15 @@ def _axes(model: str, ranks: int, tokens: int, plan: Plan, mesh: dict[str, Any],
         node = _node_gpus(ranks)
         gpu = parse_gpus(NODE_GPU, read_gpus())[1]
         return choose(spec, plan, gpu, Machine(nodes=ranks // node, gpus=node), tokens)[0].axes
-    replicate, ring, ulysses = mesh["replicate"], mesh["ring"], mesh["ulysses"]
-    shard = mesh["shard"] or max(ranks // (ring * ulysses), 1)
-    if replicate != 1 or shard * ring * ulysses != ranks:
+    axes = Axes(**{**mesh, "shard": 1})
+    axes = replace(axes, shard=mesh["shard"] or max(ranks // axes.context, 1))
+    if axes.replicate != 1 or axes.size != ranks:
+        product = " × ".join(f"{name} {size}" for name, size in vars(axes).items())
         raise PlanError(
-            f"replicate {replicate} × shard {shard} × ring {ring} × ulysses {ulysses} is "
-            f"{replicate * shard * ring * ulysses}, but --ranks is {ranks}: leave replicate out and let the product of "
-            f"the others be {ranks}"
+            f"{product} is {axes.size}, but --ranks is {ranks}: leave replicate out and let the product of the others "
+            f"be {ranks}"
         )
-    return Axes(shard=shard, ring=ring, ulysses=ulysses)
+    return axes
 
 
 def _node_gpus(ranks: int) -> int:

@@ -115,7 +115,7 @@ def loopback_mesh(axes: Axes, device: str | None = None) -> Mesh:
     """Make this process rank 0 of a job of which it is the only process, once, with the allocator of training."""
     use_expandable_segments()
     start_loopback(axes.size)
-    return mesh(ulysses=axes.ulysses, ring=axes.ring, shard=axes.shard, device=device)
+    return mesh(**axes.grid, device=device)  # pyrefly: ignore
 
 
 def play(
@@ -342,7 +342,7 @@ def describe_scene(scene: Scene, spec: Spec, model: Model, peak: dict[str, int])
         "model": scene.model,
         "tokens": scene.tokens,
         "ranks": axes.size,
-        "mesh": {"shard": axes.shard, "ring": axes.ring, "ulysses": axes.ulysses},
+        "mesh": axes.grid,
         "layers": model.spec.layers,
         "model_layers": spec.layers,
         "recipe": plan.recipe,

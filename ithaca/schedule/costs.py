@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 TO_HEADS, TO_TOKENS = "to_heads", "to_tokens"  # all-to-all over Ulysses ranks, there and back
 TO_EACH, TO_NEXT = "to_each", "to_next"  # the same bytes to every other ring rank, or to the next one alone
+TO_RANKS = "to_ranks"  # as many bytes to every other tensor rank
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Message:
     high: bool = False  # numbers are sums in at least fp32
     count: int = 1
     steps: int = 1  # times that the tensors are sent: a block of K and V goes around a ring in several
+    token_bytes: int = 0  # of each local token, to every other tensor rank
+    own_bytes: int = 0  # whatever the tokens, likewise
 
     @property
     def ring(self) -> bool:
@@ -47,8 +50,8 @@ class Message:
 class Peers:
     """The receivers that are counted, seen from one rank."""
 
-    rank: int  # the sender, among its Ulysses ranks
-    ulysses: Sequence[int]  # other Ulysses ranks
+    rank: int  # the sender, among its Ulysses or tensor ranks
+    ulysses: Sequence[int]  # the others of these
     ring: int  # number of other ring ranks
     next_in_ring: bool
 
@@ -85,6 +88,8 @@ def _bytes(message: Message, job: "Job", peers: Peers) -> int:
     number = job.spec.head_size * (job.high if message.high else job.itemsize)  # of one head of one token
     mine = message.queries * len(q[peers.rank]) + message.keys * len(kv[peers.rank])
     tokens = job.layout.local
+    if message.pattern == TO_RANKS:
+        return (tokens * message.token_bytes + message.own_bytes) * len(peers.ulysses)
     if message.pattern == TO_HEADS:
         return tokens * number * sum(message.queries * len(q[r]) + message.keys * len(kv[r]) for r in peers.ulysses)
     if message.pattern == TO_TOKENS:
@@ -167,7 +172,7 @@ def other_launches(job: "Job") -> float:
     """GPU operations of a step outside the blocks' computing: loss, messages, weights, optimizer."""
     layers = job.spec.layers
     messages = sum(message.count for way in job.costs.messages(job, 0) for message in way)
-    loss = job.chunks * -(-job.block_tokens // job.plan.loss_tile)
+    loss = job.chunks * -(-job.block_tokens // job.loss_rows)
     sharding = 0 if runs_alone(job.axes, job.plan.zero) else PER_SHARDED_LAYER
     return layers * (sharding + PER_MESSAGE * messages) + PER_LOSS_TILE * loss + PER_OPTIMIZER
 
@@ -186,7 +191,7 @@ def counted(lengths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 def attention_flops(job: "Job") -> float:
     """Causal attention forward, half of each document's square, of the rank with most heads."""
     spec = job.spec
-    uneven = max(map(len, job.split.q)) * job.axes.ulysses / spec.heads
+    uneven = max(map(len, job.split.q)) * job.axes.by_heads / spec.heads
     attended = sum(count * length**2 for length, count in counted(job.document_lengths)) / job.tokens
     return 2 * spec.layers * spec.heads * spec.head_size * attended * local_tokens(job) * uneven
 
@@ -203,10 +208,14 @@ def local_tokens(job: "Job") -> int:
 
 
 def block_products(job: "Job") -> tuple[int, int]:
-    """Multiplications for one token of a block: of its projections, and of output projection and MLP."""
-    spec = job.spec
+    """Multiplications for one local token of a block: of its projections, and of output projection and MLP.
+
+    A tensor rank has a part of the products of the tokens of all ranks, which is as much or, if heads are held by
+    several ranks or divided unevenly, more.
+    """
+    spec, all_tokens = job.rank_spec, job.axes.tensor
     q, kv = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
-    return spec.hidden * (q + 2 * kv), q * spec.hidden + 3 * spec.hidden * spec.mlp
+    return all_tokens * spec.hidden * (q + 2 * kv), all_tokens * (q * spec.hidden + 3 * spec.hidden * spec.mlp)
 
 
 def last_product(job: "Job") -> int:

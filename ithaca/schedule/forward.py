@@ -33,6 +33,7 @@ from ithaca.schedule.marks import LOSS, Mark, no_mark
 from ithaca.schedule.sweep.call import Rotations, SweepCall
 from ithaca.schedule.sweep.run import run_sweep
 from ithaca.schedule.tapes import Pass
+from ithaca.schedule.tensor.run import TensorPass, TensorRanks
 from ithaca.schedule.whole.attention import Attention
 from ithaca.schedule.whole.ring_kernel import RingKernel
 from ithaca.schedule.whole.run import BlockCall, run_block
@@ -52,72 +53,89 @@ class ForwardContext:
     visits: int | None = None  # visits at either end of a walk that are made; None: all
     mark: Mark = no_mark
     cache: KVCache | None = None  # saves K and V of every block, for tokens that will be added
+    tensor: TensorRanks | None = None  # None: ranks hold whole weights
 
 
 def loss_sum(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     """Σ of the cross-entropy over this rank's valid tokens, a scalar."""
-    spec, tile = decoder.spec, context.plan.loss_tile
+    spec, tile, tensor = decoder.spec, context.plan.loss_tile, _begin_tensor(batch, context)
 
     def run(w: dict[str, Tensor], state: Tensor) -> Tensor:
         weight, head = w["norm.weight"], _head(decoder, w)
         context.mark(LOSS)
+        if tensor:
+            return tensor.loss_sum(decoder, state, weight, head, tile)
         if context.plan.sweeps:
             assert context.tapes is not None
             return tape_loss(spec, state, context.tapes, weight, head, batch.labels, tile)
         return tiled_loss(spec, state, weight, head, batch.labels, tile)
 
-    return decoder.head(run, _through_blocks(decoder, batch, context))
+    return decoder.head(run, _through_blocks(decoder, batch, context, tensor))
 
 
 def losses(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     """[tokens], the cross-entropy of each of this rank's tokens, 0 where it has no label. Without gradients."""
-    spec, tile = decoder.spec, context.plan.loss_tile
+    spec, tile, tensor = decoder.spec, context.plan.loss_tile, _begin_tensor(batch, context)
 
     def run(w: dict[str, Tensor], state: Tensor) -> Tensor:
         weight, head = w["norm.weight"], _head(decoder, w)
+        if tensor:
+            return tensor.losses(decoder, state, weight, head, tile)
         if context.plan.sweeps:
             assert context.tapes is not None
             return tape_token_losses(spec, context.tapes, weight, head, batch.labels, tile)
         return token_losses(spec, state, weight, head, batch.labels, tile)
 
-    return decoder.head(run, _through_blocks(decoder, batch, context))
+    return decoder.head(run, _through_blocks(decoder, batch, context, tensor))
 
 
 def logits(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     """[tokens, vocabulary], all at once."""
 
-    def run(w: dict[str, Tensor], state: Tensor) -> Tensor:
-        x = _read_all(context) if context.plan.sweeps else state
-        return head_logits(decoder.spec, x, w["norm.weight"], _head(decoder, w))
+    tensor = _begin_tensor(batch, context)
 
-    return decoder.head(run, _through_blocks(decoder, batch, context))
+    def run(w: dict[str, Tensor], state: Tensor) -> Tensor:
+        weight, head = w["norm.weight"], _head(decoder, w)
+        if tensor:
+            return tensor.logits(decoder, state, weight, head)
+        return head_logits(decoder.spec, _read_all(context) if context.plan.sweeps else state, weight, head)
+
+    return decoder.head(run, _through_blocks(decoder, batch, context, tensor))
 
 
 def fill_cache(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     """Run the blocks for the K and V that the context's cache saves. The result has no meaning."""
     assert context.cache is not None
-    return _through_blocks(decoder, batch, context)
+    return _through_blocks(decoder, batch, context, _begin_tensor(batch, context))
 
 
-def _through_blocks(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
+def _begin_tensor(batch: Batch, context: ForwardContext) -> TensorPass | None:
+    return context.tensor.begin(batch) if context.tensor else None
+
+
+def _through_blocks(decoder: Decoder, batch: Batch, context: ForwardContext, tensor: TensorPass | None) -> Tensor:
     """The last block's output [tokens, hidden]; under `sweep` the carrier, with the output on the residual tape."""
-    return _swept(decoder, batch, context) if context.plan.sweeps else _whole(decoder, batch, context)
+    return _swept(decoder, batch, context) if context.plan.sweeps else _whole(decoder, batch, context, tensor)
 
 
-def _whole(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
-    spec, plan = decoder.spec, context.plan
-    x = decoder.embed(lambda table: _lookup(table, batch.tokens))
+def _whole(decoder: Decoder, batch: Batch, context: ForwardContext, tensor: TensorPass | None) -> Tensor:
+    spec, plan, spread = decoder.spec, context.plan, tensor.spread if tensor else None
+    if tensor:
+        x = decoder.embed(lambda table: tensor.embed(table, plan.loss_tile))
+    else:
+        x = decoder.embed(lambda table: _lookup(table, batch.tokens))
     with owned_by(BLOCKS):
-        rope = decoder.rotary.at(batch.positions, x.dtype)
+        rope = decoder.rotary.at(tensor.positions.flatten() if tensor else batch.positions, x.dtype)
     kernel = context.kernel
     if context.ring.ranks > 1:
         kernel = RingKernel(kernel, context.ring, context.layout, batch.bounds, plan.travel == "gather")
-    attention = Attention(spec, kernel, Pieces.documents(batch.bounds), context.exchange, context.rounds)
+    attention = Attention(spec, kernel, Pieces.documents(batch.bounds), context.exchange, context.rounds, spread)
     places, checkpoint = plan.placement(spec.layers).x, plan.checkpoint or "full"
     for layer, (block, rotates) in enumerate(zip(decoder.blocks, spec.rope_layers, strict=True)):
         rotation, tapes = rope if rotates else None, context.tapes if places[layer] != "device" else None
         call = BlockCall(attention, layer, rotation, checkpoint, plan.tile, tapes, context.mark)
         run = partial(run_block, call=call)
+        run = tensor.sharing(run) if tensor else run
         x = block(context.cache.before(run, layer, None) if context.cache else run, x)
     return x
 

@@ -28,9 +28,11 @@ from ithaca.model.spec import Heads, Spec
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.head_split import HeadSplit, Rounds, split_heads
 from ithaca.parallel.layout import Layout
+from ithaca.parallel.tensor_parts import TensorPart
 from ithaca.plans.plan import Plan
 from ithaca.schedule.costs import Message, Work
 from ithaca.schedule.sweep import cost as sweep_cost
+from ithaca.schedule.tensor import cost as tensor_cost
 from ithaca.schedule.whole import cost as whole_cost
 from ithaca.tape.spec import TapeSpec
 
@@ -51,7 +53,7 @@ class Job:
     axes: Axes = ONE_RANK
     documents: tuple[int, ...] | None = None  # lengths of the pass's documents, in order; None: it is one
     itemsize: int = BF16  # bytes of a number of the computation
-    rank: int | None = None  # among the Ulysses ranks; None: the one with most heads
+    rank: int | None = None  # among the Ulysses or tensor ranks; None: the one with most heads
     passes: int = 1  # of a step, one after the other; each adds its gradients to those of the others
     layers_run: int | None = None  # the first layers alone run and the others are only held, as in a rehearsal
 
@@ -88,8 +90,8 @@ class Job:
 
     @cached_property
     def split(self) -> HeadSplit:
-        """Which heads each Ulysses rank attends with."""
-        return split_heads(self.spec.heads, self.spec.kv_heads, self.axes.ulysses)
+        """Which heads each Ulysses or tensor rank attends with."""
+        return split_heads(self.spec.heads, self.spec.kv_heads, self.axes.by_heads)
 
     @cached_property
     def rounds(self) -> Rounds:
@@ -99,7 +101,23 @@ class Job:
     def ulysses_rank(self) -> int:
         if self.rank is not None:
             return self.rank
-        return max(range(self.axes.ulysses), key=lambda rank: (len(self.split.kv[rank]), len(self.split.q[rank])))
+        return max(range(self.axes.by_heads), key=lambda rank: (len(self.split.kv[rank]), len(self.split.q[rank])))
+
+    @property
+    def head_rank(self) -> int:
+        return self.ulysses_rank
+
+    @cached_property
+    def rank_spec(self) -> Spec:
+        """The model whose weights this rank has: a narrower one, if it is a tensor rank."""
+        if self.axes.tensor == 1:
+            return self.spec
+        return TensorPart(self.spec, self.ulysses_rank, self.axes.tensor).narrow
+
+    @cached_property
+    def loss_rows(self) -> int:
+        """Tokens of this rank whose logits exist at the same time; those of the other tensor ranks come with them."""
+        return min(max(self.plan.loss_tile // self.axes.tensor, 1), self.block_tokens)
 
     @cached_property
     def heads(self) -> Heads:
@@ -127,8 +145,8 @@ class Job:
 
     @cached_property
     def block_parameters(self) -> int:
-        """Parameters of one block."""
-        return sum(map(math.prod, self.spec.block_shapes().values()))
+        """Parameters of one block on this rank."""
+        return sum(map(math.prod, self.rank_spec.block_shapes().values()))
 
     @cached_property
     def kernel(self) -> KernelFacts:
@@ -143,7 +161,7 @@ class Job:
         q and k are those of the tokens that go through a block together, with some of this rank's heads.
         """
         gathered = self.axes.ring if self.plan.sweeps else 1  # under `sweep` ring ranks gather queries, not keys
-        rows = self.block_tokens * self.axes.ulysses * gathered
+        rows = self.block_tokens * self.axes.by_heads * gathered
         return self.kernel.workspace(q, k, q / k / gathered, rows, causal)
 
     # Bytes of tensors of some tokens, all heads
@@ -159,14 +177,14 @@ class Job:
     # Bytes of tensors of this rank's heads, for the tokens of all its Ulysses ranks that go through a block together
     def own_queries(self, split: HeadSplit | None = None) -> int:
         heads = len(self.heads.q) if split is None else len(split.q[self.ulysses_rank])
-        return self.block_tokens * self.axes.ulysses * heads * self.spec.head_size * self.itemsize
+        return self.block_tokens * self.axes.by_heads * heads * self.spec.head_size * self.itemsize
 
     def own_keys(self, split: HeadSplit | None = None) -> int:
         heads = len(self.heads.kv) if split is None else len(split.kv[self.ulysses_rank])
-        return self.block_tokens * self.axes.ulysses * heads * self.spec.head_size * self.itemsize
+        return self.block_tokens * self.axes.by_heads * heads * self.spec.head_size * self.itemsize
 
     def own_lse(self) -> int:
-        return self.block_tokens * self.axes.ulysses * len(self.heads.q) * self.high
+        return self.block_tokens * self.axes.by_heads * len(self.heads.q) * self.high
 
     # Parts of a block that every schedule runs in the same way (pre_post_attention.py)
     def mlp_bytes(self) -> int:
@@ -210,4 +228,4 @@ class Schedule(Protocol):
     def exposed(self, job: Job, computing: float, ulysses: float, ring: float) -> float: ...
 
 
-SCHEDULES: dict[str, Schedule] = {"sweep": sweep_cost, "whole": whole_cost}  # pyrefly: ignore
+SCHEDULES: dict[str, Schedule] = {"sweep": sweep_cost, "whole": whole_cost, "tensor": tensor_cost}  # pyrefly: ignore

@@ -101,7 +101,7 @@ class _TiledLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *_scaled_once(ctx, scale), None, None, None)
+        return (None, *scaled_once(ctx, scale), None, None, None)
 
 
 class _TapeLoss(torch.autograd.Function):
@@ -130,12 +130,12 @@ class _TapeLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
-        grads = _scaled_once(ctx, scale)
+        grads = scaled_once(ctx, scale)
         ctx.tapes.waits = False
         return (None, scale, None, *grads, None, None)
 
 
-def _scaled_once(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+def scaled_once(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
     grads, ctx.grads = ctx.grads, None
     assert grads is not None, "backward was called twice on one loss"
     return tuple(None if grad is None else grad.mul_(scale) for grad in grads)

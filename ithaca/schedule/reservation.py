@@ -60,7 +60,7 @@ class Reservation:
 
     def job(self, tokens: int) -> Job:
         """This rank's part of a pass over so many tokens of the ranks that share a sequence."""
-        rank = self._mesh.context_rank % self._mesh.ulysses
+        rank = self._mesh.head_rank
         axes, itemsize = self._axes, self._dtype.itemsize
         return Job(spec=self._spec, plan=self._plan, tokens=tokens, axes=axes, itemsize=itemsize, rank=rank)
 

@@ -160,7 +160,7 @@ def _absent_kept(job: Job, running: int) -> int:
 
 def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     """The phases of a step that can be its peak, with what each holds beside `resident`."""
-    spec, high, tied = job.spec, job.high, job.spec.tied
+    spec, high, tied = job.rank_spec, job.high, job.spec.tied
     head, block, kept = table_parameters(job), block_parameters(job), job.costs.kept
     reduces, table = not _alone(job), high * spec.vocab * spec.hidden
     # Under ZeRO-1 they wait for the last pass of a step to be reduced; a single pass reduces them as it makes them
@@ -205,8 +205,10 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
 
 
 def _loss_phases(job: Job) -> Iterator[tuple[str, Bytes]]:
-    head, tile = table_parameters(job), min(job.plan.loss_tile, job.block_tokens)
-    logits = tile * job.spec.vocab * job.itemsize
+    head, tile, ranks = table_parameters(job), job.loss_rows, job.axes.tensor
+    logits = ranks * tile * job.rank_spec.vocab * job.itemsize
+    if ranks > 1:  # in at least fp32 as well; and the tile of all ranks, with its gradient
+        logits += logits * job.high // job.itemsize + 2 * ranks * job.hidden(tile)
     # Without tapes, the last block's output and its gradient are tensors
     states = 0 if job.plan.sweeps else 2 * job.hidden(job.block_tokens)
     states += job.costs.kept(job, range(job.layers_running))
@@ -273,12 +275,12 @@ class Parameters:
 
 def block_parameters(job: Job) -> Parameters:
     """Of one block."""
-    return _parameters(job.spec, job.axes.parameter, block=True)
+    return _parameters(job.rank_spec, job.axes.parameter, block=True)
 
 
 def table_parameters(job: Job) -> Parameters:
     """Of all that is in no block: embedding, final norm, head."""
-    return _parameters(job.spec, job.axes.parameter, block=False)
+    return _parameters(job.rank_spec, job.axes.parameter, block=False)
 
 
 @lru_cache(maxsize=256)  # the planner's search asks for the same ones many times

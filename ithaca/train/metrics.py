@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import psutil
 import torch
 
 from ithaca.assemble import Model
-from ithaca.parallel.axes import Axes
 from ithaca.parallel.balance import RingWork, ring_work
 from ithaca.parallel.batch import Batch
 from ithaca.planner.advice import out_of_memory
@@ -57,7 +57,7 @@ def gpu_peak_flops(device: torch.device) -> float | None:
 def explain_out_of_memory(model: Model, rows: int, tokens: int, error: Exception) -> str:
     """Return what torch could not allocate in passes of `rows` sequences, and which options take less."""
     grid, sequences = model.mesh, math.ceil(rows / model.mesh.data_ranks)
-    axes = Axes(shard=grid.shard, ring=grid.ring, ulysses=grid.ulysses)
+    axes = replace(grid.axes, replicate=1)
     job = Job(spec=model.spec, plan=model.plan, tokens=sequences * tokens, axes=axes)
     first = next((words for words in str(error).split(". ") if "Tried" in words), str(error).split(". ")[0])
     total = torch.cuda.mem_get_info(grid.device)[1]

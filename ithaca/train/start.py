@@ -91,7 +91,7 @@ def settle(
     config = replace(config, train=replace(config.train, tokens=tokens, batch=batch))
     spec = load_source(config, described, resumed).spec
     chosen = choose_plan(config, spec, grid, tokens, memory, lambda: _documents(config, run))
-    sharing = chosen[1].ring * chosen[1].ulysses
+    sharing = chosen[1].ring * chosen[1].ulysses * chosen[1].tensor
     batch = batch or (config.train.micro_batch or 1) * (grid.size // sharing)
     config = replace(config, train=replace(config.train, batch=batch))
     steps = count_steps(config.train, _epoch_rows(config, run)) if config.train.epochs else None
@@ -191,28 +191,31 @@ def choose_plan(
     mesh = config.mesh
     if grid.device.type != "cuda" or tokens < SHORTEST:
         # The planner knows GPUs and lengths from SHORTEST on
-        return Plan(recipe="dense" if mesh.ring * mesh.ulysses == 1 else "sweep"), mesh, []
+        by_mesh = "tensor" if mesh.tensor > 1 else "sweep" if mesh.ring * mesh.ulysses > 1 else "dense"
+        return Plan(recipe=by_mesh), mesh, []
     batch, micro = config.train.batch or 1, config.train.micro_batch
     cluster = replace(_cluster(grid, mesh.replicate, memory), passes=-(-batch // micro) if micro else 1)
-    axes = None if mesh == MeshSection() else (mesh.ulysses, mesh.ring)
+    axes = None if mesh == MeshSection() else (mesh.ulysses * mesh.tensor, mesh.ring)
+    recipe = "tensor" if mesh.tensor > 1 else None
     given = config.train.micro_batch or config.train.batch
     sequences = -(-given // mesh.replicate) if given else None  # None: one for each group of ranks that share one
     documents = find_documents()
-    answer = search(spec, cluster, tokens, mesh=axes, sequences=sequences, documents=documents)
+    answer = search(spec, cluster, tokens, recipe, axes, sequences, documents)
     most = longest(spec, cluster)
     asked = Question(config.model.source, spec, cluster, tokens, None, documents, running=True)
     if answer is None:
-        raise PlanError(_refusal(asked, most, axes, given))
+        raise PlanError(_refusal(asked, most, mesh, given))
     lines = explain(asked, answer, most, binding(spec, cluster, None, most))
     if axes is None:
-        mesh = replace(mesh, ulysses=answer.axes.ulysses, ring=answer.axes.ring)
+        mesh = replace(mesh, ulysses=answer.axes.ulysses, ring=answer.axes.ring, tensor=answer.axes.tensor)
     return answer.plan, mesh, lines
 
 
-def _refusal(asked: Question, most: int, axes: tuple[int, int] | None, sequences: int | None) -> str:
+def _refusal(asked: Question, most: int, mesh: MeshSection, sequences: int | None) -> str:
     """Return why no Plan fits. `most`: the longest context of one sequence on all GPUs."""
     tokens, cluster = asked.tokens or most, asked.cluster
-    given = [f"mesh.ulysses={axes[0]} and mesh.ring={axes[1]}"] if axes else []
+    heads = f"mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else f"mesh.ulysses={mesh.ulysses}"
+    given = [f"{heads} and mesh.ring={mesh.ring}"] if mesh != MeshSection() else []
     given += [f"{sequences} sequences in a pass"] if sequences and sequences > 1 else []
     if most < tokens:
         alone = ", with train.micro_batch=1 and without options of mesh" if given and most else ""

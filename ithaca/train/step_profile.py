@@ -151,7 +151,7 @@ def describe_run(run: "TrainingRun") -> dict[str, Any]:
         "tokens": options.tokens,
         "batch": options.batch,
         "ranks": run.mesh.size,
-        "mesh": {"shard": axes.shard, "ring": axes.ring, "ulysses": axes.ulysses},
+        "mesh": axes.grid,
         "layers": run.model.spec.layers,
         "model_layers": run.model.spec.layers,
         "looped_back": False,

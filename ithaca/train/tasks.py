@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaca.assemble import Model
+from ithaca.assemble.decode import check_decoding
 from ithaca.base.disk import reason
 from ithaca.base.errors import ConfigError, PlanError
 from ithaca.base.sizes import format_count, format_tokens
@@ -50,7 +51,8 @@ class Tasks:
         return step == last or (self.every > 0 and step % self.every == 0)
 
     def check_memory(self, model: Model) -> None:
-        """Raise an error if the Plan has no memory for the longest prompts. Collective."""
+        """Raise an error if the Plan has no memory for the longest prompts, or cannot continue any. Collective."""
+        check_decoding(model.mesh)
         try:
             if self.lengths:
                 model.check_prompts(max(self.lengths))

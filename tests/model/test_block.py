@@ -24,8 +24,8 @@ SPECS = {"pre-norm": TINY, "post-norm": replace(TINY, post_norm=True)}
 class SpreadWeights(RandomWeights):
     """Weights so large that every part of a block matters, norms included."""
 
-    def read(self, name: str, rows: range, into: Tensor) -> None:
-        super().read(name, rows, into)
+    def read(self, name: str, rows: range, into: Tensor, columns: range | None = None) -> None:
+        super().read(name, rows, into, columns)
         if len(self._shapes[name]) == 1:
             into.mul_(torch.linspace(0.5, 1.5, len(into)))
 

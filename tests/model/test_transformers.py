@@ -75,7 +75,7 @@ def test_a_float64_computation_stays_float64(tmp_path: Path) -> None:
     tokens = torch.randint(0, 97, (1, 20))
     loss = ours(ours.shard(tokens, tokens))
     assert loss.dtype == torch.float64
-    assert all(tensor.dtype == torch.float64 for _, tensor in whole_tensors(ours.decoder))
+    assert all(tensor.dtype == torch.float64 for _, tensor in whole_tensors(ours.decoder, ours.mesh, ours.part))
 
 
 def test_the_index_of_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,6 +190,7 @@ def test_the_command() -> None:
 
 KEYS = {  # of each mesh, as programs have read them; the last two are newer
     "ulysses",
+    "tensor",
     "ring",
     "data",
     "imbalance",
@@ -245,7 +246,7 @@ def test_plan_and_mesh_agree(model: str, nodes: int, tokens: str, recipe: str) -
     old = json.loads(said(model, "--nodes", str(nodes), "--tokens", tokens, "--recipe", recipe, "--json"))
     assert table == old
     best = table["meshes"][0]
-    assert answer["mesh"] == {"shard": best["data"], "ring": best["ring"], "ulysses": best["ulysses"]}
+    assert answer["mesh"] == {"shard": best["data"], **{axis: best[axis] for axis in ("ring", "ulysses", "tensor")}}
     assert best["seconds"] == pytest.approx(answer["seconds_per_step"])
     assert best["tokens_per_second_per_gpu"] == pytest.approx(answer["tokens_per_second_per_gpu"])
     fitting = [mesh["tokens_per_second_per_gpu"] for mesh in table["meshes"] if mesh["fits"]]

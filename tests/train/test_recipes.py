@@ -22,6 +22,8 @@ RECIPES = {
     "untied-ring": (Plan(recipe="untied"), MeshSection(ulysses=2, ring=2)),
     "ring": (Plan(recipe="ring"), MeshSection(ring=4)),
     "hybrid": (Plan(recipe="hybrid", travel="gather"), MeshSection(ulysses=2, ring=2)),
+    "tensor": (Plan(recipe="tensor", checkpoint="selective"), MeshSection(tensor=2)),  # beside it two data ranks
+    "tensor-ring": (Plan(recipe="tensor", tile=7), MeshSection(tensor=2, ring=2)),
     "fpdt": (Plan(recipe="fpdt", chunks=4), SHARED),
     "sweep": (Plan(recipe="sweep", chunk=50), SHARED),
     "sweep-ring": (Plan(recipe="sweep", chunk=50), MeshSection(ulysses=2, ring=2)),

@@ -63,17 +63,17 @@ def test_a_snapshot_is_of_the_moment_it_was_taken(folder: Path, monkeypatch: pyt
         give_gradients(model, step)
         snapshot.before_update()
         optimizer.step()
-        wanted = {name: tensor.to_local().clone() for name, tensor in training_state(model, optimizer).items()}
+        wanted = {name: shard.local.clone() for name, shard in training_state(model, optimizer).items()}
         take()
     with snapshot.finished() as found:
         assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name].to_local(), tensor) for name, tensor in wanted.items())
+        assert all(torch.equal(found[name].local, tensor) for name, tensor in wanted.items())
     give_gradients(model, 3)
     take()
     snapshot.before_update()
     optimizer.step()
     with snapshot.finished() as found:
-        assert all(torch.equal(found[name].to_local(), tensor) for name, tensor in wanted.items())
+        assert all(torch.equal(found[name].local, tensor) for name, tensor in wanted.items())
     snapshot.close()
 
 

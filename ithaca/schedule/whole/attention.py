@@ -23,10 +23,10 @@ from ithaca.attention.kernels.seam import Kernel, attend, softmax_scale
 from ithaca.base.owners import ATTENTION, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.model.block import Weights, project, project_beside
-from ithaca.model.linear import Summed
+from ithaca.model.linear import Spread, Summed
 from ithaca.model.rotary import Rotation
 from ithaca.model.spec import Heads, Spec
-from ithaca.parallel.exchange import Exchange
+from ithaca.parallel.exchange import Alone, Exchange
 from ithaca.parallel.head_split import HeadSplit, Rounds
 from ithaca.schedule.pre_post_attention import Projection
 from ithaca.schedule.round_heads import put_heads, take_heads
@@ -41,6 +41,7 @@ class Attention:
     pieces: Pieces  # of the whole sequence
     exchange: Exchange
     rounds: Rounds
+    spread: Spread | None = None  # of tensor ranks
 
     @property
     def one_round(self) -> bool:
@@ -53,9 +54,8 @@ class Attention:
             joint = len(group) == 1
             kv = () if joint else self.send_keys(w, x, rotation, group[0])
             for split in group:
-                q, *new = project(
-                    self.spec, w, x, rotation, Heads(split.q_heads, split.kv_heads if joint else range(0))
-                )
+                heads = Heads(split.q_heads, split.kv_heads if joint else range(0))
+                q, *new = project(self.spec, w, x, rotation, heads, self.spread)
                 coming = self.exchange.to_heads(split, (q,), new if joint else ())
                 del q, new
                 (q,), new = coming.wait()
@@ -69,13 +69,13 @@ class Attention:
     def send_keys(self, w: Weights, x: Tensor, rotation: Rotation | None, split: HeadSplit) -> Sequence[Tensor]:
         """K and V of this rank's heads, for several rounds."""
         with torch.no_grad():
-            _, *kv = project(self.spec, w, x, rotation, Heads(range(0), split.kv_heads))
+            _, *kv = project(self.spec, w, x, rotation, Heads(range(0), split.kv_heads), self.spread)
         return self.exchange.to_heads(split, (), kv).wait()[1]
 
     def differentiable(self, w: Weights, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """x, for the residual, and o in one round, with everything that backward needs kept by autograd."""
-        x, (q, k, v) = project_beside(self.spec, w, x, rotation, Heads.all(self.spec))
-        if self.exchange.ranks == 1:
+        x, (q, k, v) = project_beside(self.spec, w, x, rotation, Heads.all(self.spec), self.spread)
+        if isinstance(self.exchange, Alone):
             return x, attend(q, k, v, self.kernel, self.pieces)
         split = self.rounds[0][0]
         q, k, v = _ToHeads.apply(q, k, v, self.exchange, split)
@@ -127,7 +127,7 @@ class BackwardAttention:
             self.o, self._lses = call.forward(w, x, rotation)
 
     def _project(self, q: Sequence[int], kv: Sequence[int]) -> Projection:
-        return Projection(self._call.spec, self._w, self._x, self._turn, Heads(q, kv))
+        return Projection(self._call.spec, self._w, self._x, self._turn, Heads(q, kv), self._call.spread)
 
     def _hold(self) -> Tensor:
         """Recompute the attention of one round and hold its tensors for its backward pass."""

@@ -139,7 +139,7 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
         # dy; gradients of gate, up and their product, which is freed
         mlp = Counter({BLOCKS: x + 2 * wide})
         # The MLP's kept tensors, 3 wide ones, are freed by now
-        attending = 2 * q + job.workspace(q, k) + 2 * k + _ring_bytes(job)
+        attending = 2 * q + job.workspace(q, k) + 2 * k + ring_bytes(job)
         attention = Counter({ATTENTION: max(attending - 3 * wide, 0)})
         return {"the MLP": mlp, "attention": attention}
     fetched = {*job.plan.placement(job.spec.layers).x} - {"device"}
@@ -204,7 +204,7 @@ def reading(job: "Job") -> dict[str, Counter[str]]:
     return {"the MLP": mlp, "attention": attention}
 
 
-def _ring_bytes(job: "Job") -> int:
+def ring_bytes(job: "Job") -> int:
     """What a ring adds to attention: the sum of dq in fp32, and what travels."""
     return 2 * job.own_queries() + _travelling_bytes(job, job.own_keys()) if job.axes.ring > 1 else 0
 
@@ -223,15 +223,22 @@ def _travelling_bytes(job: "Job", k: int) -> int:
 def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:  # noqa: ARG001
     """What a block sends, forward and backward."""
     forward, backward = _over_ulysses(job) if job.axes.ulysses > 1 else ([], [])
+    around = over_ring(job)
+    return [*forward, *around[0]], [*backward, *around[1]]
+
+
+def over_ring(job: "Job") -> tuple[list[Message], list[Message]]:
+    """K and V of a block over ring ranks, and the sums of their gradients, forward and backward."""
+    forward, backward = list[Message](), list[Message]()
     for split in (split for group in job.rounds for split in group) if job.axes.ring > 1 else ():
-        kv, dkv = _over_ring(job, split)
+        kv, dkv = _travelling(job, split)
         again = [] if job.plan.checkpoint in ("none", "selective") else [kv]
-        forward = [*forward, kv]
-        backward = [*backward, *again, kv, dkv]
+        forward.append(kv)
+        backward += [*again, kv, dkv]
     return forward, backward
 
 
-def _over_ring(job: "Job", split: HeadSplit) -> tuple[Message, Message]:
+def _travelling(job: "Job", split: HeadSplit) -> tuple[Message, Message]:
     """K and V of a round, and the sums of their gradients. Ranks without queries in the round send nothing."""
     attending = tuple(kv if q else kv[:0] for q, kv in zip(split.q, split.kv, strict=True))
     split, ring = HeadSplit(split.q, attending), job.axes.ring

@@ -55,9 +55,9 @@ def run_block(w: dict[str, Tensor], x_TE: Tensor, call: BlockCall) -> Tensor:
 
 
 def _keeping_all(w: dict[str, Tensor], x_TE: Tensor, call: BlockCall) -> Tensor:
-    spec = call.attention.spec
+    spec, spread = call.attention.spec, call.attention.spread
     x, o = call.attention.differentiable(w, x_TE, call.rotation)
-    return mlp(spec, w, output_projection(spec, w, x, o, Heads.all(spec)))
+    return mlp(spec, w, output_projection(spec, w, x, o, Heads.all(spec), spread), spread=spread)
 
 
 def _mark_backward(mark: Mark, layer: int, gradient: Tensor) -> None:  # noqa: ARG001
@@ -78,22 +78,23 @@ class _Checkpointed(torch.autograd.Function):
         ctx.save_for_backward(*weights, *kept)
         ctx.call, ctx.names = call, names
         y = torch.empty_like(x)
-        post_attention(call.attention.spec, w, x, o, y, call.tile or len(x))
+        post_attention(call.attention.spec, w, x, o, y, call.tile or len(x), call.attention.spread)
         return y
 
     @staticmethod
     @once_differentiable
     @owned_by(BLOCKS)
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        call, names, spec = ctx.call, ctx.names, ctx.call.attention.spec
+        call, names, spec, spread = ctx.call, ctx.names, ctx.call.attention.spec, ctx.call.attention.spread
         if call.tapes is not None:
             call.tapes.waits = False
         weights, kept = ctx.saved_tensors[: len(names)], list(ctx.saved_tensors[len(names) :])
         wanted = [name for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True) if needed]
-        w = summed(spec, dict(zip(names, weights, strict=True)), wanted)
+        w = summed(spec, dict(zip(names, weights, strict=True)), wanted, spread)
         x = kept.pop(0) if call.tapes is None else _get(call.tapes.x(call.layer))
         attention = BackwardAttention(call.attention, w, x, call.rotation, kept)
-        dx, attention.do = post_attention_backward(spec, w, x, attention.o, dy, call.tile or len(x))
+        tile = call.tile or len(x)
+        dx, attention.do = post_attention_backward(spec, w, x, attention.o, dy, tile, spread=spread)
         attention.backward(dx)
         return dx, None, None, *(w.sums.get(name) for name in names)
 

@@ -15,13 +15,14 @@ from ithaca.checkpoint.checkpoints import none_is_sound
 from ithaca.checkpoint.files import CheckpointFolder, describe
 from ithaca.checkpoint.lease import GoneError
 from ithaca.checkpoint.reader import PlainReader, fill
+from ithaca.checkpoint.shard import for_dcp
+from ithaca.checkpoint.snapshot import weight_state
 from ithaca.config import Config, MeshSection, read_config
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, load_model
 from ithaca.parallel.agree import from_first, together, together_with
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.parallel.sharding import shards
-from ithaca.train.export import WEIGHT, best_step
+from ithaca.train.export import best_step
 from ithaca.train.record import check_model
 from ithaca.train.run_folder import RunFolder
 from ithaca.train.stages import checkpoint_model
@@ -125,7 +126,7 @@ def load_checkpoint(model: Model, run: RunFolder, best: bool, only: int | None =
     The run may be training meanwhile: the first rank holds a lease on the checkpoint that is read.
     """
     files, damaged, grid = CheckpointFolder(run.checkpoints), dict[int, str](), model.mesh
-    state: dict[str, Any] = {f"{WEIGHT}{name}": parameter for name, parameter in shards(model.decoder)}
+    state = weight_state(model)
     wanted = describe(state)
     group: Any = dist.new_group(list(range(grid.size)), backend="gloo")
     while True:
@@ -139,7 +140,7 @@ def load_checkpoint(model: Model, run: RunFolder, best: bool, only: int | None =
                 damaged[step] = found[0]
                 continue
             together(grid.group, partial(check_model, files.manifest(step) or {}, model.spec))
-            fill(state, together(grid.group, partial(PlainReader, files.path(step))), group)
+            fill(for_dcp(state), together(grid.group, partial(PlainReader, files.path(step))), group)
             return step
 
 
