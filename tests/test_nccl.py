@@ -19,12 +19,18 @@ import torch
 import torch.distributed as dist
 
 import ithaca
-from ithaca.model.decoder import stored_name
 from ithaca.optimizer.adamw import clip
+from ithaca.parallel.sharding import whole_tensors
 from tests.models import make_model, save
 from tests.test_gpu import GPU_SIZES
 from tests.test_gpu_ranks import PLANS, RING_PLANS, batch, theirs
 
+TENSOR_PLANS: dict[str, dict[str, Any]] = {
+    "tensor-none": {"recipe": "tensor", "checkpoint": "none"},
+    "tensor-selective": {"recipe": "tensor", "checkpoint": "selective"},
+    "tensor-full": {"recipe": "tensor", "x": "host", "tile": 100},
+    "tensor-ring": {"recipe": "tensor", "travel": "gather"},
+}
 DENSE = {f"dense, ZeRO-{zero}": {"recipe": "dense", "zero": zero} for zero in (1, 2, 3)}
 FEW = ("sweep", "hybrid")  # at 8 ranks
 WORLDS = {2: "llama3.1", 4: "qwen3", 8: "qwen3"}
@@ -33,7 +39,7 @@ LATEST = 300_000  # GPU cycles by which a copy may come late
 
 
 def plans(world: int) -> dict[str, dict[str, Any]]:
-    every = PLANS | RING_PLANS | DENSE
+    every = PLANS | RING_PLANS | TENSOR_PLANS | DENSE
     return {name: options for name, options in every.items() if world < 8 or name in FEW}
 
 
@@ -46,6 +52,9 @@ def join(rank: int, world: int, port: int) -> None:
 def meshes(world: int, name: str) -> ithaca.Mesh:
     if name in DENSE:
         return ithaca.mesh(share_gpus=True)
+    if name in TENSOR_PLANS:
+        ring = 2 if name == "tensor-ring" and world > 2 else 1
+        return ithaca.mesh(tensor=world // ring, ring=ring, share_gpus=True)
     if name in RING_PLANS:
         return ithaca.mesh(ulysses=world // 2, ring=2, share_gpus=True)
     return ithaca.mesh(ulysses=world, share_gpus=True)
@@ -71,7 +80,7 @@ def work(rank: int, world: int, port: int, top: Path) -> None:
             for packed in (False, True):
                 tokens, ids = (rows.repeat(copies(model.mesh), 1) for rows in batch(packed))
                 model(model.shard(tokens, tokens, ids)).backward()
-                found = {stored_name(n): p.grad.full_tensor().cpu() for n, p in model.decoder.named_parameters()}
+                found = dict(whole_tensors(model.decoder, model.mesh, model.part, gradients=True))
                 norm = clip(model, 1e9, optimizer).item()
                 optimizer.zero_grad()
                 if rank == 0:

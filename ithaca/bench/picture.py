@@ -17,14 +17,13 @@ class Bar:
     label: str
     value: float
     text: str
-    kind: str  # measured, predicted or quoted
+    kind: str  # measured or predicted
     published: float | None = None
 
 
 KINDS = {
     "measured": f'fill="{COLORS[0]}"',
     "predicted": f'fill="white" stroke="{COLORS[0]}" stroke-dasharray="4 2"',
-    "quoted": 'fill="#c8c8c8"',
 }
 
 

@@ -1,6 +1,6 @@
 """The page of all stored results, and its pictures. The same files give the same bytes. No torch.
 
-Every figure says what it is: measured, predicted (in italics), or quoted from others. Files of results are those that
+Every figure says what it is: measured, or predicted (in italics); those of others stand beside. Files of results are those that
 `ithaca bench` writes; other files of the folder are passed over.
 """
 
@@ -128,7 +128,7 @@ def _found(row: Stored) -> tuple[Json, Callable[[str], str], str]:
     """What a row has: the answer or the prediction, how its cells are written, and its kind."""
     if row.answer:
         return row.answer, str, "measured"
-    return (row.predicted or {}), _italic, "predicted" if row.predicted else "quoted"
+    return (row.predicted or {}), _italic, "predicted"
 
 
 def _italic(text: str) -> str:
@@ -155,6 +155,7 @@ def _ladder(page: Page, model: str, name: str, rows: Sequence[Stored]) -> None:
     for row in rows:
         found, write, kind = _found(row)
         longest = found.get("longest")
+        before = None if row.about.get("begins") else before
         factor = f"{longest / before:.2f}" if longest and before and kind == like else "–"
         cells = [_bounds(found), factor, _peak_words(found), found.get("limit") or "–"]
         cells += [_tokens(found.get("timed")), *_speed(found)]
@@ -236,22 +237,16 @@ def _published_words(row: Stored) -> str:
 
 def _notes(page: Page, rows: Sequence[Stored]) -> None:
     sources = dict.fromkeys(_published(row)["source"] for row in rows if _published(row))
-    quoted = dict.fromkeys(row.about["quoted"] for row in rows if row.about.get("quoted"))
     if sources:
         page.add("", f"Published: {'; '.join(sources)}. MFU as they count it.")
-    for why in quoted:
-        names = ", ".join(row.name for row in rows if row.about.get("quoted") == why)
-        page.add("", f"Only quoted: {names}: {why}.")
 
 
 def _longest_picture(page: Page, title: str, name: str, rows: Sequence[Stored]) -> None:
     shown = []
     for row in rows:
         found, _, kind = _found(row)
-        published = _published(row).get("tokens")
-        value = found.get("longest") or (published if kind == "quoted" else 0)
-        text = _longest_word(found) if found.get("longest") else _tokens(value) if value else "nothing fits"
-        shown.append(Bar(row.name, value or 0, text, kind, published if kind != "quoted" else None))
+        text = _longest_word(found) if found.get("longest") else "nothing fits"
+        shown.append(Bar(row.name, found.get("longest") or 0, text, kind, _published(row).get("tokens")))
     if any(bar.value for bar in shown):
         page.picture(name, title, bars(f"{title}, tokens", shown))
 

@@ -28,15 +28,14 @@ class Row:
 
     name: str
     adds: str  # what this row has that the one before, or the full stack, has not
-    plans: tuple[Options, ...] = ()  # the fastest first; none: the row is only quoted
+    plans: tuple[Options, ...]  # the fastest first
     shares: bool = True  # all ranks share one sequence by heads; otherwise each has a sequence of its own
     layers: int = 2  # that run
-    quoted: str = ""  # why the row is not measured
+    begins: bool = False  # another way to share the work: no factor over the row before
     published: Mapping[str, Published] = field(default_factory=dict)  # by model
 
     def axes(self, ranks: int) -> Axes:
-        recipe = self.plans[0]["recipe"] if self.plans else "ulysses"
-        return RECIPES[recipe].axes(ranks, 1) if self.shares else Axes(shard=ranks)
+        return RECIPES[self.plans[0]["recipe"]].axes(ranks, 1) if self.shares else Axes(shard=ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

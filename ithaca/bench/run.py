@@ -32,7 +32,7 @@ class Task:
     question: Json
     about: Json
     predict: Callable[[], Json | None]
-    measure: Callable[[Ask], Json] | None = None  # None: the row is only quoted
+    measure: Callable[[Ask], Json]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line:
         row = store.row(task.name, task.question, None if options.predict else here.machine)
         row.about = task.about
         row.predicted = row.predicted if row.done else task.predict()
-        if not row.done and task.measure and not options.predict:
+        if not row.done and not options.predict:
             left += not _measure(task, row, Ask(row.measurements, lambda: store.save(order), here.deadline), origin)
         elif not row.answer:
             row.origin = origin
@@ -105,7 +105,6 @@ def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line:
 
 def _measure(task: Task, row: Stored, ask: Ask, origin: Json) -> bool:
     """Measure a row. Return whether it is done; if not, what was measured of it is kept."""
-    assert task.measure is not None
     try:
         answer = task.measure(ask)
     except TimeIsUp:
@@ -130,7 +129,7 @@ def longest_line(row: Stored) -> str:
     """'Ulysses + ZeRO-3: 99K tokens, 74.5 GiB …' of a row whose longest context is asked for."""
     found, what = (row.answer, "") if row.answer else (row.predicted, "predicted ")
     if found is None:
-        return f"{row.name}: quoted"
+        return f"{row.name}: not predicted"
     if not found["longest"]:
         return f"{row.name}: {what}nothing fits"
     return f"{row.name}: {what}{'; '.join(_longest_words(found))}"

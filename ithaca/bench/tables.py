@@ -12,7 +12,6 @@ LADDER_8B = "FPDT (Yao et al.), its ladder: Llama3-8B on 8 GPUs of 80 GB"
 ALST = "ALST (Bekman et al.): Llama-8B on 8 × H100-80GB"
 UPIPE = "UPipe (untied Ulysses), Llama3-8B on 8 × H100-80GB"
 TALK = "the talk on untied Ulysses: Llama 3B sizes on 8 × H100"
-TENSOR = "there is no recipe for tensor parallelism yet"
 
 
 def _fpdt(tokens: int, gigabytes: float, mfu: float) -> Published:
@@ -23,6 +22,7 @@ def _talk(note: str, tokens: int | None = None, gigabytes: float | None = None) 
     return Published(source=TALK, tokens=tokens, gigabytes=gigabytes, note=note)
 
 
+_TENSOR: Options = {"recipe": "tensor", "zero": 1}
 _NONE: Options = {"recipe": "ulysses", "checkpoint": "none"}
 _OFFLOAD: Options = {"recipe": "ulysses", "checkpoint": "full", "x": "host"}
 _AWAY: Options = {"recipe": "sweep", "lse": "host", "kv": "host", "optimizer": "host"}
@@ -31,20 +31,20 @@ _AWAY: Options = {"recipe": "sweep", "lse": "host", "kv": "host", "optimizer": "
 LADDER = (
     Row(
         name="Tensor parallel",
-        adds="Megatron's tensor parallelism",
-        quoted=TENSOR,
+        adds="Megatron's tensor parallelism with sequence parallelism",
+        plans=({**_TENSOR, "checkpoint": "none"},),
         published={"llama3-8b": _fpdt(32 * K, 64.3, 9.4)},
     ),
     Row(
         name="Tensor parallel + checkpointing",
         adds="activation checkpointing",
-        quoted=TENSOR,
+        plans=({**_TENSOR, "checkpoint": "full"},),
         published={"llama3-8b": _fpdt(128 * K, 61.2, 19.4)},
     ),
     Row(
         name="Tensor parallel + checkpointing + offload",
         adds="checkpoints in host memory",
-        quoted=TENSOR,
+        plans=({**_TENSOR, "checkpoint": "full", "x": "host"},),
         published={"llama3-8b": _fpdt(512 * K, 78.7, 32.7)},
     ),
     Row(
@@ -52,6 +52,7 @@ LADDER = (
         adds="every rank has its own sequence, parameters are sharded",
         plans=({"recipe": "dense", "checkpoint": "none"},),
         shares=False,
+        begins=True,
         published={"llama3.2-3b": _talk("3M tokens do not fit with FSDP alone")},
     ),
     Row(

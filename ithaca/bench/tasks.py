@@ -21,7 +21,7 @@ Json = dict[str, Any]
 def _longest_task(row: Row, here: Here, limits: Limits) -> Task:
     """Return the task of a row whose longest context is asked for."""
     published = row.published.get(here.model)
-    about = {"adds": row.adds, "quoted": row.quoted, "published": asdict(published) if published else None}
+    about = {"adds": row.adds, "begins": row.begins, "published": asdict(published) if published else None}
     question = {
         "plans": [dict(plan) for plan in row.plans],
         "axes": str(row.axes(limits.ranks)),
@@ -30,8 +30,6 @@ def _longest_task(row: Row, here: Here, limits: Limits) -> Task:
         "percent": PERCENT,
         "peak_at": PEAK_AT.get(here.model),
     }
-    if not row.plans:
-        return Task(name=row.name, question=question, about=about, predict=lambda: None)
     measured = Measured(here.model, here.spec, row, limits, here.place, PEAK_AT.get(here.model))
     return Task(
         name=row.name,
