@@ -1,7 +1,7 @@
 """The page of all stored results, and its pictures. The same files give the same bytes. No torch.
 
-Every figure says what it is: measured, or predicted (in italics); those of others stand beside. Files of results are those that
-`ithaca bench` writes; other files of the folder are passed over.
+Every figure says what it is: measured, or predicted (in italics); those of others stand beside. Files of results are
+those that `ithaca bench` writes; other files of the folder are passed over.
 """
 
 import json

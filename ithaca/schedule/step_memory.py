@@ -38,6 +38,7 @@ from ithaca.base.tiles import Tiles
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import runs_alone
 from ithaca.parallel.layout import row_range
+from ithaca.parallel.tensor_parts import TensorPart
 from ithaca.schedule.job import FP32, Bytes, Job
 from ithaca.tape.spec import TapeSpec, device_bytes, device_tape_bytes, disk_bytes, host_bytes
 
@@ -168,6 +169,7 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     whole_gradients = high * job.layers_running * block.all if waits else 0
     # A tied head's gradient waits with the loss for the embedding's; so does the final norm's for FSDP2 to reduce it
     waiting = (high * head.all if reduces else table) if tied else 0
+    own = block.mine + (0 if reduces else _summed_apart(job))
     new = job.passes == 1  # otherwise this rank's gradients are there already, and others are added to them
     of_head = 0 if not new or (tied and reduces) else high * head.unit_mine - waiting
     # While the last block goes backward the head's gradient may be being reduced; while the first does, a block's
@@ -181,7 +183,7 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     )
     after_blocks = Counter(
         {
-            GRADIENTS: of_head + high * (reduces * block.all + new * (job.layers_running - 1) * block.mine),
+            GRADIENTS: of_head + high * (reduces * block.all + new * (job.layers_running - 1) * own),
             LOSS: waiting,
             BLOCKS: kept(job, range(1)),
         }
@@ -193,7 +195,7 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
             yield f"{name} of the first block", inside + after_blocks
     yield from _loss_phases(job)
     # The gradient of the embedding. In a tied model its sum with the head's, while the first block's is being reduced
-    shards = new * high * job.layers_running * block.mine + of_head
+    shards = new * high * job.layers_running * own + of_head
     at_end = {GRADIENTS: shards + reduces * (high * block.all if tied else table), BLOCKS: table}
     if tied:
         at_end |= {LOSS: table, GATHERED: reduces * job.itemsize * head.unit}
@@ -202,6 +204,13 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
     elif not reduces and not job.plan.sweeps:
         at_end |= {OTHER: job.itemsize * spec.vocab * spec.hidden}  # as autograd has it before it is cast
     yield "the embedding's gradient", Counter(at_end)
+
+
+def _summed_apart(job: Job) -> int:
+    """Gradients of a block's weights that several tensor ranks hold. Without FSDP2 their sums come on top."""
+    part = TensorPart(job.spec, job.head_rank if job.axes.tensor > 1 else 0, job.axes.tensor)
+    shapes = part.narrow.block_shapes()
+    return sum(math.prod(shape) for name, shape in shapes.items() if part.sharers(name))
 
 
 def _loss_phases(job: Job) -> Iterator[tuple[str, Bytes]]:

@@ -7,6 +7,7 @@ what kernels make (blocks, attention, exchange, loss) are not compared here.
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,9 @@ SCENES: dict[str, tuple[Words, dict[str, int]]] = {
     "hybrid": ({"recipe": "hybrid"}, {"ulysses": 2, "ring": 2}),
     "ulysses selective": ({"recipe": "ulysses", "checkpoint": "selective"}, {"ulysses": 4}),
     "dense": ({"recipe": "dense"}, {"shard": 4}),
+    "tensor": ({"recipe": "tensor", "x": "host", "tile": 25}, {"tensor": 2, "shard": 2}),
+    "tensor selective": ({"recipe": "tensor", "checkpoint": "selective"}, {"tensor": 2, "ring": 2}),
+    "tensor alone": ({"recipe": "tensor", "zero": 1}, {"tensor": 4}),
     "sweep alone": ({**SWEEP, "x": "host, rebuild", "zero": 2}, {}),
     "selective alone": ({"recipe": "dense", "checkpoint": "selective", "zero": 1}, {}),
 }
@@ -80,6 +84,9 @@ ALWAYS = {
     ("untied", False, 2),
     ("untied on a ring", True, 2),
     ("dense", True, 2),
+    ("tensor", True, LAYERS),
+    ("tensor selective", False, 2),
+    ("tensor alone", False, LAYERS),
     ("sweep alone", True, LAYERS),
     ("selective alone", False, 2),
 }
@@ -161,7 +168,7 @@ def test_what_a_rehearsed_rank_holds(nursery: Nursery, tmp_path: Path, name: str
         # Of the blocks that are predicted, the one before is not there when the first is run; and those of an x that
         # is made in passing are needed at the last alone, and are the ones before
         more = (block if passing else 0) if which == "last" else block + passing
-        assert held[GATHERED] == predicted[which][GATHERED] - (more if job.axes.size > 1 else 0), which
+        assert held[GATHERED] == predicted[which][GATHERED] - (more if job.axes.parameter > 1 else 0), which
     assert found["host"] == step_memory(job).host - host_states(job)
     if "the look-up of x" in job.costs.peaks(job):
         inside = resident(job) + dict(phases(job))["the look-up of x of the first block"]
@@ -175,7 +182,8 @@ def llama(plan: Plan, tokens: int = M, **axes: int) -> Memory:
 
 def llama_job(plan: Plan, tokens: int = M, **axes: int) -> Job:
     spec = read_spec(find_config("llama3-8b")[0])
-    return Job(spec=spec, plan=plan, tokens=tokens, axes=Axes(**{"ulysses": 8} | axes))
+    by_heads = plan.entry.axes(8, 1)
+    return Job(spec=spec, plan=plan, tokens=tokens, axes=replace(by_heads, **axes))
 
 
 PLANS = [
@@ -189,6 +197,9 @@ PLANS = [
     Plan(recipe="alst"),
     Plan(recipe="untied"),
     Plan(recipe="fpdt"),
+    Plan(recipe="tensor"),
+    Plan(recipe="tensor", checkpoint="selective", tile=8192),
+    Plan(recipe="tensor", checkpoint="none"),
 ]
 
 
@@ -203,7 +214,8 @@ def test_it_grows_with_the_tokens(plan: Plan) -> None:
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.recipe}-{plan.x}-{plan.o}-{plan.checkpoint}")
 def test_more_ranks_take_less(plan: Plan) -> None:
-    found = [llama(plan, ulysses=ranks) for ranks in (1, 2, 4, 8)]
+    axis = "tensor" if plan.entry.tensor else "ulysses"
+    found = [llama(plan, **{axis: ranks}) for ranks in (1, 2, 4, 8)]
     for fewer, more in pairwise(found):
         assert more.total < fewer.total
         assert more.host <= fewer.host
