@@ -135,13 +135,13 @@ def broken(config: Config, path: Path, step: int, how: str) -> None:
         return whole(tasks, model, *args)
 
     here: list[TrainingRun] = []
-    evaluate = TrainingRun._evaluate
+    allocate = TrainingRun._allocate
 
-    def watched(run: TrainingRun, *args: Any) -> bool:
+    def allocated(run: TrainingRun) -> None:
         here[:] = [run]
-        return evaluate(run, *args)
+        allocate(run)
 
-    run_tasks.Tasks.measure, TrainingRun._evaluate = part, watched
+    run_tasks.Tasks.measure, TrainingRun._allocate = part, allocated
     train(config, path)
 
 
