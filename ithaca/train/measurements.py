@@ -38,6 +38,8 @@ def measure_start(run: "TrainingRun", roll: Roll) -> None:
         run.checkpoints.add_note(run.done, run.validation.note())
     if evaluate(run, roll) and run.tasks:
         run.checkpoints.add_note(run.done, run.tasks.note())
+    elif run.tasks and run.done == run.steps and run.tasks.asks_anew(run.done):
+        run.progress.warn(run.tasks.describe_finished(run.done, run.folder.path))
 
 
 def validate(run: "TrainingRun", roll: Roll) -> bool:
@@ -74,7 +76,7 @@ def evaluate(run: "TrainingRun", roll: Roll) -> bool:
         if at_end and not run.span.is_last:
             run.progress.warn(tasks.describe_loss(run.done, run.folder.path))
         return False
-    tasks.last = run.done
+    tasks.add(run.done)
     for text in tasks.table(found) if at_end else describe_scores(run.done, found):
         run.progress.say(text)
     run.sinks.write(task_metrics(run.done, found, time.perf_counter() - began))
