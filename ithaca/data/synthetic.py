@@ -16,9 +16,11 @@ all stages. All follows from a seed: every rank makes the same 12 million tokens
 """
 
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
+from ithaca.base.errors import DataError
 from ithaca.data.reader import TokenFile, in_memory
 
 MARKS = 8
@@ -76,7 +78,19 @@ def needles() -> TokenFile:
     learned = np.zeros(tokens.shape, bool)
     learned[..., 3] = tokens[..., 0] == ASK
     bounds = np.arange(0, tokens.size + 1, LENGTH)
-    return in_memory(tokens.flatten(), bounds, learned.flatten(), vocab=VOCAB, name="synthetic needles")
+    return in_memory(tokens.flatten(), bounds, learned.flatten(), vocab=VOCAB, name="synthetic needles", divisible=True)
 
 
 SYNTHETIC = {"needles": needles}  # by the name that data.source has for it
+PREFIX = "synthetic:"  # before such a name: the documents, also if there is a file of that name
+
+
+def open_synthetic(name: str) -> TokenFile | None:
+    """Return the documents that data.source or data.mix names; None if it names a file."""
+    make = SYNTHETIC.get(name.removeprefix(PREFIX))
+    if make and not name.startswith(PREFIX) and Path(name).is_file():
+        raise DataError(
+            f"'{name}' names synthetic documents, and there is a file '{name}' in this folder: write ./{name} for the "
+            f"file, or {PREFIX}{name} for the documents"
+        )
+    return make() if make else None
