@@ -1,19 +1,16 @@
 """The command line. It imports torch only in commands that need it, so `ithaca --help` answers at once."""
 
-import errno
-import io
 import os
 import sys
-import traceback
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from ithaca import __version__
-from ithaca.base.errors import ConfigError, IthacaError, PlanError
+from ithaca.base.errors import ConfigError, PlanError
 from ithaca.bench.commands import bench
-from ithaca.cli_errors import end, fail, fail_usage
+from ithaca.cli_errors import run_app
 from ithaca.rehearsal import options as scene
 
 app = typer.Typer(
@@ -23,11 +20,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench)
-
-# typer has its own copy of click in some versions; both have this class below the one that typer exports
-USAGE_ERROR = typer.BadParameter.__mro__[1]
-# What the system says of a path that a user has named
-REFUSALS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def _is_text(path: Path) -> bool:
@@ -374,30 +366,5 @@ def doctor(
 
 
 def main() -> None:
-    """Run the command line. A user's mistake is one sentence, without a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a file's name may hold bytes that are no text
-    try:
-        _run()
-    except Exception:
-        if "RANK" not in os.environ:
-            raise
-        traceback.print_exc()
-        end(1)
-
-
-def _run() -> NoReturn:
-    try:
-        code = app(prog_name="ithaca", standalone_mode=False)
-    except IthacaError as error:
-        fail(str(error), error.code)
-    except USAGE_ERROR as error:
-        fail_usage(error)
-    except MemoryError as error:
-        fail(f"the host has not enough memory ({error}): a smaller train.batch takes less", 1)
-    except OSError as error:
-        if error.errno not in REFUSALS:
-            raise
-        fail(f"'{error.filename}' cannot be used ({error.strerror}): name another place", IthacaError.code)
-    sys.exit(code)  # an int if a command ended early, as after --version; else None
+    """Run the command line."""
+    run_app(app)

@@ -1,12 +1,53 @@
-"""How a command ends after a mistake: one sentence, with what to write instead where something is like it."""
+"""Run the command line; after a mistake, end by one sentence with what to write instead if something is like it."""
 
+import errno
+import io
 import os
 import shlex
 import sys
+import traceback
 from typing import Any, NoReturn
 
+import typer
+
+from ithaca.base.errors import IthacaError
+
+# typer has its own copy of click in some versions; both have this class below the one that typer exports
+USAGE_ERROR = typer.BadParameter.__mro__[1]
+# What the system says of a path that a user has named
+REFUSALS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
 # What an option of a run is in other commands: (command, option) -> words
 OTHER_FLAGS = {("plan", "--ranks"): "--gpus {}xH100-80GB", ("data", "--run"): "--out {}"}
+
+
+def run_app(app: typer.Typer) -> None:
+    """Run a command line. A user's mistake is one sentence, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file's name may hold bytes that are no text
+    try:
+        _run(app)
+    except Exception:
+        if "RANK" not in os.environ:
+            raise
+        traceback.print_exc()
+        end(1)
+
+
+def _run(app: typer.Typer) -> NoReturn:
+    try:
+        code = app(prog_name="ithaca", standalone_mode=False)
+    except IthacaError as error:
+        fail(str(error), error.code)
+    except USAGE_ERROR as error:
+        fail_usage(error)
+    except MemoryError as error:
+        fail(f"the host has not enough memory ({error}): a smaller train.batch takes less", 1)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        fail(f"'{error.filename}' cannot be used ({error.strerror}): name another place", IthacaError.code)
+    sys.exit(code)  # an int if a command ended early, as after --version; else None
 
 
 def fail(sentence: str, code: int) -> NoReturn:

@@ -54,8 +54,9 @@ class MeshSection:
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
     source: str = ""
-    """A token file made by `ithaca data`, or `needles`: synthetic documents with facts to find (data/synthetic.py).
-    Default: the source code of Python's standard library, one token a byte."""
+    """A token file made by `ithaca data`, or `needles`: synthetic documents with facts to find (data/synthetic.py). A
+    file of that name is `./needles`, the documents beside it `synthetic:needles`. Default: the source code of Python's
+    standard library, one token a byte."""
     mix: dict[str, float] | None = field(default=None, metadata={"read": lambda table: read_mix(table)})
     """Token files with weights, instead of `source`: `"books.tokens" = 0.7`. Weights are shares of the tokens."""
     long_share: float | None = None
@@ -64,7 +65,8 @@ class DataSection:
     """Documents of at least this many tokens are long, for `long_share`. Default: 32K."""
     packing: str = "auto"
     """How documents become sequences. `cut`: windows cut anywhere. `whole`: documents whole where they fit, padding at
-    the end. `joined`: as `cut`, without a mask between documents. `auto`: `whole` if the data have a loss mask."""
+    the end. `joined`: as `cut`, without a mask between documents. `auto`: `whole` if the data have a loss mask,
+    but `cut` for `needles`."""
     too_long: str = "truncate"
     """A conversation longer than a sequence, under `whole`: `truncate` keeps its beginning, `drop` leaves it out."""
     validation: str = field(default="", metadata={"read": lambda value: _read_validation(value)})

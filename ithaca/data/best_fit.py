@@ -48,7 +48,7 @@ def packing_of(data: TokenFile, packing: str) -> str:
     """Return the packing that `auto` means for these data."""
     if packing != "auto":
         return packing
-    return "whole" if data.header.masked else "cut"
+    return "whole" if data.header.masked and not data.divisible else "cut"
 
 
 def pieces_of(bounds: np.ndarray, length: int, too_long: str, name: str) -> Pieces:

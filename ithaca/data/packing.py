@@ -3,7 +3,8 @@
     cut      windows of a circle of all tokens (sample.py); a document may begin in one row and end in another
     whole    documents whole in a row (best_fit.py); the end of a row may be padding
     joined   windows as in `cut`, but each row is one document: tokens see all before them in the row
-    auto     `whole` for data with a loss mask (conversations, prompts), else `cut`
+    auto     `whole` for data with a loss mask (conversations, prompts), else `cut`; `cut` also for synthetic documents,
+             whose loss mask needs no prompt: any part of one is a shorter one
 
 What row n is depends on (seed, n) alone. Each source goes around by itself. Under `whole` a conversation is never cut
 from its prompt: one that is longer than a row loses its end, or is dropped (data.too_long). Text that is longer than a
@@ -28,7 +29,7 @@ from torch import Tensor
 from ithaca.base.errors import RunError
 from ithaca.base.sizes import format_count, format_tokens
 from ithaca.data.best_fit import PADDING, EpochPlan, count_rows, packing_of, pieces_of, plan_epoch
-from ithaca.data.mixture import Data, Interleave, sources_of
+from ithaca.data.mixture import Data, Interleave, Source, sources_of
 from ithaca.data.reader import TokenFile
 from ithaca.data.sample import Cut, draw
 from ithaca.data.tokenfile import quoted
@@ -65,7 +66,7 @@ class Rows:
 
     def __init__(self, data: Data, length: int, seed: int, packing: str, too_long: str = "truncate"):
         """`too_long`: what becomes of a conversation that is longer than a row, `drop` or `truncate`."""
-        self.length, self._sources = length, sources_of(data)
+        self.length, self._sources, self._packing = length, sources_of(data), packing
         self._packed = [pack(source.data, length, seed, packing, too_long) for source in self._sources]
         # Shares are of tokens without padding, so a source whose rows have more padding gets more rows
         filled = [packed.filled(packed.per_epoch) / packed.per_epoch for packed in self._packed]
@@ -98,13 +99,18 @@ class Rows:
 
     def describe(self) -> list[str]:
         """Return what is planned, a line for each source; nothing for one source that is cut, the usual way."""
-        if self.plain:
+        if self.plain and not self._cut_by_auto(self._sources[0]):
             return []
         lines = []
         for source, packed in zip(self._sources, self._packed, strict=True):
             share = f"{source.share:.1%} of tokens, " if len(self._sources) > 1 else ""
-            lines.append(f"Data: {source.name}: {share}{packed.describe()}")
+            why = " (data.packing=auto: any part of such a document is a shorter one)"
+            lines.append(f"Data: {source.name}: {share}{packed.describe()}{why if self._cut_by_auto(source) else ''}")
         return lines
+
+    def _cut_by_auto(self, source: Source) -> bool:
+        """Return whether `auto` cuts documents with a loss mask, which is not the usual way."""
+        return self._packing == "auto" and source.data.header.masked and source.data.divisible
 
     def metrics(self, rows: int) -> dict[str, float]:
         """Return what was seen of each source so far, the padding, and what was left out, for a run's metrics."""

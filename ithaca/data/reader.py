@@ -53,6 +53,7 @@ class TokenFile:
     """Documents as one stream of tokens. `path` is None if they exist in memory only; they may have a name then."""
 
     name: str | None = None
+    divisible = False  # whether any part of a document is a document of the same kind
 
     def __init__(self, path: Path | None, header: Header, parts: Parts, blocks: np.ndarray):
         self.path, self.header = path, header
@@ -166,11 +167,15 @@ def in_memory(
     tokenizer: str = "unknown",
     vocab: int | None = None,
     name: str | None = None,
+    divisible: bool = False,
 ) -> TokenFile:
-    """Return documents in memory as a TokenFile. `learned`: bool for each token; None: all are learned."""
+    """Return documents in memory as a TokenFile. `learned`: bool for each token; None: all are learned.
+
+    `divisible`: any part of a document is a document of the same kind.
+    """
     header, arrays, blocks = _described(tokens, bounds, learned, tokenizer, vocab)
     data = TokenFile(None, header, _in_parts(arrays), blocks)
-    data.name = name
+    data.name, data.divisible = name, divisible
     return data
 
 

@@ -31,7 +31,7 @@ class Subset(TokenFile):
         self._run_documents = np.append(0, np.cumsum(stop - first))  # of this view that come before each run
         self._run_tokens = np.append(0, np.cumsum(bounds[stop] - bounds[first]))
         tokens, documents = int(self._run_tokens[-1]), int(self._run_documents[-1])
-        self.path, self.name = data.path, data.name
+        self.path, self.name, self.divisible = data.path, data.name, data.divisible
         self.header = replace(data.header, tokens=tokens, documents=documents)
         self.header = replace(self.header, labels=count_labels(self, tokens) if labels is None else labels)
 

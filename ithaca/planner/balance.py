@@ -19,7 +19,7 @@ from ithaca.planner.seconds import copy_seconds
 from ithaca.plans.plan import Plan
 from ithaca.schedule.costs import Copies
 from ithaca.schedule.job import Job
-from ithaca.schedule.sweep.cost import head_passes
+from ithaca.schedule.sweep.chunks import head_passes
 from ithaca.schedule.sweep.placement import SHARED_PLACES
 
 

@@ -1,10 +1,10 @@
-"""The steps of a run, or of a stage of it, and what happens between them: validations, tasks, checkpoints."""
+"""The steps of a run, or of a stage of it, from its start to its end, with its checkpoints in between."""
 
 import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,6 +31,7 @@ from ithaca.train.learning_rate import is_settled, learning_rate
 from ithaca.train.live_line import LiveLine
 from ithaca.train.loader import Loader
 from ithaca.train.loss_watch import LossWatch
+from ithaca.train.measurements import evaluate, make_validation, measure_start, notes, validate
 from ithaca.train.metrics import explain_out_of_memory, gpu_peak_flops, step_metrics, step_ring_work
 from ithaca.train.origin import Origin, adopt, warn_of_seen_documents
 from ithaca.train.record import check_record, list_changes, make_record
@@ -38,14 +39,11 @@ from ithaca.train.report import Progress
 from ithaca.train.run_folder import VALIDATION, RunFolder
 from ithaca.train.sinks import Sinks, open_sinks
 from ithaca.train.stages import OtherStage, Span, span_of
-from ithaca.train.start import (
-    describe_rope,
-)
+from ithaca.train.start import describe_rope
 from ithaca.train.step_profile import StepProfile, check_step
 from ithaca.train.stop import StopRequest, write_error
-from ithaca.train.tasks import Tasks, describe_scores, task_metrics
+from ithaca.train.tasks import Tasks
 from ithaca.train.unlearned import Unlearned, with_labels
-from ithaca.train.validation import Validation, measure, metrics_of
 
 
 class TrainingRun:
@@ -101,7 +99,7 @@ class TrainingRun:
         self.announced = False
         keep = config.run.keep
         self.checkpoints = Checkpoints(
-            folder.checkpoints, model, self.optimizer, keep, self._warn, tape_bytes, folder.lost
+            folder.checkpoints, model, self.optimizer, keep, self.warn, tape_bytes, folder.lost
         )
         self.checkpoints.clean()
         manifest = self.checkpoints.load()
@@ -111,7 +109,7 @@ class TrainingRun:
             raise OtherStage(*self.early_warnings)
         self.unlearned = Unlearned(manifest or {})
         self.validated = own_validation(manifest) is not None  # whether the checkpoint's own step was
-        self.validation = self._make_validation(held_out, manifest or {}) if held_out else None
+        self.validation = make_validation(self, held_out, manifest or {}) if held_out else None
         if tasks:
             tasks.resume(manifest or {})
         self.past: dict[str, Any] = {
@@ -123,7 +121,7 @@ class TrainingRun:
         elif origin:
             self.past["origin"] = adopt(origin, self.checkpoints)
             if text := warn_of_seen_documents(origin, config):
-                self._warn(text)
+                self.warn(text)
         came_from, described = self.past.get("origin"), model.source.unextended if config.train.stages else model.source
         together(
             self.mesh.group, lambda: folder.begin(config, described, model.dtype, came_from) if self.first else None
@@ -145,7 +143,7 @@ class TrainingRun:
     def _check_resumed(self, manifest: dict[str, Any]) -> None:
         """Raise an error unless this run continues what the checkpoint was; say what has changed."""
         for text in check_record(manifest, self.config, self.data, self.model):
-            self._warn(text)
+            self.warn(text)
         self.changes = list_changes(manifest, self.config)
         if self.changes:
             self.past["history"] = [*self.past.get("history", []), *self.changes]
@@ -154,18 +152,6 @@ class TrainingRun:
                 f"the run has done {self.done} steps already, and train.steps is {self.steps}: "
                 f"{self.done} or more continues it"
             )
-
-    def _make_validation(self, held_out: Windows, manifest: dict[str, Any]) -> Validation:
-        options = self.config.run
-        every = options.checkpoint_every if options.validate_every is None else options.validate_every
-        validation = Validation(held_out, every, manifest, bool(self.config.train.stages))
-        validation.best = from_first(self.mesh.group, lambda: self.checkpoints.best(validation.data))
-        if validation.changed and not self.config.train.stages:  # each stage has sequences of its own length
-            self._warn(
-                f"the validation data have changed since the checkpoint of step {self.done}: losses on the old ones "
-                "are not compared with new ones, and the best checkpoint is chosen anew"
-            )
-        return validation
 
     def go(self, launched: bool, roll: Roll) -> bool:
         """Do all steps that are left, save, and release everything, also after an error. Return whether it stopped."""
@@ -186,10 +172,7 @@ class TrainingRun:
         try:
             self._allocate()
             self.checkpoints.prune()  # not before: until here the start may be refused, and must lose nothing
-            if self._validate(roll) and self.validation:
-                self.checkpoints.add_note(self.done, self.validation.note())  # it was written without its loss
-            if self._evaluate(roll) and self.tasks:
-                self.checkpoints.add_note(self.done, self.tasks.note())
+            measure_start(self, roll)
             stopped = self._steps(roll)
             self.profile.finish(self)
             self._save()
@@ -241,55 +224,13 @@ class TrainingRun:
             self._publish(metrics)
             self.profile.add(self, metrics)
             self._report_problem(final=False)
-            best = self._validate(roll)
-            self._evaluate(roll)
+            best = validate(self, roll)
+            evaluate(self, roll)
             if self.stop.agreed() and self.done < self.steps:
                 return True
             if best or (every and self.done % every == 0 and self.done < self.span.last):
                 self._save()
         return False
-
-    def _validate(self, roll: Roll) -> bool:
-        """Measure the validation loss if that is due. Return whether it is the lowest so far."""
-        validation = self.validation
-        if validation is None or not validation.due(self.done, self.span.last):
-            return False
-        began, rows = time.perf_counter(), self.pass_size()[0]
-        limit, stopped, tell = lambda: roll.limit(self.timeout), self.stop.agreed, self.progress.place
-        found = measure(self.model, validation.windows, rows, limit, stopped, tell)
-        if found is None:
-            return False
-        if not math.isfinite(found.loss):
-            self._fail(f"the validation loss after step {self.done} is {found.loss}")
-        # The first rank's: ranks may hear of a write that failed in different steps
-        validation.best = from_first(self.mesh.group, lambda: validation.best)
-        best = validation.add(self.done, found.loss)
-        lowest = ", the lowest so far" if best else ""
-        self.progress.say(f"Validation after step {self.done}: loss {found.loss:.4f}{lowest}")
-        self.sinks.write(metrics_of(self.done, found, time.perf_counter() - began))
-        return best
-
-    def _evaluate(self, roll: Roll) -> bool:
-        """Run the tasks if they are due. Return whether their scores are there."""
-        tasks = self.tasks
-        if tasks is None or not tasks.due(self.done, self.span.first, self.span.last):
-            return False
-        began = time.perf_counter()
-        limit, stopped, tell = lambda: roll.limit(self.timeout), self.stop.agreed, self.progress.place
-        found = tasks.measure(self.model, limit, tell, stopped)
-        at_end = self.done == self.span.last
-        if found is None:
-            if at_end and not self.span.is_last:
-                self.progress.warn(tasks.describe_loss(self.done, self.folder.path))
-            return False
-        tasks.last = self.done
-        for text in tasks.table(found) if at_end else describe_scores(self.done, found):
-            self.progress.say(text)
-        self.sinks.write(task_metrics(self.done, found, time.perf_counter() - began))
-        if at_end and self.first:
-            folder = self.folder.path / "evaluation" / f"step-{self.done}"
-            self.progress.say(tasks.write(folder, str(self.folder.path), self.done, found))
-        return True
 
     def _publish(self, metrics: dict[str, Any]) -> None:
         """Show and write the metrics of a step. If the run folder is lost, ask all ranks to stop."""
@@ -345,7 +286,7 @@ class TrainingRun:
         tensors = total, clip(self.model, self.config.train.clip, self.optimizer)
         loss, norm = (tensor.item() for tensor in tensors)  # the host waits for the GPU here, after clipping is queued
         if not math.isfinite(loss) or not math.isfinite(norm):
-            self._fail(f"the loss of step {self.done + 1} is {loss} (gradient norm {norm})")
+            self.fail(f"the loss of step {self.done + 1} is {loss} (gradient norm {norm})")
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.checkpoints.before_update()
@@ -377,8 +318,7 @@ class TrainingRun:
         """Begin a checkpoint of this step, unless there is one."""
         if self.saved != self.done:
             record = make_record(self.config, self.data, self.model)
-            noted = (self.validation.note() if self.validation else {}) | (self.tasks.note() if self.tasks else {})
-            self.checkpoints.save(self.done, record | self.unlearned.note(self.done) | self.past | noted)
+            self.checkpoints.save(self.done, record | self.unlearned.note(self.done) | self.past | notes(self))
             self.saved = self.done
 
     def _report_problem(self, final: bool) -> None:
@@ -399,11 +339,13 @@ class TrainingRun:
             raise RunError(f"{text}: fix the cause and continue with {continue_command(self.folder.path)}")
         self.progress.warn(f"{text}; training continues")
 
-    def _fail(self, what: str) -> None:
+    def fail(self, what: str) -> NoReturn:
+        """Raise an error about a number that is not finite, once the last checkpoint is written."""
         self.checkpoints.wait()
         raise RunError(f"{what}: {self.checkpoints.last_good()}; a lower train.learning_rate or train.clip may help")
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Print a warning, as soon as there is a log."""
         self.progress.warn(text) if self.announced else self.early_warnings.append(text)
 
     def _announce(self) -> None:

@@ -21,7 +21,7 @@ from ithaca.data.packing import Rows, rows_per_epoch
 from ithaca.data.preparation.inputs import standard_library
 from ithaca.data.reader import TokenFile, open_tokens
 from ithaca.data.subset import concatenated
-from ithaca.data.synthetic import SYNTHETIC
+from ithaca.data.synthetic import open_synthetic
 from ithaca.model.extend import beyond_context
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, describe_model, extend_model, load_model
@@ -272,10 +272,7 @@ def read_data(options: DataSection, indexes: Path) -> tuple[Data, TokenFile | No
     """
     named = options.mix or ({options.source: 1.0} if options.source else {})
     files: dict[str, tuple[float, TokenFile]]
-    files = {
-        name: (weight, SYNTHETIC[name]() if name in SYNTHETIC else open_tokens(Path(name), indexes))
-        for name, weight in named.items()
-    }
+    files = {name: (weight, open_synthetic(name) or open_tokens(Path(name), indexes)) for name, weight in named.items()}
     files, held = files or {LIBRARY: (1.0, standard_library())}, None
     if options.share is not None:
         both = {name: hold_out(data, options.share) for name, (_, data) in files.items()}

@@ -15,6 +15,7 @@ from ithaca.assemble import Model
 from ithaca.assemble.decode import check_decoding
 from ithaca.base.disk import reason
 from ithaca.base.errors import ConfigError, PlanError
+from ithaca.base.shell import quoted
 from ithaca.base.sizes import format_count, format_tokens
 from ithaca.config import Config, EvaluateSection
 from ithaca.evaluate.language import Language, read_language
@@ -35,14 +36,27 @@ class Tasks:
     every: int  # steps; 0: at the end only
     left_out: str  # what this stage does not measure, and why
     last: int = 0  # the last step that was evaluated
+    asked: dict[str, Any] | None = None  # what that evaluation measured; None if a checkpoint does not say
 
     def resume(self, manifest: dict[str, Any]) -> None:
         """Go on from a checkpoint's note."""
-        self.last = manifest.get("tasks", {}).get("step", 0)
+        noted = manifest.get("tasks", {})
+        self.last, self.asked = noted.get("step", 0), noted.get("asked")
+
+    def add(self, step: int) -> None:
+        """Note that a step was evaluated."""
+        self.last, self.asked = step, self._asks()
 
     def note(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this."""
-        return {"tasks": {"step": self.last}} if self.last else {}
+        return {"tasks": {"step": self.last, "asked": self.asked}} if self.last else {}
+
+    def _asks(self) -> dict[str, Any]:
+        return {"tasks": [*self.options.tasks], "tokens": [*self.lengths], "count": self.options.count}
+
+    def asks_anew(self, step: int) -> bool:
+        """Return whether a step was evaluated, but not with these tasks, lengths and samples."""
+        return bool(self.lengths) and self.last == step and self.asked not in (None, self._asks())
 
     def due(self, step: int, first: int, last: int) -> bool:
         """Return whether to evaluate after this step. `first`: steps before this stage; `last`: of the run or stage."""
@@ -79,11 +93,23 @@ class Tasks:
 
     def describe_loss(self, step: int, folder: Path) -> str:
         """Return what is told if a user breaks off the tasks at the end of a stage: the next one has other lengths."""
-        words = " ".join(f"--task {task}" for task in self.options.tasks)
         return (
             f"the tasks after step {step} are left out, because they were broken off at the end of a stage; before the "
-            f"run continues, `ithaca evaluate {folder} {words}` measures that checkpoint"
+            f"run continues, `{self._command(folder)}` measures that checkpoint"
         )
+
+    def describe_finished(self, step: int, folder: Path) -> str:
+        """Return what is told if a finished run, which had its tasks, gets others."""
+        return (
+            f"the run is finished, so nothing was evaluated with the new options of [evaluate]: "
+            f"`{self._command(folder)}` measures the checkpoint of step {step} with them"
+        )
+
+    def _command(self, folder: Path) -> str:
+        """Return the command that runs these tasks on a run's last checkpoint."""
+        named = " ".join(f"--task {task}" for task in self.options.tasks)
+        at = ",".join(map(format_tokens, self.lengths))
+        return f"ithaca evaluate {quoted(folder)} {named} --tokens {at} --count {self.options.count}"
 
     def table(self, found: Sequence[Found]) -> list[str]:
         return table(found, self.words.name, self.options.count, self.tokens)

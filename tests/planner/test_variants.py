@@ -12,7 +12,7 @@ from ithaca.planner.search import HARDLY, Answer, _cost, fits, fitting, pass_sec
 from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.plan import PLACED, Plan
 from ithaca.schedule.job import Job
-from ithaca.schedule.sweep.cost import copies
+from ithaca.schedule.sweep.copies import copies
 from ithaca.schedule.variants import Effort, fitting_plans, recipe_variants
 from tests.planner.test_search import GPUS, TB, K, M, cluster, spec_of
 

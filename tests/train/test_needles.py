@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ithaca.config import Config, read_config
-from ithaca.data.synthetic import ASK, FACT, IS, LENGTH, VOCAB, Vocabulary, make_document, needles
+from ithaca.data.synthetic import ASK, FACT, IS, LENGTH, VOCAB, Kind, Vocabulary, make_document, needles
 from ithaca.plans.plan import Plan
 from ithaca.train.run import train
 from ithaca.train.run_folder import RunFolder
@@ -28,7 +28,7 @@ def test_every_question_has_been_answered_before() -> None:
     for _ in range(100):
         known: dict[int, int] = {}
         seen: dict[int, int] = {}
-        for slot, (mark, key, middle, value) in enumerate(make_document(words, chance).tolist()):
+        for slot, (mark, key, middle, value) in enumerate(make_document(words, chance, Kind()).tolist()):
             if mark not in (FACT, ASK):
                 assert not {key, middle, value} - {*words.noise}
                 continue

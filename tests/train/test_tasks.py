@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 from collections import Counter
 from dataclasses import replace
@@ -135,13 +137,13 @@ def broken(config: Config, path: Path, step: int, how: str) -> None:
         return whole(tasks, model, *args)
 
     here: list[TrainingRun] = []
-    evaluate = TrainingRun._evaluate
+    allocate = TrainingRun._allocate
 
-    def watched(run: TrainingRun, *args: Any) -> bool:
+    def allocated(run: TrainingRun) -> None:
         here[:] = [run]
-        return evaluate(run, *args)
+        allocate(run)
 
-    run_tasks.Tasks.measure, TrainingRun._evaluate = part, watched
+    run_tasks.Tasks.measure, TrainingRun._allocate = part, allocated
     train(config, path)
 
 
@@ -170,6 +172,29 @@ def test_none_is_lost_and_none_is_made_twice(nursery: Nursery, config: Config, t
     said = done(nursery.job(train, config, path))  # nothing is left to do
     assert evaluated(path) == [1, 2, 3, 4, 5]
     assert "Tasks in" not in said
+
+
+def test_other_tasks_on_a_finished_run(nursery: Nursery, config: Config, tmp_path: Path) -> None:
+    """They are not run, and the run says so, with the command that runs them. First tasks are run, and once."""
+    sentence = r"warning: the run is finished, so nothing was evaluated with the new options of \[evaluate\]: `(.*?)` m"
+    config, path = replace(config, train=replace(config.train, steps=2)), tmp_path / "run"
+    done(nursery.job(train, config, path))
+    for _ in range(2):  # the checkpoint's record is from before the tasks, also when they have been run
+        said = done(nursery.job(train, with_tasks(config, tasks=("repeat",)), path))
+        assert not re.search(sentence, said)
+        assert evaluated(path) == [2]
+    other = with_tasks(config, tokens=(48,), count=7, every=1)
+    said, log = done(nursery.job(train, other, path)), (path / "log.txt").read_text()
+    assert evaluated(path) == [2]
+    for text in (said, log):
+        found = re.search(sentence, text)
+        assert found
+        assert found[1] == f"ithaca evaluate {path} --task needle --task repeat --tokens 48 --count 7"
+    end = nursery.command(*shlex.split(found[1])[1:], "--ranks", "1", "--json", folder=tmp_path)
+    assert end.code == 0, end.err
+    assert [row["samples"] for task in json.loads(end.out)["tasks"] for row in task["lengths"]] == [7, 7]
+    every = with_tasks(config, tasks=("repeat",), every=1)  # the steps between are done: nothing is missing at the end
+    assert not re.search(sentence, done(nursery.job(train, every, path)))
 
 
 def staged(config: Config, *lengths: int) -> Config:
@@ -201,7 +226,7 @@ def test_a_stop_at_the_end_of_a_stage(nursery: Nursery, config: Config, tmp_path
     config = with_tasks(staged(config, 64, 128), tokens=(40, 64, 128), tasks=("repeat",), every=every)
     (end,) = nursery.job(broken, config, tmp_path / "run", 2, "stopped")
     assert end.code == 0, end.err
-    assert f"the tasks after step 2 are left out, because they were broken off at the end of a stage; before the run continues, `ithaca evaluate {tmp_path / 'run'} --task repeat` measures that checkpoint" in end.err + end.out  # fmt: skip  # noqa: E501
+    assert f"the tasks after step 2 are left out, because they were broken off at the end of a stage; before the run continues, `ithaca evaluate {tmp_path / 'run'} --task repeat --tokens 40,64 --count 5` measures that checkpoint" in end.err + end.out  # fmt: skip  # noqa: E501
     done(nursery.job(train, config, tmp_path / "run"))
     assert evaluated(tmp_path / "run") == ([4] if every == 0 else [1, 3, 4])
 

@@ -25,7 +25,7 @@ from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import in_memory
 from ithaca.data.windows import Windows
 from ithaca.rehearsal.memory_meter import Meter, mark_gradients
-from ithaca.train import loop, validation
+from ithaca.train import measurements, validation
 from ithaca.train.export import export
 from ithaca.train.loop import TrainingRun
 from ithaca.train.run import train
@@ -273,8 +273,8 @@ def forged(config: Config, path: Path, toml: str) -> None:
 
 def scripted(config: Config, path: Path, losses: dict[int, float], dies: int | None = None) -> None:
     """Train with these validation losses, by step; a rank kills itself in a step."""
-    steps: list[TrainingRun] = []
-    step = TrainingRun._step
+    here: list[TrainingRun] = []
+    step, allocate = TrainingRun._step, TrainingRun._allocate
 
     def watched(run: TrainingRun) -> dict[str, Any]:
         if run.done + 1 == dies:
@@ -282,14 +282,12 @@ def scripted(config: Config, path: Path, losses: dict[int, float], dies: int | N
             os.kill(os.getpid(), signal.SIGKILL)
         return step(run)
 
-    whole = TrainingRun._validate
+    def allocated(run: TrainingRun) -> None:
+        here[:] = [run]
+        allocate(run)
 
-    def validate(run: TrainingRun, *args: Any) -> bool:
-        steps[:] = [run]
-        return whole(run, *args)
-
-    TrainingRun._step, TrainingRun._validate = watched, validate
-    loop.measure = lambda *_: Losses((0, 1), (losses[steps[0].done],), (1,))
+    TrainingRun._step, TrainingRun._allocate = watched, allocated
+    measurements.measure = lambda *_: Losses((0, 1), (losses[here[0].done],), (1,))
     train(config, path)
 
 

@@ -19,7 +19,7 @@ from ithaca.parallel.sharding import Readable
 from ithaca.schedule.embedding import LookedUp
 from ithaca.schedule.marks import Mark, no_mark
 from ithaca.schedule.pre_post_attention import Projection, post_attention
-from ithaca.schedule.sweep.cost import hops
+from ithaca.schedule.sweep.chunks import hops
 from ithaca.schedule.sweep.rebuild_x import Advance
 from ithaca.schedule.tapes import Pass
 

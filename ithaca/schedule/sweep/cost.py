@@ -1,4 +1,4 @@
-"""What the sweep takes: tapes and slots, tensors at its peaks, messages, FLOPs and copies. No torch.
+"""What the sweep takes: tapes and slots, tensors at its peaks, messages, FLOPs. Its copies: copies.py. No torch.
 
 With T local tokens of a chunk, N chunks, Q and K features of all query and key/value heads:
 
@@ -27,8 +27,6 @@ f bytes a sum, 3 N messages each way: (R − 1) · L · h (2 D b + f) forward (q
 backward (do q o, lse, dq)."""
 
 from collections import Counter
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE, GATHERED
@@ -43,7 +41,6 @@ from ithaca.schedule.costs import (
     TO_EACH,
     TO_HEADS,
     TO_TOKENS,
-    Copies,
     Message,
     StepCopies,
     Work,
@@ -57,7 +54,9 @@ from ithaca.schedule.costs import (
     moved_bytes,
     other_launches,
 )
-from ithaca.schedule.sweep.rebuild import EMBEDDING, looks_up_in_passing, passing_layers, rebuild_passes, rebuilds_of
+from ithaca.schedule.sweep.chunks import chunks_sending_keys, chunks_under_way, head_passes, is_long, visits_of
+from ithaca.schedule.sweep.copies import copies, kv_copies
+from ithaca.schedule.sweep.rebuild import looks_up_in_passing, passing_layers, rebuild_passes, rebuilds_of
 from ithaca.tape.spec import TapeSpec
 
 if TYPE_CHECKING:
@@ -76,43 +75,12 @@ ATTENDING_AGAIN = 6  # a visit that is recomputed: assumed
 # Tensors that another head round reads and writes, counted in the code: normed x forward, for K and V, and backward
 # with its gradient, which is added to the residual; o and do with all heads, put on their tape and taken from it
 ROUND_HIDDEN, ROUND_QUERIES = 14, 2
-# Chunks from which on the last block's backward pass waits until the head's gradient is reduced: tens of milliseconds,
-# beside a second or more of attention, for the memory of that gradient
-LONG = 8
 REBUILDING = 12  # a tile of an x that is rebuilt: the forward third of a tile
-
-
-def hops(ulysses: int, ring: int) -> int:
-    """Exchanges between a chunk's projections and its attention; as many lead back."""
-    return (ulysses > 1) + (ring > 1)
-
-
-def chunks_under_way(ulysses: int, ring: int, recomputed: bool = False) -> int:
-    """Neighbouring chunks that wait for messages while one computes: one for each exchange, there and back.
-
-    A chunk whose attention is recomputed goes there and back twice.
-    """
-    return (4 if recomputed else 2) * hops(ulysses, ring)
-
-
-def chunks_sending_keys(ulysses: int, ring: int) -> int:
-    """Chunks whose K and V go with their own queries in backward: those that begin before the first one attends."""
-    return 1 + hops(ulysses, ring)
-
-
-def is_long(chunks: int) -> bool:
-    """Whether a pass over so many chunks frees the head's gradient before the last block goes backward."""
-    return chunks >= LONG
 
 
 def settles(job: "Job") -> bool:
     """Whether nothing of the head is being reduced any more while the last block goes backward."""
     return is_long(job.chunks)
-
-
-def head_passes(job: "Job") -> list[HeadSplit]:
-    """The heads of each pass over the chunks: of all head rounds, the largest first."""
-    return [split for (split,) in job.rounds]
 
 
 def layout(plan: Plan, axes: Axes, tokens: int, shorten: bool) -> Layout:
@@ -346,7 +314,7 @@ def work(job: "Job") -> Work:
         python=spec.layers * rounds * job.chunks * (PYTHON + (PYTHON_OF_COPIES if copied.most else 0)),
         host=copied,
         disk=copies(job, ("disk",)),
-        kv=StepCopies() if job.plan.kv == "device" else _kv_copies(job),
+        kv=StepCopies() if job.plan.kv == "device" else kv_copies(job),
     )
 
 
@@ -366,114 +334,6 @@ def _launches(job: "Job") -> float:
     layer = rounds * (PER_CHUNK * job.chunks + PER_VISIT * visits) + PER_TILE * tiles
     again = ATTENDING_AGAIN * (job.chunks + visits) * recomputed
     return job.spec.layers * layer + again + REBUILDING * tiles * rebuild_passes(placement, job.spec, rounds)
-
-
-@dataclass(frozen=True)
-class Visits:
-    """Visits of chunks to earlier ones, in one layer."""
-
-    count: int
-    rows: int  # tokens that attend, summed over visits
-
-
-def visits_of(job: "Job") -> Visits:
-    """A chunk visits an earlier one if a document reaches from there, with the tokens of that document alone."""
-    return _visits(job.document_lengths, job.layout.chunks.size)
-
-
-@lru_cache(maxsize=64)  # the planner's search asks for the same ones many times
-def _visits(lengths: tuple[int, ...], size: int) -> Visits:
-    start = count = rows = 0
-    for length in lengths:
-        stop = start + length
-        reached = (stop - 1) // size - start // size  # chunks after the one in which the document begins
-        count += reached * (reached + 1) // 2
-        rows += reached * (reached - 1) // 2 * size + reached * (stop - (stop - 1) // size * size)
-        start = stop
-    return Visits(count, rows)
-
-
-def copies(job: "Job", places: tuple[str, ...]) -> StepCopies:
-    """Bytes that tapes in these places take to the device and from it in a step. The loss counts as forward."""
-    plan, spec, placement = job.plan, job.spec, job.plan.placement(job.spec.layers)
-    local, rounds = local_tokens(job), len(job.rounds)
-    x, o = job.hidden(local), job.queries(local)
-    lse = local * job.axes.ulysses * len(job.heads.q) * job.high
-    again = float(job.chunks > 1)  # a single tile that is read at once stays in its slot
-    forward, backward = Copies(), _rebuild_copies(job, places)
-    for layer in range(spec.layers):
-        if placement.x[layer] in places:
-            forward += Copies(into=(again + rounds - 1) * x, out=x)  # written by the layer below
-            backward += Copies(into=_backward_reads(job, layer) * x)
-        elif placement.x[layer] not in KEPT and plan.residual in places:
-            forward += Copies(into=(again + rounds - 1) * x, out=x)  # it passes through the residual tape
-        if placement.o[layer] in places:
-            forward, backward = forward + Copies(out=o), backward + Copies(into=rounds * o)
-        if placement.o[layer] != RECOMPUTE and plan.lse in places:
-            # Forward, each round but the first adds to those before
-            forward += Copies(into=(rounds - 1) * lse, out=rounds * lse)
-            backward += Copies(into=rounds * lse)
-    if plan.residual in places:
-        blocks = rounds * spec.layers  # every round of every block
-        forward += Copies(into=again * x, out=2 * x)  # the last block's output, and its gradient by the loss
-        backward += Copies(into=again * (blocks + 1) * x, out=blocks * x)  # and the embedding
-        if rounds > 1:
-            # o from each round to the next; its gradient from the first round to each of the others
-            waiting = spec.layers * o
-            forward += Copies(into=again * (rounds - 1) * waiting, out=(rounds - 1) * waiting)
-            backward += Copies(into=(again + rounds - 2) * waiting, out=waiting)
-    total = StepCopies(forward, backward)
-    return total + _kv_copies(job) if plan.kv in places else total
-
-
-def _backward_reads(job: "Job", layer: int) -> float:
-    """How often backward reads a layer's x: in each head round by its chunk, and for K and V of later chunks.
-
-    The last layer still has K and V of its last round.
-    """
-    rounds, first = len(job.rounds), chunks_sending_keys(job.axes.ulysses, job.axes.ring)
-    without_keys = rounds - (layer == job.spec.layers - 1)
-    return rounds + without_keys * max(job.chunks - first, 0) / job.chunks
-
-
-def _kv_copies(job: "Job") -> StepCopies:
-    """K and V, and the sums of their gradients, of all layers: each chunk visits those of all chunks before it."""
-    layers, visits = job.spec.layers, visits_of(job).count / job.chunks  # visits to other tiles, by each tile
-    heads = len(head_passes(job)[0].kv[job.ulysses_rank])  # tapes are as wide as the largest round
-    kv = 2 * local_tokens(job) * job.axes.ulysses * heads * job.spec.head_size * job.itemsize
-    sums = kv * job.high // job.itemsize
-    passes = layers * len(job.rounds)
-    forward = Copies(into=passes * visits * kv, out=passes * kv)
-    # Backward computes them again, but for the last round of the last layer, which reads its own tiles instead
-    backward = Copies(into=(passes * visits + 1) * kv, out=(passes - 1) * kv)
-    recomputed = job.plan.placement(layers).o.count(RECOMPUTE)
-    backward += Copies(into=(visits + 1) * kv * recomputed)  # a chunk attends twice, and reads its own tile again
-    # A chunk's own are taken as soon as they are complete. A rank without heads in a round adds nothing
-    adding = layers * sum(1 for split in head_passes(job) if split.kv[job.ulysses_rank])
-    gradients = adding * visits * sums
-    return StepCopies(forward, backward + Copies(into=gradients, out=gradients))
-
-
-def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:
-    """What rebuilding x reads and writes: x and o of the layers below, and the tapes that take the result."""
-    placement, local = job.plan.placement(job.spec.layers), local_tokens(job)
-    x, o = job.hidden(local), job.queries(local)
-    at = dict(enumerate(placement.x))  # where each x is by now
-    total = Copies()
-    for layer, rebuild in rebuilds_of(job.plan, job.spec).items():
-        homes = {above: getattr(placement, kind)[index] for above, (kind, index) in rebuild.homes.items()}
-        passing = layer not in rebuild.homes
-        times = _backward_reads(job, layer) if passing else 1
-        for below in range(rebuild.source, layer):
-            if below != EMBEDDING:
-                total += Copies(into=times * o * (placement.o[below] in places))
-            if below != EMBEDDING and (below == rebuild.source or not passing):
-                total += Copies(into=times * x * (at[below] in places))
-            at[below + 1] = homes.get(below + 1, "" if passing else homes[layer])
-            total += Copies(out=x * (at[below + 1] in places))
-        for above, place in homes.items():  # read by their own backward passes
-            total += Copies(into=_backward_reads(job, above) * x * (place in places))
-    return total
 
 
 def exposed(job: "Job", computing: float, ulysses: float, ring: float) -> float:

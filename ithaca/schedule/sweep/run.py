@@ -51,7 +51,7 @@ from ithaca.schedule.marks import BACKWARD, FORWARD, REBUILD
 from ithaca.schedule.pre_post_attention import Projection, post_attention, post_attention_backward, summed
 from ithaca.schedule.round_heads import put_heads, take_heads
 from ithaca.schedule.sweep.call import SweepCall
-from ithaca.schedule.sweep.cost import is_long
+from ithaca.schedule.sweep.chunks import is_long
 from ithaca.schedule.sweep.kv_tapes import KVGradients, KVTiles, KVWithGradients
 from ithaca.schedule.sweep.rebuild_x import OpenReader, XReader, open_xs
 

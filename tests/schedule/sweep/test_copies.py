@@ -11,7 +11,7 @@ from torch import Tensor
 import ithaca
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
-from ithaca.schedule.sweep.cost import copies
+from ithaca.schedule.sweep.copies import copies
 from ithaca.tape.disk import Disk
 from ithaca.tape.engine import Mark
 from tests.sampling import sampled

@@ -18,7 +18,7 @@ from ithaca.parallel.head_split import HeadSplit, head_rounds, split_heads, usab
 from ithaca.schedule.job import Job
 from ithaca.schedule.marks import BACKWARD, PassWork, Reached, Step, pass_work
 from ithaca.schedule.step_memory import phases, step_memory
-from ithaca.schedule.sweep.cost import copies
+from ithaca.schedule.sweep.copies import copies
 from ithaca.schedule.sweep.rebuild import rebuild_passes
 from ithaca.train.live_line import describe
 from tests.models import make_model, relative, save
