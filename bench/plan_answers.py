@@ -1,6 +1,6 @@
 """Prove that a change of the code changed no answer of the planner, or show which: the same questions to two trees.
 
-128 times `ithaca plan … --json`, over models, GPUs, lengths, recipes, host memory and disks, some of which do not fit;
+Over a hundred times `ithaca plan … --json`, over models, GPUs, lengths, recipes, host memory and disks, some of which do not fit;
 then `ithaca mesh --json`, and `ithaca plan` as lines, a few times. Arithmetic alone: no GPU, no weights, and every
 answer is what a user of the command line gets, its exit code and what it says on stderr among it.
 
@@ -107,7 +107,6 @@ def _others() -> Iterator[str]:
 def _questions() -> list[str]:
     plans = [f"{words} --json" for words in _plans()]
     asked = [*plans, *_others()]
-    assert len(plans) == 128, len(plans)
     assert len(set(asked)) == len(asked), "a question is asked twice"
     return asked
 

@@ -74,7 +74,7 @@ def shows(page: str, said: str) -> bool:
 
 def test_what_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_installed", lambda _: False)  # as the pages say, whatever is installed here
-    assert len(quoted("plan")) == 7
+    assert len(quoted("plan")) == 9
     for words, shown in quoted("plan"):
         assert shows(shown, planned(words)), planned(words)
 

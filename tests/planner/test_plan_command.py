@@ -172,6 +172,26 @@ def test_the_words(say: Say) -> None:
     read_config(None, settings(shlex.split(lines[-1])))
 
 
+@pytest.mark.parametrize(
+    ("gpus", "tokens", "recipe", "other"),
+    [
+        ("2x8xH100-80GB", "32K", "sweep", r"  With tensor parallelism \(--recipe tensor\): [\d.]+ tokens/s per GPU \("),
+        (
+            "2x8xH100-80GB",
+            "1M",
+            "sweep",
+            r"\(--recipe tensor\): [\d.]+ tokens/s per GPU \(attention runs again in 80 layers, ",
+        ),
+        ("8xH100-80GB", "8K", "tensor", r"\(4 tensor ranks\), 2 sequences at a time"),
+    ],
+)
+def test_tensor_parallelism_beside_it(say: Say, gpus: str, tokens: str, recipe: str, other: str) -> None:
+    end = say("llama3-70b", "--gpus", gpus, "--tokens", tokens)
+    assert f"fits with recipe '{recipe}'" in end.out
+    assert re.search(other, end.out)
+    assert "tensor" not in say("llama3.2-1b", "--gpus", "8xH100-80GB", "--tokens", "8K").out  # far off
+
+
 def test_assumptions_are_listed_on_demand(say: Say) -> None:
     words = ["llama3-8b", "--gpus", "16xH100-80GB", "--tokens", "2M"]
     short, full = (say(*words, *more).out for more in ([], ["--verbose"]))
