@@ -1,5 +1,6 @@
 """What the tensor schedule's cost says that a rank sends, against what leaves it: messages and bytes."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import ithaca
 from ithaca.parallel.collectives import Group
 from ithaca.schedule.costs import Peers, Traffic, traffic
+from tests.sampling import pairwise
 from tests.schedule.contexts import LAYERS, save_models
 from tests.schedule.tensor.test_tensor import post_norm
 
@@ -58,9 +60,9 @@ def sent(folder: Path | None, plan: ithaca.Plan) -> tuple[list[Traffic], list[Tr
     return found, said
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("heads", ["8/8", "8/2", "14/2", "post-norm"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("name", "heads", "world"), pairwise(product(PLANS, ("8/8", "8/2", "14/2", "post-norm"), (2, 3, 4)))
+)
 def test_what_is_said_is_sent(ranks, folders, name: str, heads: str, world: int) -> None:
     plan = ithaca.Plan(recipe="tensor", **PLANS[name])
     for found, said in ranks(world).run(sent, folders.get(heads), plan):

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import ithaca
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.parallel.sharding import whole_tensors
+from tests.sampling import pairwise, sampled
 from tests.schedule.contexts import LAYERS, MODELS, save_models, sized
 from tests.schedule.steps import Outcome, Rows, assert_same, naive_step, random_batch
 
@@ -41,9 +43,9 @@ def same(ranks, folders, heads: str, plan: ithaca.Plan, batches: list[Rows], **a
         assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("heads", MODELS)
-@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
-@pytest.mark.parametrize("tensor", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("tensor", "checkpoint", "heads"), pairwise(product((1, 2, 3, 4), ("none", "selective", "full"), MODELS))
+)
 def test_every_gradient(ranks, folders, tensor: int, checkpoint: str, heads: str) -> None:
     chance = random.Random(f"{tensor} {checkpoint} {heads}")
     plan = sized({"recipe": "tensor", "checkpoint": checkpoint}, chance, 8)
@@ -64,10 +66,16 @@ GRIDS = [
 ]
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "-".join(f"{k}{v}" for k, v in grid.items()))
+@pytest.mark.parametrize(
+    ("grid", "checkpoint"),
+    sampled(
+        product(GRIDS, ("none", "selective", "full")),
+        lambda grid, checkpoint: GRIDS.index(grid) % 3 == ("none", "selective", "full").index(checkpoint),
+    ),
+    ids=str,
+)
 def test_other_axes_beside(ranks, folders, grid: dict[str, int], checkpoint: str) -> None:
-    """ZeRO over the other ranks, copies, and rings whose K and V travel; accumulation; a tapes of x on the host."""
+    """ZeRO over the other ranks, copies, and rings whose K and V travel; accumulation; tapes of x in host memory."""
     chance = random.Random(f"{grid} {checkpoint}")
     heads = chance.choice(["8/8", "8/2", "8/1", "14/2"])
     options = {"recipe": "tensor", "checkpoint": checkpoint, "travel": chance.choice(["around", "gather"])}
