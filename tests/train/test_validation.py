@@ -90,6 +90,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "untied": {"recipe": "untied", "tile": 7},
     "ring": {"recipe": "ring"},
     "hybrid": {"recipe": "hybrid", "travel": "gather"},
+    "tensor": {"recipe": "tensor", "loss_tile": 9},
     "alst": {"recipe": "alst", "tile": 5},
     "fpdt": {"recipe": "fpdt", "chunks": 3},
     "sweep": {"recipe": "sweep", "chunk": 20, "x": "host, rebuild", "loss_tile": 9},
@@ -104,6 +105,8 @@ def axes(recipe: str, ranks: int) -> dict[str, int]:
         return {"ring": ranks}
     if recipe == "hybrid":
         return {"ring": min(ranks, 2), "ulysses": max(ranks // 2, 1)}
+    if recipe == "tensor":
+        return {"tensor": ranks}
     return {"ulysses": min(ranks, 2) if recipe == "alst" else ranks}
 
 
@@ -124,6 +127,7 @@ KEPT = {
     ("ring", 2),
     ("hybrid", 4),
     ("alst", 4),
+    ("tensor", 2),
     ("sweep", 1),
     ("sweep", 4),
 }
