@@ -48,7 +48,7 @@ def balance(job: Job, gpu: Gpu, machine: Machine) -> Balance:
     several ring ranks a tile has fewer tokens and all queries visit it, so their number cancels.
     """
     heads, size = head_passes(job)[0], job.spec.head_size
-    hq, hkv = len(heads.q[job.ulysses_rank]), len(heads.kv[job.ulysses_rank])
+    hq, hkv = len(heads.q[job.head_rank]), len(heads.kv[job.head_rank])
     tile, sums = 2 * hkv * size * job.itemsize, 2 * hkv * size * job.high  # bytes of a token
     moved = Copies(into=tile), Copies(into=tile + sums, out=sums)
     found = []

@@ -98,21 +98,17 @@ class Job:
         return self.plan.rounds(self.split)
 
     @cached_property
-    def ulysses_rank(self) -> int:
+    def head_rank(self) -> int:
         if self.rank is not None:
             return self.rank
         return max(range(self.axes.by_heads), key=lambda rank: (len(self.split.kv[rank]), len(self.split.q[rank])))
-
-    @property
-    def head_rank(self) -> int:
-        return self.ulysses_rank
 
     @cached_property
     def rank_spec(self) -> Spec:
         """The model whose weights this rank has: a narrower one, if it is a tensor rank."""
         if self.axes.tensor == 1:
             return self.spec
-        return TensorPart(self.spec, self.ulysses_rank, self.axes.tensor).narrow
+        return TensorPart(self.spec, self.head_rank, self.axes.tensor).narrow
 
     @cached_property
     def loss_rows(self) -> int:
@@ -122,7 +118,7 @@ class Job:
     @cached_property
     def heads(self) -> Heads:
         """The heads that this rank attends with."""
-        return Heads(self.split.q[self.ulysses_rank], self.split.kv[self.ulysses_rank])
+        return Heads(self.split.q[self.head_rank], self.split.kv[self.head_rank])
 
     @cached_property
     def tapes(self) -> list[TapeSpec]:
@@ -176,11 +172,11 @@ class Job:
 
     # Bytes of tensors of this rank's heads, for the tokens of all its Ulysses ranks that go through a block together
     def own_queries(self, split: HeadSplit | None = None) -> int:
-        heads = len(self.heads.q) if split is None else len(split.q[self.ulysses_rank])
+        heads = len(self.heads.q) if split is None else len(split.q[self.head_rank])
         return self.block_tokens * self.axes.by_heads * heads * self.spec.head_size * self.itemsize
 
     def own_keys(self, split: HeadSplit | None = None) -> int:
-        heads = len(self.heads.kv) if split is None else len(split.kv[self.ulysses_rank])
+        heads = len(self.heads.kv) if split is None else len(split.kv[self.head_rank])
         return self.block_tokens * self.axes.by_heads * heads * self.spec.head_size * self.itemsize
 
     def own_lse(self) -> int:

@@ -162,7 +162,7 @@ def describe_tapes(job: Job) -> list[str]:
         return lines
     placement, rounds = job.plan.placement(spec.layers), len(job.rounds)
     if rounds > 1:
-        heads = max(len(split.kv[job.ulysses_rank]) for (split,) in job.rounds)
+        heads = max(len(split.kv[job.head_rank]) for (split,) in job.rounds)
         lines.append(
             f"Each block runs over its tiles {rounds} times: K and V of {heads} of {len(job.heads.kv)} key/value heads "
             "at a time"

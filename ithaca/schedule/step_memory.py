@@ -208,7 +208,9 @@ def phases(job: Job) -> Iterator[tuple[str, Bytes]]:
 
 def _summed_apart(job: Job) -> int:
     """Gradients of a block's weights that several tensor ranks hold. Without FSDP2 their sums come on top."""
-    part = TensorPart(job.spec, job.head_rank if job.axes.tensor > 1 else 0, job.axes.tensor)
+    if job.axes.tensor == 1:
+        return 0
+    part = TensorPart(job.spec, job.head_rank, job.axes.tensor)
     shapes = part.narrow.block_shapes()
     return sum(math.prod(shape) for name, shape in shapes.items() if part.sharers(name))
 

@@ -70,7 +70,7 @@ def _backward_reads(job: "Job", layer: int) -> float:
 def kv_copies(job: "Job") -> StepCopies:
     """K and V, and the sums of their gradients, of all layers: each chunk visits those of all chunks before it."""
     layers, visits = job.spec.layers, visits_of(job).count / job.chunks  # visits to other tiles, by each tile
-    heads = len(head_passes(job)[0].kv[job.ulysses_rank])  # tapes are as wide as the largest round
+    heads = len(head_passes(job)[0].kv[job.head_rank])  # tapes are as wide as the largest round
     kv = 2 * local_tokens(job) * job.axes.ulysses * heads * job.spec.head_size * job.itemsize
     sums = kv * job.high // job.itemsize
     passes = layers * len(job.rounds)
@@ -80,7 +80,7 @@ def kv_copies(job: "Job") -> StepCopies:
     recomputed = job.plan.placement(layers).o.count(RECOMPUTE)
     backward += Copies(into=(visits + 1) * kv * recomputed)  # a chunk attends twice, and reads its own tile again
     # A chunk's own are taken as soon as they are complete. A rank without heads in a round adds nothing
-    adding = layers * sum(1 for split in head_passes(job) if split.kv[job.ulysses_rank])
+    adding = layers * sum(1 for split in head_passes(job) if split.kv[job.head_rank])
     gradients = adding * visits * sums
     return StepCopies(forward, backward + Copies(into=gradients, out=gradients))
 

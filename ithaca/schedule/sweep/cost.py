@@ -101,7 +101,7 @@ def tapes(job: "Job") -> list[TapeSpec]:
     assert plan.kv is not None
     hidden, all_heads = (spec.hidden,), (spec.heads, spec.head_size)
     rounds = head_passes(job)
-    own_keys, own_lse = (len(rounds[0].kv[job.ulysses_rank]), spec.head_size), (len(job.heads.q),)
+    own_keys, own_lse = (len(rounds[0].kv[job.head_rank]), spec.head_size), (len(job.heads.q),)
     ulysses, more = job.axes.ulysses, chunks_under_way(job.axes.ulysses, job.axes.ring)
     x_slots = X_SLOTS + chunks_under_way(job.axes.ulysses, job.axes.ring, RECOMPUTE in placement.o)
     rebuilds = rebuilds_of(plan, spec)

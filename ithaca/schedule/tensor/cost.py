@@ -24,6 +24,7 @@ travel around a ring as under `whole`.
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE
@@ -159,10 +160,10 @@ def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:
     return forward, backward
 
 
-def _shared_gradients(job: "Job", names: object) -> list[Message]:
+def _shared_gradients(job: "Job", names: Iterable[str]) -> list[Message]:
     """Gradients of weights that several ranks hold, one message each."""
     part = TensorPart(job.spec, job.head_rank, job.axes.tensor)
-    sizes = [math.prod(map(len, part.place(name))) for name in names if part.sharers(name)]  # pyrefly: ignore
+    sizes = [math.prod(map(len, part.place(name))) for name in names if part.sharers(name)]
     return [Message(TO_RANKS, job.split, own_bytes=size * job.high) for size in sizes]
 
 
