@@ -1,8 +1,8 @@
 """Prove that a change of the code changed no answer of the planner, or show which: the same questions to two trees.
 
 Over a hundred times `ithaca plan … --json`, over models, GPUs, lengths, recipes, host memory and disks, some of which
-do not fit; then `ithaca mesh --json`, and `ithaca plan` as lines, a few times. Arithmetic alone: no GPU, no weights, and every
-answer is what a user of the command line gets, its exit code and what it says on stderr among it.
+do not fit; then `ithaca mesh --json`, and `ithaca plan` as lines, a few times. Arithmetic alone: no GPU, no weights,
+and every answer is what a user of the command line gets, its exit code and what it says on stderr among it.
 
     python -m bench.plan_answers --tree ../before --out before.json
     python -m bench.plan_answers --tree . --out after.json

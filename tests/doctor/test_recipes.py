@@ -55,8 +55,8 @@ def conclude(told: list[Found]) -> Found:
 def test_a_planted_mistake_is_named(ranks, dtype: str) -> None:
     found = conclude(ranks(2).run(compare, dtype))
     wrong = {(entry["recipe"], entry["mesh"]) for entry in found["recipes"] if entry["wrong"]}
-    assert wrong == {("ring", "ring 2"), ("hybrid", "ring 2"), ("untied", "ring 2")}
-    assert len(found["problems"]) == 3
+    assert wrong == {(recipe, "ring 2") for recipe in ("ring", "hybrid", "untied", "tensor")}
+    assert len(found["problems"]) == 4
     assert all("self_attn." in problem for problem in found["problems"])
 
 

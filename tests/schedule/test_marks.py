@@ -224,6 +224,7 @@ PLANS = {
     "ring": (ithaca.Plan(recipe="ring"), {"ring": 2}),
     "hybrid": (ithaca.Plan(recipe="hybrid", travel="gather", checkpoint="selective"), {"ring": 2}),
     "untied-ring": (ithaca.Plan(recipe="untied"), {"ring": 2}),
+    "tensor": (ithaca.Plan(recipe="tensor", checkpoint="selective"), {"tensor": 2}),
     "fpdt": (ithaca.Plan(recipe="fpdt", chunks=4), {"ulysses": 2}),
     "sweep": (ithaca.Plan(recipe="sweep", chunk=8, x="host, rebuild"), {"ulysses": 2}),
     "sweep-ring": (ithaca.Plan(recipe="sweep", chunk=8, o="recompute"), {"ring": 2}),
