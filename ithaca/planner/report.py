@@ -21,6 +21,7 @@ from ithaca.planner.lean import Lean
 from ithaca.planner.next_command import Trial, next_command, next_lines, plan_settings
 from ithaca.planner.search import LEAST_MEMORY, STEP, Answer, binding, longest, search
 from ithaca.planner.slow_disk import slow_disk, slow_disk_line
+from ithaca.planner.tensor_line import tensor_lines
 from ithaca.plans.places import REBUILD, RECOMPUTE
 from ithaca.plans.recipes import RECIPES
 
@@ -58,7 +59,6 @@ Beside = Lean | Batch
 SHOWN = 1000  # an owner with less than this part of the total is left out
 PER_PARAMETER = 16  # bytes of weight, gradient and two moments
 MOST_TRIED = 4096  # GPUs up to which a refusal looks for enough of them
-FAR = 0.75  # of the rate of the answer: a way that gives less is not spoken of
 HIDDEN = 0.005  # of a step: what computing waits for less than this is called hidden
 
 
@@ -229,28 +229,7 @@ def _time_lines(question: Question, answer: Answer) -> list[str]:
         f"  Computing: {_parts(computing, seconds.step)}",
     ]
     lines += [f"  {together}"] if any(beside.values()) else []
-    return [*lines, *_slow_disk_lines(question, answer), *_tensor_lines(question, answer)]
-
-
-def _tensor_lines(question: Question, answer: Answer) -> list[str]:
-    """What tensor parallelism would give if it was not chosen, or its absence if it was; nothing where it is far off.
-
-    It is the one way to cut weights instead of gathering them, which many expect of a large model.
-    """
-    if question.recipe or question.batched or question.running or answer.axes.size == 1:
-        return []
-    chosen = answer.plan.entry.tensor
-    name = LEAST_MEMORY if chosen else "tensor"
-    other = search(question.spec, question.cluster, answer.tokens, name, documents=question.documents)
-    if other is None or other.axes.context == 1 or other.rate < FAR * answer.rate:
-        return []
-    waits = other.seconds.step - other.seconds.computing - other.seconds.optimizer
-    again = other.recomputed(question.spec)
-    reasons = [f"attention runs again in {format_count(again, 'layer')}"] if again else []
-    reasons += [f"computing waits {format_seconds(waits)}"] if waits >= HIDDEN * other.seconds.step else []
-    why = f" ({', '.join(reasons)})" if reasons else ""
-    how = "Without tensor parallelism" if chosen else "With tensor parallelism"
-    return [f"  {how} (--recipe {name}): {format_number(other.rate)} tokens/s per GPU{why}"]
+    return [*lines, *_slow_disk_lines(question, answer), *tensor_lines(question, answer, HIDDEN)]
 
 
 def _slow_disk_lines(question: Question, answer: Answer) -> list[str]:
