@@ -159,9 +159,12 @@ ALIASES = _table(
     ("dp dp_size dp_shard data_parallel_size data_parallel_shard_degree", Alias(("mesh.shard={}",), "8")),
     ("dp_replicate data_parallel_replicate_degree hsdp", Alias(("mesh.replicate={}",), "2")),
     (
-        "tp tp_size tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size pp pp_size "
-        "pipeline_parallel_size pipeline_parallel_degree pipeline_model_parallel_size",
-        Alias(("mesh.ulysses={}",), "8", "ranks share a sequence; there is no tensor or pipeline parallelism"),
+        "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
+        Alias(("mesh.tensor={}", "plan.recipe=tensor"), "8"),
+    ),
+    (
+        "pp pp_size pipeline_parallel_size pipeline_parallel_degree pipeline_model_parallel_size",
+        Alias(("mesh.ulysses={}",), "8", "ranks share a sequence; there is no pipeline parallelism"),
     ),
     (
         "lora use_lora lora_r lora_rank lora_alpha lora_dropout peft adapter qlora load_in_4bit load_in_8bit "

@@ -223,6 +223,8 @@ def _or_share(rows: int, mesh: Mesh) -> str:
     """Another mesh that gives every rank work, if there is one."""
     for size in range(2, mesh.shard + 1):
         if mesh.shard % size == 0 and mesh.data_ranks // size <= rows:
+            if mesh.tensor > 1:
+                return f", or let ranks share them, as ring={size * mesh.ring} does beside tensor={mesh.tensor}"
             return f", or let ranks share them, as ulysses={size * mesh.ulysses} does under the recipe 'sweep'"
     return ""
 

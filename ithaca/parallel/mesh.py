@@ -205,16 +205,20 @@ def _fitted(asked: dict[str, int | None], world: int) -> Axes:
 
 
 def describe_crossing(mesh: Mesh, rings: bool) -> list[str]:
-    """A warning if all-to-alls cross nodes, with axes that keep them inside; `rings`: the recipe can use a ring."""
-    here, ulysses = mesh.node_ranks, mesh.ulysses
-    if here is None or not mesh.several_nodes or here % ulysses == 0:
+    """A warning if messages between heads cross nodes, with axes that keep them inside.
+
+    `rings`: the recipe can use a ring.
+    """
+    here, ranks = mesh.node_ranks, mesh.axes.by_heads
+    if here is None or not mesh.several_nodes or here % ranks == 0:
         return []
-    nodes = max((first + ulysses - 1) // here - first // here + 1 for first in range(0, mesh.size, ulysses))
-    inside = math.gcd(ulysses, here)
+    nodes = max((first + ranks - 1) // here - first // here + 1 for first in range(0, mesh.size, ranks))
+    inside = math.gcd(ranks, here)
+    kind, sent = ("tensor", "gathers and sums") if mesh.tensor > 1 else ("Ulysses", "all-to-alls")
     recipe = "" if rings else "plan.recipe=sweep, "
     return [
-        f"the {ulysses} Ulysses ranks of a sequence lie on {nodes} nodes of {here} ranks, so their all-to-alls cross "
-        f"nodes; {recipe}mesh.ulysses={inside} and mesh.ring={mesh.ring * ulysses // inside} would keep them inside"
+        f"the {ranks} {kind} ranks of a sequence lie on {nodes} nodes of {here} ranks, so their {sent} cross nodes; "
+        f"{recipe}mesh.{kind.lower()}={inside} and mesh.ring={mesh.ring * ranks // inside} would keep them inside"
     ]
 
 

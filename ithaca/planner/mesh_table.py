@@ -60,12 +60,13 @@ def compare_meshes(
 def mesh_lines(question: Question, compared: Compared, impossible: Sequence[str]) -> list[str]:
     """The table of meshes, the best first, and the command that trains on it."""
     gpu, (best, answer) = question.cluster.gpu, compared[0]
+    by_heads = "tensor" if any(choice.axes.tensor > 1 for choice, _ in compared) else "ulysses"
     left_out = f" (the first {ROWS} of {len(compared)}; --json prints all)" if len(compared) > ROWS else ""
     lines = [
         f"{question.model} at {format_tokens(best.tokens)} tokens on {question.gpus} with recipe '{question.recipe}': "
         f"meshes, the best first{left_out}",
         "",
-        *_columns([_mesh_row(choice, found is not None) for choice, found in compared[:ROWS]]),
+        *_columns([_mesh_row(choice, found is not None, by_heads) for choice, found in compared[:ROWS]]),
         "",
         *(f"Not possible: {reason}" for reason in impossible),
         "sent: bytes that the busiest GPU sends in a step, to GPUs of its node and to other nodes, without weights",
@@ -75,10 +76,11 @@ def mesh_lines(question: Question, compared: Compared, impossible: Sequence[str]
     return [*lines, "", *train_lines(question, answer)] if answer else lines
 
 
-def _mesh_row(choice: Choice, fits: bool) -> dict[str, str]:
+def _mesh_row(choice: Choice, fits: bool, by_heads: str) -> dict[str, str]:
+    """`by_heads`: the axis whose ranks divide the heads."""
     axes, seconds = choice.axes, choice.seconds
     return {
-        f"{'tensor' if axes.tensor > 1 else 'ulysses'} × ring": f"{axes.by_heads} × {axes.ring}",
+        f"{by_heads} × ring": f"{axes.by_heads} × {axes.ring}",
         "sequences": str(axes.data),
         "query heads": _heads(choice.split),
         "sent in node": format_bytes(choice.sent.inside),

@@ -99,8 +99,8 @@ def test_mistakes_of_a_call(model: ithaca.Model) -> None:
     model.zero_grad()
 
 
-def too_few_rows(**sizes: int) -> str:
-    model = ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan(), ithaca.mesh(**sizes))
+def too_few_rows(recipe: str = "dense", **sizes: int) -> str:
+    model = ithaca.apply(ithaca.load_model("tiny", "float32"), ithaca.Plan(recipe=recipe), ithaca.mesh(**sizes))
     tokens = torch.zeros(1, 8, dtype=torch.long)
     with pytest.raises(ithaca.InputError) as caught:
         model.shard(tokens, tokens)
@@ -111,7 +111,13 @@ def too_few_for_copies() -> str:
     return too_few_rows(replicate=2, shard=1)
 
 
+def too_few_for_tensor_ranks() -> str:
+    return too_few_rows("tensor", tensor=2, shard=2)
+
+
 def test_fewer_rows_than_data_ranks(ranks) -> None:
+    for found in ranks(4).run(too_few_for_tensor_ranks):
+        assert found.endswith("give it 2 rows or more, or let ranks share them, as ring=2 does beside tensor=2")
     for found in ranks(2).run(too_few_rows):
         assert found == (
             "the batch has 1 rows for 2 data ranks (replicate 1 × shard 2): give it 2 rows or more, "

@@ -202,6 +202,15 @@ def test_ulysses_ranks_that_lie_on_several_nodes() -> None:
     assert "lie on 4 nodes of 4 ranks" in found
 
 
+def test_tensor_ranks_that_lie_on_several_nodes() -> None:
+    axes = Axes(ring=2, tensor=4)
+    mesh = Mesh(axes, 0, torch.device("cpu"), None, None, node_ranks=2)  # pyrefly: ignore
+    assert describe_crossing(mesh, True) == [
+        "the 4 tensor ranks of a sequence lie on 2 nodes of 2 ranks, so their gathers and sums cross nodes; "
+        "mesh.tensor=2 and mesh.ring=4 would keep them inside"
+    ]
+
+
 def test_ulysses_ranks_inside_a_node() -> None:
     for world, node_ranks, ulysses, ring in ((8, 4, 4, 2), (8, 4, 2, 4), (16, 8, 1, 16), (8, 8, 8, 1), (6, None, 6, 1)):
         assert crossing(world, node_ranks, ulysses, ring) == []

@@ -186,6 +186,10 @@ def test_the_command() -> None:
     assert lines[-1].endswith(" --set mesh.ulysses=8 --set mesh.ring=2 --run runs/llama3-8b-5M")
     assert "Not possible: 64 × 1: more Ulysses ranks than the 32 query heads" in said("llama3-8b", "--nodes", "8")
     assert "Not possible: 8 × 1: recipe 'ring' has no Ulysses ranks" in said("llama3-8b", "--recipe", "ring")
+    table = said("llama3-8b", "--recipe", "tensor", "--nodes", "2").splitlines()
+    assert table[2].startswith("tensor × ring  sequences")
+    assert any(line.startswith("8 × 2 ") for line in table)
+    assert "Not possible: 16 × 1: tensor ranks stay within a node, which has 8 GPUs" in table
 
 
 KEYS = {  # of each mesh, as programs have read them; the last two are newer
