@@ -46,8 +46,6 @@ def for_dcp(state: Mapping[str, Shard]) -> dict[str, Tensor]:
 class _Rectangle(Tensor):
     """The methods that DCP asks a tensor for (torch.distributed._checkpointable)."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results of operations are plain tensors
-
     shard: Shard
 
     def size(self, dim: int | None = None) -> Any:
