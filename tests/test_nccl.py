@@ -131,7 +131,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.nccl
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("plan", PLANS | RING_PLANS | DENSE)
+@pytest.mark.parametrize("plan", PLANS | RING_PLANS | TENSOR_PLANS | DENSE)
 def test_ranks_are_no_further_from_exact_than_one(made: tuple[int, Path], plan: str, packed: bool) -> None:
     world, top = made
     if plan not in plans(world):
