@@ -4,7 +4,8 @@
 disk cannot hold is refused by arithmetic: the rehearsal counts those bytes and holds none.
 
 **Time.** A rehearsal has few layers. Steps of n and of n / 2 layers are timed; their difference is what n / 2 layers
-take, and a step of all layers is the step of n with the missing ones added. Embedding, loss and optimizer are in it,
+take, and a step of all layers is the step of n with the missing ones added. A step of n that takes longer than two of
+n / 2 is timed again, and the fastest counts (child.py). Embedding, loss and optimizer are in it,
 links between GPUs are not: `links_seconds_predicted` is what the planner adds for them.
 """
 
@@ -164,6 +165,7 @@ class Measured:
             "timed": tokens,
             "layers_timed": [found["fewer_layers"], found["layers"]],
             "seconds_timed": [found["fewer_seconds"], found["seconds"]],
+            "seconds_tried": found["seconds_tried"],
             "layer_seconds": layer,
             **prediction.speed(tokens, seconds),
             "seconds_predicted": here,

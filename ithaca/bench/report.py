@@ -107,9 +107,9 @@ def _results(folder: Path) -> Iterable[tuple[Json, str, list[Stored]]]:
 
 def _origin(name: str, rows: Sequence[Stored]) -> list[str]:
     """Where the rows of a file come from: device, versions, commits, commands."""
-    texts = dict.fromkeys(_origin_text(row) for row in rows if row.origin and row.answer)
-    texts = texts or dict.fromkeys(_predicted_text(row) for row in rows if row.origin and row.predicted)
-    return [f"`{name}.json`: {text}" for text in texts]
+    measured = [_origin_text(row) for row in rows if row.origin and row.answer]
+    predicted = [_predicted_text(row) for row in rows if row.origin and row.predicted and not row.answer]
+    return [f"`{name}.json`: {text}" for text in dict.fromkeys(measured + predicted)]
 
 
 def _origin_text(row: Stored) -> str:

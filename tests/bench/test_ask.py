@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from ithaca.base.errors import RunError
 from ithaca.bench import ask, child
 from ithaca.planner.hardware import RUNTIME
+from ithaca.rehearsal.rehearse import Scene
 from tests.nursery import Nursery
 
 
@@ -46,6 +48,33 @@ def in_turn(file: Path) -> None:
     said.append(str(ask.run_child({"kind": "memory"})))
     said.append(str(ask.run_child({"kind": "memory", "model": "no-such"} | {"kind": "machine"})))
     file.write_text("\n".join(said))
+
+
+@pytest.mark.parametrize(
+    ("taken", "counts", "tried"),
+    [
+        ([5.3], 5.3, 1),  # two layers take less than two steps of one
+        ([6.57, 5.3], 5.3, 2),
+        ([6.57, 6.6, 6.5, 5.3], 6.5, 3),
+    ],
+)
+def test_a_disturbed_step_is_timed_again(
+    monkeypatch: pytest.MonkeyPatch, taken: list[float], counts: float, tried: int
+) -> None:
+    left = iter(taken)
+
+    def play(scene: Scene, _: Any) -> dict[str, Any]:
+        short = scene.tokens < 512
+        seconds = 9.0 if short else 2.74 if scene.layers == 1 else next(left)
+        return {"layers": scene.layers, "seconds": seconds, "peak_bytes": 1, "fits": True}
+
+    monkeypatch.setattr(child, "play", play)
+    monkeypatch.setattr(child, "loopback_mesh", lambda axes: SimpleNamespace(axes=axes, gpu=False))
+    request = {"kind": "time", "model": "tiny", "plan": {"recipe": "ulysses"}, "axes": {"ulysses": 2}, "tokens": 512}
+    found = child.time(request | {"layers": 2, "cap": 2**30, "hold": False})
+    assert found["seconds"] == counts
+    assert found["seconds_tried"] == taken[:tried]
+    assert found["fewer_seconds"] == 2.74
 
 
 def test_processes_that_do_not_answer(nursery: Nursery, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Child:
         if request["kind"] == "time":
             layers = request["layers"]
             found = {"fits": True, "layers": layers, "seconds": 1.0 + layers, "fewer_layers": layers // 2}
-            return found | {"fewer_seconds": 1.0 + layers // 2}
+            return found | {"fewer_seconds": 1.0 + layers // 2, "seconds_tried": [1.0 + layers]}
         fits = request["tokens"] <= self.holds
         return {
             "fits": fits,
