@@ -12,7 +12,8 @@ Each result is a rehearsal (ithaca/rehearsal): this process runs one rank, and i
 step of these layers with embedding, loss and optimizer. Memory is that of a model with these layers only or, with
 --hold, that of the whole model. Results of commit 651f103b5e06 and before are smaller: they are of blocks alone.
 
-Seconds are medians of --repeats rehearsals. `attention` is the time of attention kernels within the step. `bare`, the
+Seconds are medians of --repeats rehearsals; before a step that is timed alone (--once), a short one builds its kernels,
+which those of commit 217f30e and before lack. `attention` is the time of attention kernels within the step. `bare`, the
 lower bound of forward and backward, is the time of their attention kernels and matrix products alone. 1 d is one hidden
 state of this rank's tokens. Causal MFU is relative to the GPU's own peak, without credit for recomputation.
 """
@@ -42,6 +43,8 @@ TIMES = ("seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", 
 
 def measure(scene: Scene, grid: Mesh, repeats: int) -> dict[str, Any]:
     """The report of a rehearsal, with medians of its times over `repeats` of them."""
+    if scene.once:
+        _play(replace(scene, tokens=scene.warm_tokens, documents=None, bare=False), grid)
     reports = [_play(replace(scene, bare=False), grid) for _ in range(repeats - 1)]
     reports.append(_play(scene, grid))
     report = reports[-1] | {name: statistics.median(each[name] for each in reports) for name in TIMES}
@@ -124,7 +127,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="sweep", help="one recipe, or several with commas between them")
     parser.add_argument("--plan", action="append", type=read_plan, help="a Plan in place of --recipe, as shown above")
     parser.add_argument("--repeats", default=3, type=int)
-    parser.add_argument("--once", action="store_true", help="time one step alone, with no step before it")
+    parser.add_argument("--once", action="store_true", help="time one step, after a short one that builds its kernels")
     parser.add_argument("--hold", action="store_true", help="hold the memory of layers that do not run")
     parser.add_argument("--no-bare", action="store_true", help="do not time the kernels and products alone")
     parser.add_argument("--name", help="name of the file of results")

@@ -4,7 +4,7 @@
     python -m bench.chunks --only fpdt --name again
 
 One layer of Llama3-8B at 1M tokens, rank 0 of 8 Ulysses ranks whose messages come back to it, with embedding, loss and
-optimizer, as in bench.block. Each point is a step, timed alone; a step over two chunks before it builds its kernels.
+optimizer, as in bench.block. Each point is a step, timed alone; a short step before it builds its kernels.
 Predicted seconds and bytes stand beside. FPDT's authors found chunks of 64K best.
 
 On an H200 a step takes about 7.5 s (`sweep`) and 9.5 s (`fpdt`), and a point some seconds more to make its model: the
@@ -12,7 +12,6 @@ twelve points about 170 s.
 """
 
 from argparse import Namespace
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,11 @@ SPEED, MEMORY = ("seconds", "seconds_predicted"), ("peak_bytes", "peak_bytes_pre
 
 
 def play_point(plan: Plan, args: Namespace, grid: Mesh) -> Row:
-    """A step of one Plan, after one over two of its chunks."""
+    """A step of one Plan, after a short one."""
     assert plan.chunk is not None
     scene = Scene(
         model=args.model, plan=plan, tokens=args.tokens, axes=grid.axes, layers=1, hold_absent=False, once=True
     )
-    measure(replace(scene, tokens=min(2 * plan.chunk, args.tokens)), grid, 1)
     return measure(scene, grid, args.repeats) | {"chunk": plan.chunk}
 
 

@@ -38,7 +38,6 @@ from ithaca.rehearsal.rehearse import Scene, loopback_mesh, out_of_memory, play
 Json = dict[str, Any]
 AGAIN = 2  # how often a step that was disturbed is timed again
 SPREAD = 1.05  # of two undisturbed steps
-WARM = 8  # a step over one part in so many of the tokens builds the kernels before one that is timed alone
 NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 PACKAGES = ("flash-attn-4", "transformers", "liger-kernel", "deepspeed")
 
@@ -105,7 +104,7 @@ def time(request: Json) -> Json:
     scene, grid = _scene(request)
     if not request["hold"]:
         scene = replace(scene, hold_absent=False, cap=None, once=True)
-        play(replace(scene, tokens=_warm_tokens(scene), repeats=1), grid)
+        play(replace(scene, tokens=scene.warm_tokens, repeats=1), grid)
         _free(grid)
     report = _fitting(lambda: play(scene, grid), scene, grid, request["cap"])
     if not report["fits"]:
@@ -127,12 +126,6 @@ def disturbed(layer: float, fewer: float) -> bool:
     machine was seen to take 6.57 s for two layers and 2.74 s for one: multiplied by 32, that is not the model's speed.
     """
     return layer > SPREAD * fewer
-
-
-def _warm_tokens(scene: Scene) -> int:
-    """Tokens of a step that builds the kernels: two chunks, or a part of all tokens."""
-    chunks = 2 * scene.plan.chunk_of(scene.tokens, shorten=True) if scene.plan.sweeps else 0
-    return max(scene.tokens // WARM, min(scene.tokens, chunks))
 
 
 def _scene(request: Json) -> tuple[Scene, Mesh]:

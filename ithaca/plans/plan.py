@@ -8,7 +8,17 @@ from ithaca.base.errors import ConfigError, PlanError, suggestion
 from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
 from ithaca.model.spec import Spec
 from ithaca.parallel.head_split import HeadSplit, Rounds, head_rounds
-from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, place_layers, read_places, split_folders
+from ithaca.plans.places import (
+    IN_MEMORY,
+    KEPT,
+    REBUILD,
+    RECOMPUTE,
+    Placement,
+    place_layers,
+    read_places,
+    spell,
+    split_folders,
+)
 from ithaca.plans.recipes import RECIPES, TILE, Recipe
 
 CHECKPOINTS = ("none", "selective", "full")
@@ -199,10 +209,10 @@ class Plan:
         """The folders that tapes on disk are striped over."""
         return split_folders(self.disk) if self.disk else ()
 
-    @property
-    def named_layers(self) -> int:
-        """How many layers x or o names one by one: a model needs at least as many."""
-        return max(len(self._words("x")), len(self._words("o")))
+    def first_layers(self, layers: int) -> "Plan":
+        """The Plan of a model's first layers, each with the x and o that it has in the whole model."""
+        words = {name: self._words(name) for name in ("x", "o")}
+        return replace(self, **{name: spell(each[:layers]) for name, each in words.items() if len(each) > layers})
 
     def _words(self, name: str) -> tuple[str, ...]:
         value = getattr(self, name)

@@ -45,6 +45,7 @@ from ithaca.schedule.step_memory import absent_layers, step_memory
 from ithaca.tape.devices import count_devices
 from ithaca.tape.spec import disk_bytes, host_bytes
 
+WARM = 8  # a step that builds the kernels has one token in so many
 TILES_HELD = 2  # tiles of a host tape that stand for all of them
 VISITS = 2  # visits at either end of a walk: those between take the same memory, and their number grows as the square
 
@@ -68,11 +69,17 @@ class Scene:
     repeats: int = 1  # timed steps; the median counts
     dtype: str = "auto"  # of the computation
 
+    @property
+    def warm_tokens(self) -> int:
+        """Tokens of a step that builds the kernels before one that is timed alone: two chunks, or a part of all."""
+        chunks = 2 * self.plan.chunk_of(self.tokens, shorten=True) if self.plan.sweeps else 0
+        return max(self.tokens // WARM, min(self.tokens, chunks))
+
     def job(self, spec: Spec, dtype: torch.dtype, kernel: str) -> Job:
         """The rank of the whole job, of which some layers run. `kernel`: the attention kernel that runs."""
         return Job(
             spec=spec,
-            plan=replace(self.plan, kernel=kernel),
+            plan=replace(self.plan.first_layers(spec.layers), kernel=kernel),
             tokens=self.tokens,
             documents=tuple(stop - start for start, stop in pairwise(self.documents)) if self.documents else None,
             axes=self.axes,
@@ -217,7 +224,7 @@ def prepare(
 
     with meter:
         less = (TILES_HELD, VISITS) if scene.memory_only else (None, None)
-        model = apply(source, scene.plan, grid, Substitutes(wrap, *less, cache_place))
+        model = apply(source, scene.plan.first_layers(source.spec.layers), grid, Substitutes(wrap, *less, cache_place))
         mark_gradients(model.decoder)
         optimizer = make_optimizer(model, learning_rate=0.0)
         held = _hold_absent(scene, spec, model, absent)
@@ -262,12 +269,8 @@ def scene_source(scene: Scene, spec: Spec) -> ModelSource:
         raise PlanError(
             f"--layers {layers} cannot be rehearsed: the model has {spec.layers}, so 1 to {spec.layers} can"
         )
-    scene.plan.placement(spec.layers)  # raises what is wrong for the whole model, whatever --layers is
-    if layers < (named := scene.plan.named_layers):
-        raise PlanError(
-            f"--layers {layers} cannot be rehearsed: plan.x or plan.o names {named} layers one by one, so "
-            f"{named} to {spec.layers} can"
-        )
+    if scene.hold_absent:
+        scene.plan.placement(spec.layers)  # raises what is wrong for the whole model, whatever --layers is
     some = spec.with_layers(layers)
     return ModelSource(some, {}, RandomWeights(some, 0), scene.dtype, None)
 
@@ -337,7 +340,8 @@ def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], second
 
 def describe_scene(scene: Scene, spec: Spec, model: Model, peak: dict[str, int]) -> dict[str, Any]:
     """What was rehearsed on what, and the bytes at its peak by owner."""
-    plan, grid, axes = model.plan, model.mesh, scene.axes
+    grid, axes, places = model.mesh, scene.axes, {name: getattr(scene.plan, name) for name in ("x", "o")}
+    plan = vars(model.plan) | {name: words for name, words in places.items() if words}  # of all layers
     return {
         "model": scene.model,
         "tokens": scene.tokens,
@@ -345,8 +349,8 @@ def describe_scene(scene: Scene, spec: Spec, model: Model, peak: dict[str, int])
         "mesh": axes.grid,
         "layers": model.spec.layers,
         "model_layers": spec.layers,
-        "recipe": plan.recipe,
-        "plan": {name: value for name, value in vars(plan).items() if value is not None},
+        "recipe": scene.plan.recipe,
+        "plan": {name: value for name, value in plan.items() if value is not None},
         "kernel": model.kernel.name,
         "documents": len(scene.documents) - 1 if scene.documents else 1,
         "device": grid.device.type,

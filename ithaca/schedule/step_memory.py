@@ -40,7 +40,7 @@ from ithaca.parallel.axes import runs_alone
 from ithaca.parallel.layout import row_range
 from ithaca.parallel.tensor_parts import TensorPart
 from ithaca.schedule.job import FP32, Bytes, Job
-from ithaca.tape.spec import TapeSpec, device_bytes, device_tape_bytes, disk_bytes, host_bytes
+from ithaca.tape.spec import TapeSpec, device_bytes, disk_bytes, host_bytes
 
 LIBRARIES = 64 * 2**20  # bytes that cuBLAS takes
 PER_TOKEN = 24  # bytes of token ids, labels, positions
@@ -139,7 +139,7 @@ def absent_layers(job: Job, running: Job) -> Bytes:
         {
             STATES: job.high * absent * block.mine * (1 + _moments_here(job)),
             GRADIENTS: job.high * absent * block.mine,
-            TAPES: device_tape_bytes(job.tapes, job.tiles) - device_tape_bytes(running.tapes, running.tiles),
+            TAPES: device_bytes(job.tapes, job.tiles) - device_bytes(running.tapes, running.tiles),
             BLOCKS: _absent_kept(job, running.spec.layers),
             GATHERED: _kept_weights(job, absent * block.all),
         }

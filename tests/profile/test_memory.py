@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,10 @@ def test_the_largest_tensors_have_a_line(found: dict[str, Any]) -> None:
     assert sums["owner"] == BLOCKS
 
 
-def test_a_log_by_hand() -> None:
-    """Two tensors that overlap: the peak has both, and the host's are left out."""
-    log = log_of()
+def test_a_log_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors that overlap: the peak has both, and the host's are left out. A second passes at every change."""
+    log, seconds = log_of(), count(1.0)
+    monkeypatch.setattr(log, "now_seconds", lambda: next(seconds))
     with log, owned_by(TAPES):
         before = torch.empty(100)
     log.restart()
