@@ -33,6 +33,7 @@ import torch.distributed as dist
 from ithaca.base.errors import LostRankError
 from ithaca.base.sizes import MOST_SECONDS
 from ithaca.base.torch_private import job_store, set_group_timeout
+from ithaca.parallel.loopback import NAME as LOOPBACK
 
 # FLOP/s that even a slow step reaches, without credit for recomputation
 GPU_RATE = 200e12  # 20 % of Hopper's bfloat16 peak; with STEPS, a rank may be as slow as 7 % of the peak
@@ -55,7 +56,8 @@ def timeout(step: float) -> float:
 def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
     """Let later collectives over these groups fail after this many seconds. Not collective itself."""
     for group in groups:
-        set_group_timeout(group, seconds)
+        if dist.get_backend(group) != LOOPBACK:  # it waits for nobody, and torch warns that it has no timeout
+            set_group_timeout(group, seconds)
 
 
 POLL_SECONDS = 1.0  # between two looks whether the roll is called

@@ -51,7 +51,7 @@ def rehearsed(nursery: Nursery, folder: Path, name: str, *words: str) -> dict[st
     end = nursery.command(
         "rehearse", "tiny", "--ranks", "4", "--tokens", "2048", "--layers", "2", "--json", *sets, *words, folder=folder
     )
-    assert end.code == 0, end.err
+    assert (end.code, end.err) == (0, "")
     return json.loads(end.out)
 
 
