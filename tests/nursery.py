@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import psutil
 import torch
 from torch.distributed.run import main as torchrun
 
+from ithaca.base import torch_private
 from ithaca.cli import main
 from ithaca.train import launch, processes, start
 from ithaca.train.stop import SIGNALS
@@ -178,6 +180,10 @@ def _fork(function: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks:
             torch.distributed.init_process_group(
                 "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
             )
+            # A rank that ends while others still connect would be their error
+            store = torch_private.job_store()
+            store.set(f"connected/{rank}", "yes")
+            store.wait([f"connected/{other}" for other in range(ranks)], timedelta(seconds=SECONDS))
         function(*args)
         code = 0
     except SystemExit as end:
