@@ -36,7 +36,8 @@ from ithaca.parallel.axes import Axes
 from ithaca.parallel.mesh import Mesh
 from ithaca.planner.documents import parse_documents
 from ithaca.plans.plan import Plan
-from ithaca.rehearsal.rehearse import Scene, loopback_mesh, play
+from ithaca.rehearsal.rehearse import loopback_mesh, play
+from ithaca.rehearsal.scene import Scene
 
 TIMES = ("seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "attention_seconds")
 

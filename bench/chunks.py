@@ -27,7 +27,8 @@ from ithaca.base.sizes import format_bytes, format_tokens, parse_tokens
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.mesh import Mesh
 from ithaca.plans.plan import Plan
-from ithaca.rehearsal.rehearse import Scene, loopback_mesh
+from ithaca.rehearsal.rehearse import loopback_mesh
+from ithaca.rehearsal.scene import Scene
 
 RECIPES = {"fpdt": "#c0392b", "sweep": "#2c6fbb"}  # with the colors of their lines
 CHUNKS = "8K,16K,32K,64K,128K,256K"

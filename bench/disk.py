@@ -4,8 +4,8 @@
     python -m bench.disk --tokens 64K --tokens 256K --folder /nvme0,/nvme1 --move o --move kv
 
 First the disks are measured alone: writing, reading, and both at once. Each length then runs with the tensor in host
-memory and with it on disk, from the same weights and tokens: a step to warm up, then --repeats steps, of which the
-medians count. Predictions use the measured rates of the disks and the planner's rates of this GPU, or those of
+memory and with it on disk, from the same weights and tokens: a shorter step to warm up, then --repeats steps, of which
+the medians count. Predictions use the measured rates of the disks and the planner's rates of this GPU, or those of
 --hardware. The slowdown is the step with the disk over the step without; on a CPU it is predicted for an H200 and means
 nothing. The first losses must be the same bits.
 """
@@ -37,6 +37,7 @@ from ithaca.tape.file import TapeFile
 from ithaca.tape.rate import write_and_read
 
 SMOKE = {"model": "tiny", "tokens": [256], "size": 2**20, "repeats": 1, "plan": ithaca.Plan(recipe="sweep", chunk=64)}
+WARM = 8  # a step that builds the kernels has one token in so many
 TILE = 32 * 2**20  # bytes of a read or write while both run
 
 
@@ -86,9 +87,9 @@ def measure(args: Any, cluster: Cluster, tokens: int, plan: ithaca.Plan) -> Row:
     """Medians of steps under a Plan, and what was predicted."""
     torch.manual_seed(0)
     steps = Steps(read_source(args.model, args.layers, "bfloat16" if torch.cuda.is_available() else "float32"), plan)
+    steps.step(steps.batch(max(tokens // WARM, plan.chunk or 1)))
     steps.model.allocate(1, tokens)
     batch = steps.batch(tokens)
-    steps.step(batch)
     taken = [steps.step(batch) for _ in range(args.repeats)]
     return {
         "tokens": tokens,

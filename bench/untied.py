@@ -24,7 +24,8 @@ from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.head_split import split_heads, usable_rounds
 from ithaca.plans.plan import Plan
-from ithaca.rehearsal.rehearse import Scene, loopback_mesh
+from ithaca.rehearsal.rehearse import loopback_mesh
+from ithaca.rehearsal.scene import Scene
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:

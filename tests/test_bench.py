@@ -160,10 +160,11 @@ def test_operations(run: Run) -> None:
 
 
 def test_fresh_points_are_enough_and_none_of_them_was_tuned_with() -> None:
-    fresh, tuned, host = ({point.name for point in recipes.POINTS[kind]} for kind in ("fresh", "tuned", "host"))
+    kinds = ("fresh", "tuned", "host", "graphs")
+    fresh, tuned, host, graphs = ({point.name for point in recipes.POINTS[kind]} for kind in kinds)
     assert len(fresh) >= 20
     assert len(fresh) + len(tuned) >= 24
-    assert not (fresh | host) & tuned
+    assert not (fresh | host | graphs) & tuned
     assert not fresh & host
     every = [point for group in recipes.POINTS.values() for point in group]
     assert {point.packed for point in every} == {True, False}

@@ -1,9 +1,9 @@
 """A model on its ranks: weights cut over them, a Plan to run it by, and the calls that train it."""
 
 import inspect
-import operator
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -16,7 +16,7 @@ from ithaca.assemble.decode import check_decoding, greedy_decode, read_prompts
 from ithaca.attention.kernels.choose import choose_kernel
 from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.kernels.seam import Kernel
-from ithaca.base.errors import InputError, shown
+from ithaca.base.errors import InputError
 from ithaca.base.misuse import describe, missing_attribute, refuse_keywords
 from ithaca.base.precision import at_least_fp32
 from ithaca.model.decoder import Decoder
@@ -24,7 +24,16 @@ from ithaca.model.source import ModelSource
 from ithaca.model.spec import Spec
 from ithaca.parallel.agree import first_then_others, same_batch, same_everywhere
 from ithaca.parallel.axes import Axes
-from ithaca.parallel.batch import Batch, RankBatch, gather_tokens, rank_batch, split_batch, whole_batch
+from ithaca.parallel.batch import (
+    Batch,
+    RankBatch,
+    count_valid,
+    describe_no_mean,
+    gather_tokens,
+    rank_batch,
+    split_batch,
+    whole_batch,
+)
 from ithaca.parallel.collectives import Group
 from ithaca.parallel.exchange import Alone, Reordered, Ulysses
 from ithaca.parallel.head_split import HeadSplit, describe_share, split_heads
@@ -35,6 +44,7 @@ from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, outs
 from ithaca.parallel.tensor import TensorSpread
 from ithaca.parallel.tensor_parts import TensorPart
 from ithaca.plans.plan import Plan
+from ithaca.schedule.cuda_graph import graph_passes
 from ithaca.schedule.decode import Prompts
 from ithaca.schedule.forward import ForwardContext, logits, loss_sum, losses
 from ithaca.schedule.job import Job
@@ -60,6 +70,7 @@ class Substitutes:
     """What a rehearsal puts in the place of the real thing."""
 
     kernel: Callable[[Kernel], Kernel] = lambda kernel: kernel  # wraps the attention kernel
+    computes: bool = True  # whether the wrapped kernel is ever called
     tiles_held: int | None = None  # tiles of each host or disk tape that are in memory; None: all
     visits: int | None = None  # visits at either end of a walk that are made; None: all
     cache_place: str | None = None  # of K and V of prompts, as all layers would have it; None: as these layers do
@@ -74,7 +85,8 @@ class Model(nn.Module):
         self.source, self.plan, self.mesh = source, plan.settled_for(spec), mesh
         self.plan.placement(spec.layers)  # raises the Plan's mistakes before anything is made
         self.dtype = source.compute_dtype(mesh.device)
-        self.kernel = substitutes.kernel(choose_kernel(plan.kernel, mesh.device, self.dtype, spec.head_size))
+        chosen = choose_kernel(plan.kernel, mesh.device, self.dtype, spec.head_size, substitutes.computes)
+        self.kernel = substitutes.kernel(chosen)
         self.visits = substitutes.visits
         self.part = TensorPart(spec, mesh.tensor_rank, mesh.tensor)
         self.decoder = Decoder(self.part.narrow, at_least_fp32(self.dtype))
@@ -101,6 +113,7 @@ class Model(nn.Module):
         self._begins_step = True
         self._compiled: set[bool] = set()  # what the kernel is prepared for: documents alone, or rectangles as well
         cut(self.decoder, mesh, plan.zero, self.dtype)
+        self._graphs = graph_passes(self.decoder, mesh, self.dtype, self.kernel.name) if self.plan.cuda_graph else None
 
     @property
     def spec(self) -> Spec:
@@ -241,10 +254,30 @@ class Model(nn.Module):
         prepare_pass(self.decoder, self.plan.zero, self._begins_step, last)
         self._begins_step = last
         with outside_inference_mode():
-            loss = total(self.decoder(partial(loss_sum, batch=batch, context=context)), self.mesh)
+            loss = total(self._loss_sum(batch, context), self.mesh)
             if not torch.is_grad_enabled():
                 free_gathered(self.decoder)
         return loss / valid
+
+    def _loss_sum(self, batch: Batch, context: ForwardContext) -> Tensor:
+        if self._graphs and torch.is_grad_enabled() and self._graphs.serve(batch):
+            return self._graphs.loss_sum(batch, context)
+        return self.decoder(partial(loss_sum, batch=batch, context=context))
+
+    def _drop_graph(self) -> None:
+        """Free the memory of a CUDA graph for passes that need as much. The next training pass captures anew."""
+        if self._graphs:
+            self._graphs.drop()
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Launch operations one by one meanwhile, whatever `plan.cuda_graph` says, so that they can be watched."""
+        self._drop_graph()
+        graphs, self._graphs = self._graphs, None
+        try:
+            yield
+        finally:
+            self._graphs = graphs
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:
@@ -278,6 +311,7 @@ class Model(nn.Module):
         Each row of `tokens`, [S] or [B, S], is a prompt, and each data rank reads some of them. A new token sees the
         last document of its row. The prompts' memory is used again by the next ones; `free_prompts` frees it.
         """
+        self._drop_graph()
         return read_prompts(self, tokens, documents)
 
     def greedy_decode(self, tokens: Tensor, count: int, documents: Tensor | None = None) -> Tensor:
@@ -285,6 +319,7 @@ class Model(nn.Module):
 
         For short answers behind long prompts. There is no end token: `count` tokens are computed in any case.
         """
+        self._drop_graph()
         return greedy_decode(self, tokens, count, documents)
 
     def free_prompts(self) -> None:
@@ -298,6 +333,7 @@ class Model(nn.Module):
 
     def free_tapes(self) -> None:
         """Free all tapes, those of training too. The next pass allocates its own again."""
+        self._drop_graph()
         self.reservation.free_tapes()
 
     def begin_pass(
@@ -313,10 +349,10 @@ class Model(nn.Module):
         # One rank has its tokens in order, whatever they were cut for
         foreign = batch.layout != layout and max(batch.layout.ranks, layout.ranks) > 1
         any_missing, any_busy, any_foreign, some, others = same_batch(
-            self.mesh.group, (batch.fingerprint, _count(valid)), missing, busy, foreign, training, not training
+            self.mesh.group, (batch.fingerprint, count_valid(valid)), missing, busy, foreign, training, not training
         )
-        if _count(valid) == 0:
-            raise InputError(_no_mean(batch, valid))
+        if count_valid(valid) == 0:
+            raise InputError(describe_no_mean(batch, valid))
         if any_foreign:
             raise InputError("the batch was cut for another Plan or mesh: let the `shard` of this model cut it")
         if some and others:
@@ -359,22 +395,3 @@ class Model(nn.Module):
 
 
 FORWARD = inspect.signature(Model.forward).parameters
-
-
-def _count(valid: object) -> int:
-    """A number of valid tokens; 0 for what is none."""
-    try:
-        number = operator.index(valid)  # pyrefly: ignore
-    except TypeError:
-        return 0
-    return number if 0 < number < 2**63 else 0
-
-
-def _no_mean(batch: Batch, valid: object) -> str:
-    if isinstance(valid, int) and valid == batch.valid_tokens == 0:
-        return (
-            f"0 of the {batch.total_tokens} tokens of the batch have a label that counts, so it has no mean loss: "
-            "leave it out, or give valid_tokens, the number in all micro-batches of the step"
-        )
-    needed = "the number of valid tokens in all micro-batches of the step is needed, 1 or more"
-    return f"valid_tokens is {shown(valid)}: {needed}"

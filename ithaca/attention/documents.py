@@ -3,7 +3,7 @@
 Everything here is arithmetic on offsets. Only the naive kernel builds a mask of tokens × tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -23,6 +23,8 @@ class Pieces:
     k_bounds: tuple[int, ...]
     causal: bool
     ragged: bool = True
+    on_device: Tensor | None = field(default=None, compare=False)
+    """int32 bounds in place of both others, which then have the ends alone. Documents at the end may be empty."""
 
     def __post_init__(self) -> None:
         assert len(self.q_bounds) == len(self.k_bounds) >= 2
@@ -35,12 +37,22 @@ class Pieces:
         return Pieces(bounds, bounds, causal=True, ragged=len(lengths) > 1)
 
     @staticmethod
+    def changing(bounds: Tensor, tokens: int) -> "Pieces":
+        """Causal attention within documents whose bounds are read on the device, anew in each replay of a CUDA graph.
+
+        For kernels that can (`KernelFacts.replays`).
+        """
+        return Pieces((0, tokens), (0, tokens), causal=True, on_device=bounds)
+
+    @staticmethod
     def rectangle(rows: int, keys: int, ragged: bool) -> "Pieces":
         """All rows see all keys."""
         return Pieces((0, rows), (0, keys), causal=False, ragged=ragged)
 
     def equal(self, rows: int, keys: int) -> int:
         """The number of pieces, if all have the same shape and together cover all rows and keys; else 0."""
+        if self.on_device is not None:
+            return 0
         count = len(self.q_bounds) - 1
         for bounds, total in ((self.q_bounds, rows), (self.k_bounds, keys)):
             # Kernels ask in every call: nothing is built for each of thousands of documents

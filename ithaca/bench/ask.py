@@ -76,8 +76,8 @@ class Deadline:
 class Ask:
     """Answers requests: from what is stored, or by measuring."""
 
-    def __init__(self, stored: list[Json], save: Callable[[], None], deadline: Deadline):
-        self._stored, self._save, self._deadline = stored, save, deadline
+    def __init__(self, stored: list[Json], save: Callable[[], None], deadline: Deadline, commit: str):
+        self._stored, self._save, self._deadline, self._commit = stored, save, deadline, commit
 
     def __call__(self, request: Json) -> Json:
         """Return the result of a request. An error is not stored: the next run tries again."""
@@ -90,7 +90,7 @@ class Ask:
         result = run_child(request, left)
         if "error" in result:
             raise MeasureError(result["error"])
-        self._stored.append({"request": request, "result": result})
+        self._stored.append({"request": request, "result": result, "commit": self._commit})
         self._save()
         return result
 

@@ -33,11 +33,11 @@ from ithaca.parallel.mesh import Mesh
 from ithaca.planner.hardware import RUNTIME
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.measure import compute_dtype
-from ithaca.rehearsal.rehearse import Scene, loopback_mesh, out_of_memory, play
+from ithaca.rehearsal.rehearse import loopback_mesh, out_of_memory, play
+from ithaca.rehearsal.scene import Scene
 
 Json = dict[str, Any]
 AGAIN = 2  # how often a step that was disturbed is timed again
-SPREAD = 1.05  # of two undisturbed steps
 NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 PACKAGES = ("flash-attn-4", "transformers", "liger-kernel", "deepspeed")
 
@@ -96,36 +96,42 @@ def _version(package: str) -> str | None:
 def memory(request: Json) -> Json:
     """A memory-only rehearsal. On a CPU the meter's peak is compared with the cap."""
     scene, grid = _scene(request)
-    return _fitting(lambda: play(replace(scene, memory_only=True), grid), scene, grid, request["cap"])
+    scene = replace(scene, memory_only=True)
+    return _fitting(lambda: play(scene, grid), scene, grid, request["cap"])
 
 
 def time(request: Json) -> Json:
     """Steps of n layers and of n / 2. With `hold`, absent layers are held under the cap, and memory is watched."""
     scene, grid = _scene(request)
+    half = replace(scene, layers=request["layers"] // 2, hold_absent=False, cap=None, once=True)
     if not request["hold"]:
         scene = replace(scene, hold_absent=False, cap=None, once=True)
-        play(replace(scene, tokens=scene.warm_tokens, repeats=1), grid)
+        # At full length: what a first step waits for is not the model's speed
+        warm = _fitting(lambda: play(replace(half, repeats=1), grid), half, grid, request["cap"])
+        if not warm["fits"]:
+            return warm
         _free(grid)
     report = _fitting(lambda: play(scene, grid), scene, grid, request["cap"])
     if not report["fits"]:
         return report
     _free(grid)
-    fewer = play(replace(scene, layers=request["layers"] // 2, hold_absent=False, once=True), grid)
+    fewer = play(half, grid)
     taken = [report["seconds"]]
-    while len(taken) <= AGAIN and disturbed(min(taken) / report["layers"], fewer["seconds"] / fewer["layers"]):
+    while len(taken) <= AGAIN and disturbed(min(taken), report["layers"], fewer["seconds"], fewer["layers"]):
         _free(grid)
         taken.append(play(scene, grid)["seconds"])
     report |= {"seconds": min(taken), "seconds_tried": taken}
     return report | {"fewer_layers": fewer["layers"], "fewer_seconds": fewer["seconds"]}
 
 
-def disturbed(layer: float, fewer: float) -> bool:
-    """Whether seconds a layer in a step of n layers are too many for those in a step of n / 2.
+def disturbed(seconds: float, layers: int, fewer_seconds: float, fewer_layers: int) -> bool:
+    """Whether a step of n layers takes too long for one of n / 2.
 
-    Both steps have the embedding, the loss and the optimizer once, so the longer one takes fewer seconds a layer. A new
-    machine was seen to take 6.57 s for two layers and 2.74 s for one: multiplied by 32, that is not the model's speed.
+    The step of n / 2 has the embedding, the loss and the optimizer, so n / 2 layers more cannot take longer than it. A
+    new machine was seen to take 6.57 s for two layers and 2.74 s for one, another time 5.61 s and 2.72 s, and the
+    difference is multiplied by all layers that are missing.
     """
-    return layer > SPREAD * fewer
+    return (seconds - fewer_seconds) / (layers - fewer_layers) > fewer_seconds / fewer_layers
 
 
 def _scene(request: Json) -> tuple[Scene, Mesh]:

@@ -83,7 +83,7 @@ class Measured:
             if beyond:
                 reports[tokens] = {"fits": False, "limit": beyond}
             else:
-                reports[tokens] = ask(_request("memory", self.model, prediction, tokens, self.layers))
+                reports[tokens] = ask(self._memory_request(prediction, tokens))
             return reports[tokens]["fits"]
 
         found = bracket(prediction.longest(), fits, self.place.shortest, self.limits.most)
@@ -105,6 +105,11 @@ class Measured:
             "tries": {str(tokens): report["fits"] for tokens, report in sorted(reports.items())},
         }
         return answer | {name: reports[found.fits][name] for name in SIZES if found.fits}
+
+    def _memory_request(self, prediction: Prediction, tokens: int) -> Json:
+        """Names the kernel that the machine was seen to run, so that its package need not be loaded again."""
+        request = _request("memory", self.model, prediction, tokens, self.layers)
+        return request | {"plan": ({"kernel": self.place.kernel} if self.place.kernel else {}) | request["plan"]}
 
     # One length
     def predict_at(self, tokens: int) -> Json:
@@ -138,7 +143,7 @@ class Measured:
         """Memory and time in one measurement; in two if steps are long, since a step that is watched takes its time."""
         if (prediction.seconds(tokens, links=False) or 0) * self.layers / self.spec.layers < LONG_STEP:
             return self._timed(ask, prediction, tokens, hold=True)
-        found = ask(_request("memory", self.model, prediction, tokens, self.layers))
+        found = ask(self._memory_request(prediction, tokens))
         if not found["fits"]:
             return {"fits": False, "limit": "GPU", "peak_bytes_predicted": found["peak_bytes_predicted"]}
         return {name: found[name] for name in SIZES} | self._timed(ask, prediction, tokens, hold=False)

@@ -93,7 +93,8 @@ def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line:
         row.about = task.about
         row.predicted = row.predicted if row.done else task.predict()
         if not row.done and not options.predict:
-            left += not _measure(task, row, Ask(row.measurements, lambda: store.save(order), here.deadline), origin)
+            ask = Ask(row.measurements, lambda: store.save(order), here.deadline, origin["commit"])
+            left += not _measure(task, row, ask, origin)
         elif not row.answer:
             row.origin = origin
         store.save(order)
@@ -112,7 +113,8 @@ def _measure(task: Task, row: Stored, ask: Ask, origin: Json) -> bool:
     except MeasureError as problem:
         row.error, row.origin = str(problem), origin
         return False
-    row.answer, row.error, row.origin, row.measurements = answer, None, origin, []
+    row.answer, row.error, row.origin = answer, None, origin | {"commit": row.commits or origin["commit"]}
+    row.measurements = []
     return True
 
 

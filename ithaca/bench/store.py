@@ -28,9 +28,14 @@ class Stored:
     predicted: Json | None = None
     answer: Json | None = None  # None: not measured, or not yet
     error: str | None = None  # why it could not be measured; the next run tries again
-    measurements: list[Json] = field(default_factory=list)  # [{"request": …, "result": …}]
+    measurements: list[Json] = field(default_factory=list)  # [{"request": …, "result": …, "commit": …}]
     origin: Json = field(default_factory=dict)  # machine, commit, command
     about: Json = field(default_factory=dict)  # what the row is, and what is published beside it
+
+    @property
+    def commits(self) -> str:
+        """The commits that its measurements were made at, in order: a row may have been begun at another one."""
+        return ", ".join(dict.fromkeys(each["commit"] for each in self.measurements))
 
     @property
     def done(self) -> bool:

@@ -19,6 +19,7 @@ from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.base.sizes import format_bytes, format_count
 from ithaca.doctor.exam import Exam, Found, Section, describe
 from ithaca.doctor.units import columns, format_rate, rate_title
+from ithaca.planner.hardware import CPU
 from ithaca.rehearsal.measure import (
     HEAD_SIZES,
     Effort,
@@ -71,7 +72,7 @@ def describe_device(device: torch.device) -> Found:
         free, total = torch.cuda.mem_get_info(device)
         kind = {"device": properties.name, "id": str(getattr(properties, "uuid", device)), "cores": None}
         return {**kind, "memory": total, "free": free, "host_free": host}
-    kind = {"device": "CPU", "id": "CPU", "cores": os.cpu_count()}
+    kind = {"device": CPU, "id": CPU, "cores": os.cpu_count()}
     return {**kind, "memory": psutil.virtual_memory().total, "free": host, "host_free": host}
 
 

@@ -20,7 +20,8 @@ from ithaca.parallel.mesh import mesh
 from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.measure import compute_dtype
-from ithaca.rehearsal.rehearse import Scene, play
+from ithaca.rehearsal.rehearse import play
+from ithaca.rehearsal.scene import Scene
 from ithaca.schedule.step_memory import step_memory
 
 GPU_PRESETS = ("llama3.2-1b", "smollm2-135m", "tiny")  # the largest first

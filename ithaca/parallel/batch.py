@@ -22,6 +22,7 @@ There are two ways to a `Batch`, and both give the same one:
 on all of them: let it wait for the loader's result there.
 """
 
+import operator
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.attention.documents import document_bounds, positions, squared_lengths
-from ithaca.base.errors import InputError
+from ithaca.base.errors import InputError, shown
 from ithaca.base.owners import BATCH, owned_by
 from ithaca.parallel.agree import together_with
 from ithaca.parallel.layout import Layout, batch_range
@@ -317,3 +318,23 @@ def gather_tokens(local: Tensor, layout: Layout, group: dist.ProcessGroup) -> Te
         for place, run in zip(places, part.split([len(place) for place in places]), strict=True):
             whole[place.start : place.stop] = run
     return whole[: layout.tokens]
+
+
+def count_valid(valid: object) -> int:
+    """A number of valid tokens; 0 for what is none."""
+    try:
+        number = operator.index(valid)  # pyrefly: ignore
+    except TypeError:
+        return 0
+    return number if 0 < number < 2**63 else 0
+
+
+def describe_no_mean(batch: Batch, valid: object) -> str:
+    """Why a batch has no mean loss over so many valid tokens."""
+    if isinstance(valid, int) and valid == batch.valid_tokens == 0:
+        return (
+            f"0 of the {batch.total_tokens} tokens of the batch have a label that counts, so it has no mean loss: "
+            "leave it out, or give valid_tokens, the number in all micro-batches of the step"
+        )
+    needed = "the number of valid tokens in all micro-batches of the step is needed, 1 or more"
+    return f"valid_tokens is {shown(valid)}: {needed}"

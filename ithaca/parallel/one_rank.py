@@ -49,11 +49,17 @@ def _units(decoder: Decoder) -> list[Unit]:
     return [decoder.embedding, *decoder.blocks, decoder.head]  # pyrefly: ignore
 
 
-@owned_by(GATHERED)
 def _make_copies(decoder: Decoder, dtype: torch.dtype) -> None:
     """Give every unit leaves for its weights, unless they have some from an earlier pass of the step."""
-    if decoder.embedding.copies is not None:
-        return
+    if decoder.embedding.copies is None:
+        for parameter, leaf in make_leaves(decoder, dtype):
+            if parameter.requires_grad:
+                leaf.register_post_accumulate_grad_hook(partial(_hand_over, parameter))
+
+
+@owned_by(GATHERED)
+def make_leaves(decoder: Decoder, dtype: torch.dtype) -> list[tuple[nn.Parameter, Tensor]]:
+    """Give every unit new leaves for its weights. Return each parameter with its leaf, which gets its gradient."""
     named = [(unit, name, parameter) for unit in _units(decoder) for name, parameter in unit.named_parameters()]
     copies = [local_tensor(parameter).detach() for _, _, parameter in named]
     if any(copy.dtype != dtype for copy in copies):
@@ -61,16 +67,12 @@ def _make_copies(decoder: Decoder, dtype: torch.dtype) -> None:
         copy_all(copies, weights)
     for unit in _units(decoder):
         unit.copies = {}
+    leaves = []
     for (unit, name, parameter), copy in zip(named, copies, strict=True):
         assert unit.copies is not None
-        unit.copies[name] = _leaf(parameter, copy)
-
-
-def _leaf(parameter: nn.Parameter, copy: Tensor) -> Tensor:
-    leaf = with_grad_dtype(copy).requires_grad_(parameter.requires_grad)
-    if parameter.requires_grad:
-        leaf.register_post_accumulate_grad_hook(partial(_hand_over, parameter))
-    return leaf
+        leaf = unit.copies[name] = with_grad_dtype(copy).requires_grad_(parameter.requires_grad)
+        leaves.append((parameter, leaf))
+    return leaves
 
 
 def _hand_over(parameter: nn.Parameter, leaf: Tensor) -> None:
@@ -78,6 +80,11 @@ def _hand_over(parameter: nn.Parameter, leaf: Tensor) -> None:
     assert leaf.grad is not None
     with owned_by(GRADIENTS):
         gradient, leaf.grad = leaf.grad.detach(), None
+    give_gradient(parameter, gradient)
+
+
+def give_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Make a local gradient that of its parameter, or add it to that."""
     if parameter.grad is None:
         parameter.grad = sharded_like(parameter, gradient)
     else:

@@ -23,6 +23,7 @@ from ithaca.tape.budget import KEPT_BACK
 from ithaca.tape.spec import DISK_RATE, Budget
 
 MEASURED_ON = "H200-141GB"
+CPU = "CPU"  # the name of a machine without GPUs, in a table that `ithaca doctor` wrote
 EXAMPLE = '["H200-141GB".attention.flash4]'
 NEEDED = 'write a number and its source, as [55e9, "measured"]'
 LARGEST = 1e24  # the largest number that the table may hold; larger ones would overflow later

@@ -178,6 +178,8 @@ def saved_lines(spec: Spec, answer: Answer) -> list[str]:
     lines.append(
         f"Attention: recomputed in backward in {again} of {spec.layers} layers" if again else "Attention: runs once"
     )
+    if plan.cuda_graph:
+        lines.append("GPU operations: launched as CUDA graphs, all of a pass at once")
     return lines
 
 

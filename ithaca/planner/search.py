@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ithaca.attention.kernels.facts import gpu_kernel
+from ithaca.attention.kernels.facts import gpu_kernel, gpu_kernels
 from ithaca.base.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.balance import least_chunks
 from ithaca.planner.documents import Documents
-from ithaca.planner.hardware import Cluster
+from ithaca.planner.hardware import CPU, Cluster
 from ithaca.planner.meshes import SAME as SAME_MESH
 from ithaca.planner.meshes import Shapes, ranked_meshes
 from ithaca.planner.seconds import Seconds, predict_seconds
@@ -23,7 +23,7 @@ from ithaca.plans.plan import PLACED, Plan
 from ithaca.plans.recipes import RECIPES
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import Memory
-from ithaca.schedule.variants import SHORTEST, Effort, fitting_plans, recipe_variants, refit, with_zero
+from ithaca.schedule.variants import SHORTEST, Effort, faster_alone, fitting_plans, recipe_variants, refit
 
 SAME = 1.02  # rates within this factor count as equal: then the recipe that comes first in the table is taken
 HARDLY = 1.002  # rates of one recipe within this factor count as equal
@@ -46,7 +46,7 @@ class Answer:
     sequences: int  # sequences in a pass, over all GPUs
     memory: Memory
     seconds: Seconds
-    kernel: str  # the attention kernel that `plan.kernel=auto` is on this GPU, here
+    kernel: str  # the attention kernel that the Plan names, or that `auto` is on this GPU, here
     passes: int = 1  # of a step, one after the other; `seconds` are those of all
 
     @property
@@ -124,21 +124,25 @@ def fitting(
     axes = _axes(cluster, recipe, mesh)
     copied, kernel = replace(axes, replicate=cluster.copies), _kernel(spec, cluster)
     timed = _Timed(spec, cluster, tokens, rows, axes, documents)
-    best = float("inf")
+    best, once = float("inf"), False
     if effort is Effort.FEW and not fits(spec, cluster, rows * tokens, recipe, mesh, Effort.LEAST):
         return  # as most questions about too few GPUs end: sooner than by trying every variant
     for variant in _variants(spec, cluster, rows * tokens, recipe, copied, effort):
         if best < float("inf") and timed.bound(variant) * HARDLY >= best:
             continue
-        for plan, memory in fitting_plans(variant, spec, copied, rows * tokens, cluster.budget, effort, timed.cost):
+        found = fitting_plans(
+            variant, spec, copied, rows * tokens, cluster.budget, effort, timed.cost, _replaying(spec, cluster)
+        )
+        for plan, memory in found:
             seconds = timed(plan)
             best = min(best, _cost(seconds))
             # A run chooses the kernel again: where it trains, other packages may be installed
-            named = replace(plan, kernel="auto")
-            answer = Answer(named, tokens, axes, rows, rows * axes.shard, memory, seconds, kernel)
+            named = replace(plan, kernel="auto") if plan.kernel == kernel else plan
+            answer = Answer(named, tokens, axes, rows, rows * axes.shard, memory, seconds, plan.kernel)
+            once = not answer.recomputed(spec)
             yield answer
-            if plan.entry.tries and not answer.recomputed(spec):
-                return  # the tries that follow use less memory and are no faster
+        if variant.entry.tries and once:
+            return  # the tries that follow use less memory and are no faster
 
 
 def fits(spec: Spec, cluster: Cluster, tokens: int, recipe: str, mesh: tuple[int, int], effort: Effort) -> bool:
@@ -154,6 +158,14 @@ def _axes(cluster: Cluster, recipe: str, mesh: tuple[int, int]) -> Axes:
 
 def _kernel(spec: Spec, cluster: Cluster) -> str:
     return gpu_kernel(spec.head_size, cluster.gpu.capability).name
+
+
+def _replaying(spec: Spec, cluster: Cluster) -> str | None:
+    """The fastest kernel that CUDA graphs can have; None on a CPU."""
+    if cluster.gpu.name == CPU:
+        return None
+    known = gpu_kernels(spec.head_size, cluster.gpu.capability)
+    return next((facts.name for facts in known if facts.replays and facts.installed), None)
 
 
 def _variants(spec: Spec, cluster: Cluster, tokens: int, recipe: str, axes: Axes, effort: Effort) -> list[Plan]:
@@ -191,7 +203,7 @@ class _Timed:
         if plan.entry.tries:
             return 0.0
         here: dict[str, Any] = dict.fromkeys((*PLACED, "optimizer"), "device")
-        return self(with_zero(replace(plan, **here, disk=None), self._asked[4])[0]).step
+        return self(faster_alone(replace(plan, **here, disk=None), self._asked[4])[0]).step
 
 
 def pass_seconds(

@@ -12,7 +12,7 @@
                  which visits a tile while the next one comes: with chunks below the balance chunk (balance.py) it waits
     weights      gathered for each pass, gradients reduced in fp32, over all ranks; hidden behind all but short blocks.
                  On one rank they are only copied, which nothing hides; under ZeRO-1 and 2, without FSDP2, once a step
-    optimizer    clips, reads and writes 48 bytes per parameter of the shard, or copies moments from the host and back
+    optimizer    clips, reads and writes 33 bytes per parameter of the shard, or copies moments from the host and back
 
 Measured on the H200: small operations between a block's products add to their time, an operation takes some
 microseconds of the GPU even if it has nothing to do, and of the host to be launched. Products of narrow models (hidden
@@ -40,10 +40,11 @@ from ithaca.schedule.costs import Copies, Message, Peers, Work, forward_flops, l
 from ithaca.schedule.job import BF16, FP32, Job
 
 SHARDED = 10  # FSDP2's hooks in a layer take the host as long as so many operations, beside those that they launch
+GRAPHED = 100  # the host for a step of a CUDA graph: the batch, two replays, gradients, clipping, the optimizer
 # GPU seconds of an operation that has nothing to do: 13,825 operations keep it busy for 0.33 s, 5,891 for 0.297 s
 LEAST = (0.33 - 0.297) / (13825 - 5891)
-# Bytes per parameter, Llama3.2-1B on an H200: the kernels' time, 14 ms each, by the bandwidth of a copy
-UPDATE = 48  # clipping and AdamW; AdamW alone reads and writes 28
+# Bytes per parameter, Llama3.2-1B on an H200: the kernels' time by the bandwidth of a copy
+UPDATE = 33  # the norm (1.1 ms) and AdamW (8.6 ms), which reads and writes 28
 SHARDING = 48  # FSDP2 on one rank: casts, copies to and from its buffers, both ways
 CAST = 6  # one rank without it reads each weight in fp32 and writes it in bf16, once a step
 BETWEEN = 1.06  # the time of a block's products with everything between them, over the products and bytes alone
@@ -166,6 +167,8 @@ def bare_seconds(job: Job, gpu: Gpu) -> float:
 
 def host_operations(job: Job, work: Work) -> float:
     """What the host does in a step, counted in GPU operations that it could launch meanwhile."""
+    if job.plan.cuda_graph:
+        return GRAPHED
     hooks = 0 if runs_alone(job.axes, job.plan.zero) else SHARDED * job.spec.layers
     return work.launches + work.python + hooks
 

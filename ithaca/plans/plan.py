@@ -25,7 +25,7 @@ CHECKPOINTS = ("none", "selective", "full")
 CHUNK = 64 * 2**10  # tokens: attention kernels run at their best from here on
 TRAVELS = ("around", "gather")
 PLACED = ("x", "o", "lse", "residual", "kv")  # the options that say where a tape lives
-RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "chunks", "tile", *PLACED)
+RECIPE_OPTIONS = ("checkpoint", "heads", "travel", "chunk", "chunks", "tile", "cuda_graph", *PLACED)
 MLP_NUMBERS = TILE * (5 * 14336 + 3 * 4096)  # of an MLP's backward pass over a tile of Llama3-8B; 1.4 GB in bf16
 
 
@@ -102,6 +102,10 @@ class Plan:
     kv: str | None = None
     """Where K and V of a block, and their gradients, live while it runs: `device`, `host` or `disk`. (sweep, fpdt)"""
 
+    cuda_graph: bool | None = None
+    """Launch all GPU operations of a pass at once, as a CUDA graph: for small models, whose steps wait for the host. It
+    needs one rank, zero=1 or 2, and a kernel that reads the documents' bounds on the GPU (flash4, flash). (dense)"""
+
     zero: int = 3
     """What is sharded over ranks. 1: optimizer states. 2: gradients too. 3: parameters too."""
 
@@ -140,6 +144,8 @@ class Plan:
         for name in RECIPE_OPTIONS:
             self._check_known(name)
         self._check_words("checkpoint", CHECKPOINTS)
+        if self.cuda_graph is not None and type(self.cuda_graph) is not bool:
+            raise PlanError(f"cuda_graph={self.cuda_graph} does not exist: true and false do")
         self._check_words("travel", TRAVELS)
         for name in ("lse", "residual", "kv"):
             self._check_words(name, KEPT)
@@ -267,6 +273,16 @@ class Plan:
         if self.checkpoint == "none" and self.tile is not None:
             raise PlanError(
                 f"tile={self.tile} saves nothing with checkpoint='none', which keeps every tile: use 'full'"
+            )
+        if self.cuda_graph and away:
+            raise PlanError(
+                f"x='{away}' cannot be copied within a CUDA graph (cuda_graph=true): use x='device', or leave "
+                "cuda_graph out"
+            )
+        if self.cuda_graph and self.zero == 3:
+            raise PlanError(
+                "zero=3 frees weights between blocks, and a CUDA graph (cuda_graph=true) needs them where they are: "
+                "use zero=2, or leave cuda_graph out"
             )
         if self.sweeps and self.heads is not None and RECOMPUTE in self._words("o"):
             raise PlanError(

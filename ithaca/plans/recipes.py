@@ -70,7 +70,7 @@ RECIPES: dict[str, Recipe] = {
     "dense": Recipe(
         "blocks run over whole sequences, each on one rank",
         schedule="whole",
-        options=_KEPT,
+        options={**_KEPT, "cuda_graph": False},
         ulysses=False,
         ring=False,
         tries=_KEPT_TRIES,

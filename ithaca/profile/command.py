@@ -29,7 +29,8 @@ def run(
     from ithaca.profile.files import profile_folder, write_profile
     from ithaca.profile.profile import profile_scene
     from ithaca.profile.tables import report_lines
-    from ithaca.rehearsal.rehearse import Scene, loopback_mesh, out_of_memory
+    from ithaca.rehearsal.rehearse import loopback_mesh, out_of_memory
+    from ithaca.rehearsal.scene import Scene
 
     scene = Scene(**words)
     with profile_folder(out or default_folder(model, tokens, recipe)) as folder:

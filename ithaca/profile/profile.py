@@ -23,7 +23,6 @@ from ithaca.profile.record import Phases, Recording, record_lanes
 from ithaca.profile.spans import thinned
 from ithaca.profile.timeline import largest_at_peak, make_timeline, peak_bytes
 from ithaca.rehearsal.rehearse import (
-    Scene,
     loopback_mesh,
     predicted_seconds,
     run_step,
@@ -31,6 +30,7 @@ from ithaca.rehearsal.rehearse import (
     this_gpu,
     with_allocator,
 )
+from ithaca.rehearsal.scene import Scene
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import step_memory
 
@@ -44,9 +44,12 @@ def profile_scene(scene: Scene, grid: Mesh | None = None) -> tuple[dict[str, Any
     stage = set_stage(scene, grid, lambda device, dtype: MemoryLog(device, dtype, find_operation))
     model, step = stage.model, (stage.model, stage.optimizer, stage.batch)
     log, phases = stage.meter, Phases(stage.meter.now_seconds)
-    with log:
+    with model.eager(), log:
         watched = sum(run_step(*step, marks=phases).values())
     peak = with_allocator(peak_bytes(log), grid.device)
+    stage.clock.stop()
+    if model.plan.cuda_graph:
+        run_step(*step)  # captures
     seconds = run_step(*step)
     with record_lanes(grid.device, model.engine) as recording:
         profiled = sum(run_step(*step).values())

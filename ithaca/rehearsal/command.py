@@ -43,7 +43,8 @@ def run(
     if bare and evaluates:
         raise ConfigError("--bare times the kernels of a training step, and --evaluate has none: give one of the two")
     words, packed = scene_words(model, ranks, tokens, layers, recipe, sets, cap, hardware, documents)
-    from ithaca.rehearsal.rehearse import Scene, rehearse  # imports torch, which takes seconds
+    from ithaca.rehearsal.rehearse import rehearse  # imports torch, which takes seconds
+    from ithaca.rehearsal.scene import Scene
 
     scene = Scene(**words, memory_only=memory_only, bare=bare)
     if evaluates:

@@ -19,15 +19,12 @@ from ithaca.parallel.mesh import Mesh
 from ithaca.rehearsal.kernel_bound import synchronize
 from ithaca.rehearsal.memory_meter import Meter
 from ithaca.rehearsal.rehearse import (
-    Scene,
     begin_watching,
     describe_scene,
-    held_spec,
     prepare,
-    scene_source,
-    scene_tokens,
     seen_peak,
 )
+from ithaca.rehearsal.scene import Scene, held_spec, scene_source, scene_tokens
 from ithaca.schedule.decode_cost import absent_in_evaluation, cache_place, evaluation_memory
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import step_memory

@@ -23,6 +23,7 @@ class TimedKernel:
         self.kernel, self._cuda = kernel, device.type == "cuda"
         self._laps: list[tuple[Any, Any]] = []
         self.seen: Counter[Call] = Counter()
+        self._stopped = False
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
         return self.kernel.refuses(device, dtype, head_size)
@@ -33,18 +34,24 @@ class TimedKernel:
         self.kernel.prepare(device, dtype, heads, kv_heads, head_size, rectangles)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
-        self.seen[False, tuple(q.shape), tuple(k.shape), pieces] += 1
-        return self._lap(lambda: self.kernel.forward(q, k, v, pieces, scale))
+        call = False, tuple(q.shape), tuple(k.shape), pieces
+        return self._lap(call, lambda: self.kernel.forward(q, k, v, pieces, scale))
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, pieces: Pieces, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self.seen[True, tuple(q.shape), tuple(k.shape), pieces] += 1
-        return self._lap(lambda: self.kernel.backward(do, q, k, v, o, lse, pieces, scale))
+        call = True, tuple(q.shape), tuple(k.shape), pieces
+        return self._lap(call, lambda: self.kernel.backward(do, q, k, v, o, lse, pieces, scale))
 
     def restart(self) -> None:
-        self._laps.clear()
-        self.seen.clear()
+        """Forget all calls, unless it has stopped."""
+        if not self._stopped:
+            self._laps.clear()
+            self.seen.clear()
+
+    def stop(self) -> None:
+        """Record no more calls."""
+        self._stopped = True
 
     def seconds(self) -> float:
         """Seconds of all calls since the last restart."""
@@ -53,7 +60,10 @@ class TimedKernel:
         torch.cuda.synchronize()
         return sum(before.elapsed_time(after) for before, after in self._laps) / 1e3
 
-    def _lap(self, work: Callable[[], Any]) -> Any:
+    def _lap(self, call: Call, work: Callable[[], Any]) -> Any:
+        if self._stopped:
+            return work()
+        self.seen[call] += 1
         before = self._now()
         result = work()
         self._laps.append((before, self._now()))

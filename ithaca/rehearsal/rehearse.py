@@ -8,9 +8,7 @@ tensor for its owner."""
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Generic, TypeVar
 
@@ -24,9 +22,6 @@ from ithaca.attention.kernels.seam import Kernel
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import PlanError
 from ithaca.base.owners import ALLOCATOR, HOST, KERNELS, owned_by
-from ithaca.model.config_json import find_config
-from ithaca.model.families import read_spec
-from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import Spec
 from ithaca.optimizer.adamw import make_optimizer
 from ithaca.parallel.axes import Axes
@@ -35,58 +30,18 @@ from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.planner.hardware import Gpu, Machine, causal_mfu, nearest, read_gpus
 from ithaca.planner.seconds import Seconds, predict_seconds
-from ithaca.plans.plan import Plan
 from ithaca.rehearsal.fake_kernels import FakeKernel, TimedKernel
 from ithaca.rehearsal.kernel_bound import Products, attention_seconds, product_seconds, synchronize
 from ithaca.rehearsal.memory_meter import Meter, mark_gradients
-from ithaca.schedule.job import ONE_RANK, Bytes, Job
+from ithaca.rehearsal.scene import Scene, held_spec, scene_source, scene_tokens
+from ithaca.schedule.job import Bytes, Job
 from ithaca.schedule.marks import OPTIMIZER, StepMarks
 from ithaca.schedule.step_memory import absent_layers, step_memory
 from ithaca.tape.devices import count_devices
 from ithaca.tape.spec import disk_bytes, host_bytes
 
-WARM = 8  # a step that builds the kernels has one token in so many
 TILES_HELD = 2  # tiles of a host tape that stand for all of them
 VISITS = 2  # visits at either end of a walk: those between take the same memory, and their number grows as the square
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scene:
-    """What is rehearsed: rank 0 of these axes."""
-
-    model: str
-    plan: Plan
-    tokens: int
-    axes: Axes = ONE_RANK
-    documents: tuple[int, ...] | None = None  # bounds of the documents in a sequence; None: one document
-    layers: int | None = None  # the first ones of the model; None: all
-    hold_absent: bool = True  # hold the memory of layers that do not run
-    cap: int | None = None  # bytes of the device that may be used
-    memory_only: bool = False  # leave out the arithmetic of attention, and hold two tiles of each host tape
-    hardware: Path | None = None  # a file of GPUs: rates for the prediction
-    bare: bool = False  # time its kernels and products alone as well
-    once: bool = False  # one timed step alone, for long steps: no step before it that warms up and is watched
-    repeats: int = 1  # timed steps; the median counts
-    dtype: str = "auto"  # of the computation
-
-    @property
-    def warm_tokens(self) -> int:
-        """Tokens of a step that builds the kernels before one that is timed alone: two chunks, or a part of all."""
-        chunks = 2 * self.plan.chunk_of(self.tokens, shorten=True) if self.plan.sweeps else 0
-        return max(self.tokens // WARM, min(self.tokens, chunks))
-
-    def job(self, spec: Spec, dtype: torch.dtype, kernel: str) -> Job:
-        """The rank of the whole job, of which some layers run. `kernel`: the attention kernel that runs."""
-        return Job(
-            spec=spec,
-            plan=replace(self.plan.first_layers(spec.layers), kernel=kernel),
-            tokens=self.tokens,
-            documents=tuple(stop - start for start, stop in pairwise(self.documents)) if self.documents else None,
-            axes=self.axes,
-            itemsize=dtype.itemsize,
-            rank=0,
-            layers_run=self.layers,
-        )
 
 
 def rehearse(
@@ -106,7 +61,8 @@ def rehearse(
 def out_of_memory(scene: Scene, grid: Mesh, problem: Exception) -> dict[str, Any]:
     """The report of a scene that does not fit."""
     spec = held_spec(scene)
-    kernel = choose_kernel(scene.plan.kernel, grid.device, torch.bfloat16, spec.head_size).name
+    name, size = scene.plan.kernel, spec.head_size
+    kernel = choose_kernel(name, grid.device, torch.bfloat16, size, not scene.memory_only).name
     predicted = step_memory(scene.job(spec, torch.bfloat16, kernel))
     return {
         "model": scene.model,
@@ -137,12 +93,15 @@ def play(
     # The first step warms up and is watched, which takes longer: seven seconds of forty were seen. The second is timed
     products = Products()
     seconds, peak = {}, {}
-    if not scene.once:
-        with meter, products if scene.bare else nullcontext():
+    if not scene.once or model.plan.cuda_graph:
+        with model.eager(), meter, products if scene.bare else nullcontext():
             seconds = run_step(model, optimizer, batch)
         peak = seen_peak(meter, grid.device)
     if not scene.memory_only:
         steps: list[dict[str, float]] = []
+        if model.plan.cuda_graph:  # replays tell no clock: the calls of the step that was watched stand for theirs
+            clock.stop()
+            run_step(model, optimizer, batch)  # captures
         for _ in range(scene.repeats):
             clock.restart()
             with products if scene.bare and scene.once and not steps else nullcontext():
@@ -224,7 +183,8 @@ def prepare(
 
     with meter:
         less = (TILES_HELD, VISITS) if scene.memory_only else (None, None)
-        model = apply(source, scene.plan.first_layers(source.spec.layers), grid, Substitutes(wrap, *less, cache_place))
+        substitutes = Substitutes(wrap, not scene.memory_only, *less, cache_place)
+        model = apply(source, scene.plan.first_layers(source.spec.layers), grid, substitutes)
         mark_gradients(model.decoder)
         optimizer = make_optimizer(model, learning_rate=0.0)
         held = _hold_absent(scene, spec, model, absent)
@@ -255,34 +215,6 @@ def _bare(model: Model, clock: TimedKernel, products: Products, seconds: dict[st
         "bare_attention_backward_seconds": attention["backward"],
         "over_bare": (seconds["forward"] + seconds["backward"]) / bare,
     }
-
-
-def held_spec(scene: Scene) -> Spec:
-    """The model whose memory is held: with all its layers, or with those that run."""
-    spec = read_spec(find_config(scene.model)[0])
-    return spec if scene.hold_absent or scene.layers is None else spec.with_layers(min(scene.layers, spec.layers))
-
-
-def scene_source(scene: Scene, spec: Spec) -> ModelSource:
-    layers = spec.layers if scene.layers is None else scene.layers
-    if not 1 <= layers <= spec.layers:
-        raise PlanError(
-            f"--layers {layers} cannot be rehearsed: the model has {spec.layers}, so 1 to {spec.layers} can"
-        )
-    if scene.hold_absent:
-        scene.plan.placement(spec.layers)  # raises what is wrong for the whole model, whatever --layers is
-    some = spec.with_layers(layers)
-    return ModelSource(some, {}, RandomWeights(some, 0), scene.dtype, None)
-
-
-def scene_tokens(scene: Scene, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Random tokens, labels and the ids of their documents, as `Model.shard` takes them."""
-    rows = scene.axes.shard, scene.tokens
-    tokens = torch.randint(0, spec.vocab, rows, generator=torch.Generator().manual_seed(0))
-    if scene.documents is None:
-        return tokens, tokens, None
-    lengths = torch.tensor(scene.documents).diff()
-    return tokens, tokens, torch.arange(len(lengths)).repeat_interleave(lengths).expand(rows)
 
 
 def run_step(

@@ -54,6 +54,7 @@ class ForwardContext:
     mark: Mark = no_mark
     cache: KVCache | None = None  # saves K and V of every block, for tokens that will be added
     tensor: TensorRanks | None = None  # None: ranks hold whole weights
+    bounds: Tensor | None = None  # of the documents, on the device, in place of the batch's (cuda_graph.py)
 
 
 def loss_sum(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
@@ -129,7 +130,10 @@ def _whole(decoder: Decoder, batch: Batch, context: ForwardContext, tensor: Tens
     kernel = context.kernel
     if context.ring.ranks > 1:
         kernel = RingKernel(kernel, context.ring, context.layout, batch.bounds, plan.travel == "gather")
-    attention = Attention(spec, kernel, Pieces.documents(batch.bounds), context.exchange, context.rounds, spread)
+    pieces = Pieces.documents(batch.bounds)
+    if context.bounds is not None:
+        pieces = Pieces.changing(context.bounds, len(batch.tokens))
+    attention = Attention(spec, kernel, pieces, context.exchange, context.rounds, spread)
     places, checkpoint = plan.placement(spec.layers).x, plan.checkpoint or "full"
     for layer, (block, rotates) in enumerate(zip(decoder.blocks, spec.rope_layers, strict=True)):
         rotation, tapes = rope if rotates else None, context.tapes if places[layer] != "device" else None

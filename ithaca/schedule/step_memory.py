@@ -43,6 +43,7 @@ from ithaca.schedule.job import FP32, Bytes, Job
 from ithaca.tape.spec import TapeSpec, device_bytes, disk_bytes, host_bytes
 
 LIBRARIES = 64 * 2**20  # bytes that cuBLAS takes
+LIBRARIES_GRAPH = 128 * 2**20  # as well for the stream of captures (bench/results/recipes-graphs.json)
 PER_TOKEN = 24  # bytes of token ids, labels, positions
 LEFT_OVER = 2.4  # times the head in the computation's dtype; more if one block alone runs
 LEFT_OVER_ONE_BLOCK = 3.7
@@ -96,7 +97,7 @@ def resident(job: Job) -> Bytes:
             GRADIENTS: job.high * ((job.spec.layers - job.layers_running) * block.mine + _stays(job)),
             GATHERED: passing + kept_weights(job),
             BATCH: PER_TOKEN * job.tiles.length,
-            KERNELS: LIBRARIES,
+            KERNELS: LIBRARIES + (LIBRARIES_GRAPH if job.plan.cuda_graph else 0),
         }
     )
 
@@ -116,9 +117,18 @@ def kept_weights(job: Job) -> int:
 
 
 def _stays(job: Job) -> int:
-    """Gradients of the running layers and of the table, in elements, that a pass finds of the passes before it."""
+    """Gradients of the running layers and of the table, in elements, that a pass finds of the passes before it.
+
+    A CUDA graph has memory of its own for those of one pass.
+    """
     mine = job.layers_running * block_parameters(job).mine + table_parameters(job).mine
-    return mine if job.passes > 1 else 0
+    return mine * (2 if job.plan.cuda_graph else 1) if job.passes > 1 else 0
+
+
+def beside_graph(job: Job) -> int:
+    """Bytes of a pass without gradients, as a validation's, while a CUDA graph keeps those of training passes."""
+    reading = max(peak.total() for peak in job.costs.reading(job).values())
+    return kept_weights(job) + reading + job.loss_rows * job.spec.vocab * job.itemsize
 
 
 def _alone(job: Job) -> bool:

@@ -15,7 +15,7 @@ from ithaca.plans.places import IN_MEMORY
 from ithaca.plans.plan import CHUNK, Plan, mlp_tile
 from ithaca.plans.recipes import RECIPES, TILE
 from ithaca.schedule.job import Job
-from ithaca.schedule.step_memory import Memory, step_memory
+from ithaca.schedule.step_memory import Memory, beside_graph, step_memory
 from ithaca.schedule.sweep.placement import (
     SHARED_PLACES,
     Cost,
@@ -114,20 +114,28 @@ def _with_tiles(tries: Iterable[Mapping[str, Any]], spec: Spec) -> Iterator[dict
 
 
 def fitting_plans(
-    plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, effort: Effort, cost: Cost | None = None
+    plan: Plan,
+    spec: Spec,
+    axes: Axes,
+    tokens: int,
+    budget: Budget,
+    effort: Effort,
+    cost: Cost | None = None,
+    replaying: str | None = None,
 ) -> Iterator[Fit]:
     """A Plan of `recipe_variants` in every way that it fits the budget of a rank, fastest first.
 
-    `cost`: what a Plan costs (placement.py), to compare placements by.
+    `cost`: what a Plan costs (placement.py), to compare placements by. `replaying`: the kernel of CUDA graphs.
     """
     budgeted = partial(_memory, spec=spec, axes=axes, tokens=tokens, budget=budget)
     if not _places_itself(plan):
         fit = plan, budgeted(plan)
     elif (fit := _placed(plan, spec, axes, tokens, budget, _choices(effort, spec.layers), cost)) is None:
         return
-    faster = [(choice, budgeted(choice)) for choice in with_zero(fit[0], axes)[:-1]]
+    faster = [(choice, budgeted(choice)) for choice in faster_alone(fit[0], axes, replaying)[:-1]]
     for choice, memory in (*faster, fit):
-        if Budget(memory.total, memory.host, memory.disk).within(budget):
+        beside = beside_graph(Job(spec=spec, plan=choice, tokens=tokens, axes=axes)) if choice.cuda_graph else 0
+        if Budget(memory.total + beside, memory.host, memory.disk).within(budget):
             yield choice, memory
 
 
@@ -135,9 +143,22 @@ def _memory(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget) -> 
     return step_memory(Job(spec=spec, plan=plan, tokens=tokens, axes=axes, passes=budget.passes))
 
 
-def with_zero(plan: Plan, axes: Axes) -> list[Plan]:
-    """On one rank ZeRO-2 is the faster one, where all else leaves it room: it does without FSDP2."""
-    return [replace(plan, zero=2), plan] if plan.zero == 3 and runs_alone(axes, 2) else [plan]
+def faster_alone(plan: Plan, axes: Axes, replaying: str | None = None) -> list[Plan]:
+    """A Plan, and before it what may be faster on one rank, where all else leaves it room.
+
+    ZeRO-2 does without FSDP2. Then passes can be CUDA graphs, with a kernel that can be replayed, which is faster if
+    the step waits for the host.
+    """
+    if plan.zero != 3 or not runs_alone(axes, 2):
+        return [plan]
+    without = replace(plan, zero=2)
+    return [without, *with_graph(without, axes, replaying), plan]
+
+
+def with_graph(plan: Plan, axes: Axes, replaying: str | None) -> list[Plan]:
+    """The same Plan with passes as CUDA graphs, if they can be. `replaying`: the kernel that they attend with."""
+    possible = "cuda_graph" in plan.entry.options and plan.x in (None, "device") and runs_alone(axes, plan.zero)
+    return [replace(plan, cuda_graph=True, kernel=replaying)] if possible and replaying else []
 
 
 def refit(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, cost: Cost) -> Fit | None:

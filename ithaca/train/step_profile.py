@@ -4,8 +4,9 @@
     step N + 1     with the memory log, which slows the host down more: device memory by owner
     the run folder profile-step-N/, as of `ithaca profile`, when a few steps more are done or the run ends
 
-Numbers stay the same: both only look. The seconds of both steps stand beside the median of their neighbours. Steps
-before and after count apart: after the first use of torch's profiler a process may be slower (docs/LOG.md).
+Numbers stay the same: both only look. While memory is logged, operations are launched one by one, also under
+`plan.cuda_graph`: a replay allocates nothing. The seconds of both steps stand beside the median of their neighbours.
+Steps before and after count apart: after the first use of torch's profiler a process may be slower (docs/LOG.md).
 """
 
 import statistics
@@ -72,7 +73,7 @@ class StepProfile:
             before, self._phases = run.marks, Phases(self._log.now_seconds, run.marks)
             run.marks = self._phases
             try:
-                with self._log:
+                with run.model.eager(), self._log:
                     yield
             finally:
                 run.marks = before

@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -194,6 +195,23 @@ def test_head_sizes_are_asked_for(package: pytest.MonkeyPatch) -> None:
         choose_kernel("flash4", GPU, torch.bfloat16, 256)
     assert choose_kernel("auto", GPU, torch.bfloat16, 256).name == "flash"
     assert choose_kernel("auto", GPU, torch.bfloat16, 128).name == "flash4"
+
+
+def test_a_kernel_that_does_not_compute_is_not_loaded(package: pytest.MonkeyPatch) -> None:
+    """A memory-only rehearsal needs its facts alone. With `auto`, and to compute, the package must be there whole."""
+
+    @lru_cache
+    def broken() -> None:
+        raise ImportError("half of it is missing")
+
+    package.setattr(flash4, "_functions", broken)
+    flash4._refusal_of_package.cache_clear()
+    assert choose_kernel("flash4", GPU, torch.bfloat16, 128, computes=False).name == "flash4"
+    with pytest.raises(PlanError, match="steps of 32, the model has 80"):
+        choose_kernel("flash4", GPU, torch.bfloat16, 80, computes=False)
+    assert choose_kernel("auto", GPU, torch.bfloat16, 128, computes=False).name == "cudnn+flash"
+    with pytest.raises(PlanError, match="half of it is missing"):
+        choose_kernel("flash4", GPU, torch.bfloat16, 128)
 
 
 def test_the_install_line_is_in_the_refusal(no_package: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,23 @@ def test_a_run_that_was_killed_goes_on_and_measures_nothing_twice(child: Child, 
         assert child.asked == once
 
 
+def test_a_row_names_every_commit_that_it_was_measured_at(child: Child, ladder: Ladder) -> None:
+    child.ends_after = 1
+    with pytest.raises(KeyboardInterrupt):
+        ladder(only=("Sweep, keep o",), commit="first")
+    child.ends_after = 10**6
+    rows = ladder(only=("Sweep, keep o", "Sweep, disk"), commit="second")
+    assert rows["Sweep, keep o"].origin["commit"] == "first, second"
+    assert rows["Sweep, disk"].origin["commit"] == "second"
+
+
+def test_memory_is_asked_for_with_the_kernel_of_the_machine(child: Child, ladder: Ladder) -> None:
+    """Its package is loaded once, when the machine is looked at; steps that compute load it themselves."""
+    ladder(only=("Sweep, keep o",))
+    for request in map(json.loads, child.asked):
+        assert request["plan"].get("kernel") == (MACHINE["kernel"] if request["kind"] == "memory" else None)
+
+
 def test_what_is_there_is_not_measured_again(child: Child, ladder: Ladder) -> None:
     first = ladder()
     count = len(child.asked)

@@ -18,7 +18,8 @@ from ithaca.profile import profile
 from ithaca.profile.memory_log import PACKAGE, Allocation, Change, MemoryLog
 from ithaca.profile.operations import find_operation, held_by_operations
 from ithaca.profile.timeline import _on_device, _snapshots, largest_at_peak, make_timeline, peak_bytes
-from ithaca.rehearsal.rehearse import Scene, loopback_mesh, play
+from ithaca.rehearsal.rehearse import loopback_mesh, play
+from ithaca.rehearsal.scene import Scene
 from ithaca.schedule.step_memory import phases, resident
 from tests.nursery import Nursery
 

@@ -19,7 +19,8 @@ from ithaca.model.presets import PRESETS
 from ithaca.parallel.axes import Axes
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal import kernel_bound, rehearse
-from ithaca.rehearsal.rehearse import Scene, play
+from ithaca.rehearsal.rehearse import play
+from ithaca.rehearsal.scene import Scene
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import step_memory
 from tests.nursery import Ended, Nursery

@@ -23,7 +23,7 @@ from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import mesh
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal import evaluation
-from ithaca.rehearsal.rehearse import Scene
+from ithaca.rehearsal.scene import Scene
 from ithaca.schedule.decode_cost import cache_place, cache_tapes, evaluation_memory, new_token_bytes
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import block_parameters, step_memory

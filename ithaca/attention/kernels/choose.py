@@ -1,11 +1,12 @@
 """The attention kernels by name, and the choice of one of them for a device. `plan.kernel` overrides the choice."""
 
+from functools import partial
 from importlib import import_module
 
 import torch
 
 from ithaca.attention.kernels.facts import KERNEL_FACTS
-from ithaca.attention.kernels.seam import Kernel
+from ithaca.attention.kernels.seam import Kernel, refusal
 from ithaca.base.errors import PlanError, suggestion
 
 
@@ -15,14 +16,18 @@ def make_kernel(name: str) -> Kernel:
     return getattr(import_module(f"ithaca.attention.kernels.{module}"), kind)()
 
 
-def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Kernel:
-    """The kernel of that name. 'auto' gives the first one in facts.py that runs on this device."""
+def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_size: int, computes: bool = True) -> Kernel:
+    """The kernel of that name. 'auto' gives the first one in facts.py that runs on this device.
+
+    A kernel that is named and will not compute is believed by its facts: loading its package can take seconds.
+    """
     if name == "auto":
         return next(kernel for kernel, reason in _candidates(device, dtype, head_size) if reason is None)
     if name not in KERNEL_FACTS:
         raise PlanError(f"kernel '{name}' does not exist: {suggestion(name, ['auto', *KERNEL_FACTS])}")
     kernel = make_kernel(name)
-    reason = kernel.refuses(device, dtype, head_size)
+    facts = KERNEL_FACTS[name]
+    reason = (kernel.refuses if computes else partial(refusal, facts))(device, dtype, head_size)
     if reason is not None:
         usable = [other.name for other, why in _candidates(device, dtype, head_size) if why is None]
         raise PlanError(f"kernel '{name}' cannot be used here: {reason}; usable are auto, {', '.join(usable)}")

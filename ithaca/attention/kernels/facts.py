@@ -40,6 +40,8 @@ class KernelFacts:
     largest_head: int | None = None
     """The largest head size; sizes are then multiples of `head_step`. None: any head size."""
     head_step: int = 8
+    replays: bool = False
+    """Whether a CUDA graph of its calls serves other documents: it reads their bounds on the device."""
     compiles: bool = False
     """Whether it compiles when it first meets a kind of call (`Kernel.prepare`)."""
     package: str | None = None
@@ -98,6 +100,7 @@ _ENTRIES = (
         largest_head=256,
         # Its package accepts multiples of 8, but gradients of sizes 8, 72, 80 and 112 were wrong (4.0.0b36, Hopper)
         head_step=32,
+        replays=True,
         compiles=True,
         package="flash-attn-4",
         extra="flash4",
@@ -128,6 +131,7 @@ _ENTRIES = (
     KernelFacts(
         name="flash",
         code="flash.Flash",
+        replays=True,
         workspace_q=2 + _STATISTICS,
         workspace_repeated=2.0,
         device="cuda",

@@ -27,6 +27,8 @@ class PackedKernel(FactsKernel):
         # These kernels leave what is outside of all pieces as it was in memory
         assert (pieces.q_bounds[0], pieces.q_bounds[-1]) == (0, len(q)), "rows outside of all pieces"
         assert (pieces.k_bounds[0], pieces.k_bounds[-1]) == (0, len(k)), "keys outside of all pieces"
+        if pieces.on_device is not None:  # any piece may be as long as all together
+            return pieces.on_device, pieces.on_device, len(q), len(k)
         sides = pieces.q_bounds, pieces.k_bounds
         q_longest, k_longest = (max(stop - start for start, stop in pairwise(edges)) for edges in sides)
         q_bounds, k_bounds = (self._on_device(edges, q.device) for edges in sides)
