@@ -46,7 +46,8 @@ def _options(
 @app.command()
 def train(
     config: Annotated[
-        Path | None, typer.Argument(help="A TOML file. Without one, and without --set: a small model finds needles.")
+        Path | None,
+        typer.Argument(help="Configuration (TOML). Without it and --set: train a small demo model."),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set an option, as train.steps=100.")
@@ -62,7 +63,7 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Rename the old run folder and start again.")] = False,
     from_: Annotated[
         Path | None,
-        typer.Option("--from", metavar="RUN", help="Start a new run from another run's last checkpoint: its weights."),
+        typer.Option("--from", metavar="RUN", help="Start a new run from the weights of another run."),
     ] = None,
     with_optimizer: Annotated[
         bool, typer.Option("--with-optimizer", help="With --from: take AdamW's state as well.")
@@ -78,7 +79,7 @@ def train(
                 f"{name} {folder} has bytes that are not UTF-8, which the log cannot hold: name another folder"
             )
     if with_optimizer and not from_:
-        raise ConfigError("--with-optimizer says what --from RUN takes, and --from is missing: name the run")
+        raise ConfigError("--with-optimizer needs --from RUN: name the run whose optimizer state to take")
     from ithaca.train.configuration import FIRST_RUN, read_run_config
 
     sets = [*(set_ or ()), *([] if profile_step is None else [f"run.profile_step={profile_step}"])]
@@ -124,7 +125,7 @@ def evaluate(
     ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help="The context length, as 64K; for tasks also several. Default: the run's; 8K or 64K."),
+        typer.Option(help="Context length, e.g. 64K; tasks take several, e.g. 8K,64K. Default: the run's; 8K or 64K."),
     ] = None,
     task: Annotated[
         list[str] | None,
@@ -195,9 +196,7 @@ def data(
     bin_dtype: Annotated[str | None, typer.Option(help="The dtype of .bin files: uint8, uint16 or uint32.")] = None,
     chat: Annotated[
         str | None,
-        typer.Option(
-            help="turns: several samples of a chat where needed. whole: never. Default: while they stay short."
-        ),
+        typer.Option(help="If a template rewrites earlier turns: split the chat (turns) or refuse it (whole)."),
     ] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A chat template instead of the tokenizer's.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show the document lengths of a token file.")] = False,

@@ -49,7 +49,7 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ("=3", "not of the form key=value"),
         ("plan.recipe=wsweep", "recipe 'wsweep' does not exist: did you mean 'sweep'"),
         ("plan.checkpoint=ful", "did you mean 'full'"),
-        ("plan.zero=4", "zero=4 does not exist: 1, 2 and 3 do"),
+        ("plan.zero=4", "zero must be 1, 2 or 3; it is 4"),
         ("plan.optimizer=hots", "optimizer=hots does not exist: did you mean 'host'"),
         ("plan.loss_tile=0", "plan.loss_tile: '0' is not a number of tokens"),
         ("run.timeout=0", "run.timeout is 0: seconds above 0 and up to 2592000 are needed, as 1200"),

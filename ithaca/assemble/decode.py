@@ -62,7 +62,7 @@ def greedy_decode(model: "Model", tokens: Tensor, count: int, documents: Tensor 
     mesh = model.mesh
     same_everywhere(mesh.group, "number of tokens to decode", count)
     if type(count) is not int or count < 1:
-        raise InputError(f"count={shown(count)} is no number of new tokens: 1 or more is")
+        raise InputError(f"count, the number of new tokens, must be 1 or more; it is {shown(count)}")
     tokens = torch.as_tensor(tokens)
     prompts, rows = read_prompts(model, tokens, documents), tokens.view(-1, tokens.shape[-1])
     own = batch_rows(mesh, len(rows))

@@ -220,7 +220,7 @@ class Model(nn.Module):
         same_everywhere(self.mesh.group, "number of rows or tokens", (rows, tokens))
         for name, number in (("rows", rows), ("tokens", tokens)):
             if type(number) is not int or number < 1:
-                raise InputError(f"{name}={number} is no number of {name}: 1 or more is")
+                raise InputError(f"{name} must be a number, 1 or more; it is {number}")
         return max(len(batch_range(rows, self.mesh.data_rank, self.mesh.data_ranks)), 1) * tokens
 
     def describe_ranks(self) -> list[str]:

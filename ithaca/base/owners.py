@@ -5,8 +5,8 @@ Code that allocates marks itself:
     with owned_by(ATTENTION):
         o, lse = kernel.forward(...)
 
-The innermost mark counts. Only the memory meter of a rehearsal reads marks (rehearsal/memory_meter.py). A mark must not
-stay open over a `yield`: another chunk would run under it.
+The innermost mark counts. Rehearsals and profiles read marks (rehearsal/memory_meter.py, profile/memory_log.py). A mark
+must not stay open over a `yield`: another chunk would run under it.
 """
 
 import threading

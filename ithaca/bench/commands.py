@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(
     name="bench",
-    help="Measure the tables of the field on this device, row by row; a run that was stopped goes on.",
+    help="Run the benchmark tables on this device, row by row. A stopped run resumes.",
     no_args_is_help=True,
 )
 
 Lengths = Annotated[str, typer.Option(help="Context lengths, with commas between them.")]
-Timed = Annotated[str, typer.Option(help="The length of the timed step, if so much fits; 0: no step is timed.")]
+Timed = Annotated[str, typer.Option(help="Context length of the timed step, if it fits. 0: time nothing.")]
 Host = Annotated[str, typer.Option(help="Memory of the node that the ranks share.")]
 Most = Annotated[str, typer.Option(help="The longest context to look at.")]
 Only = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="Only rows whose names contain this. May be repeated.")
 ]
 Seconds = Annotated[
-    float | None, typer.Option(help="End after so many seconds. The same command goes on later. Default: never.")
+    float | None, typer.Option(help="Stop after this many seconds. The same command resumes later. Default: no limit.")
 ]
 Predict = Annotated[bool, typer.Option("--predict", help="Only predict what is not measured. Needs no GPU.")]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the results are.")]
@@ -47,7 +47,7 @@ def ladder(
     out: Out = RESULTS,
     commit: Commit = None,
 ) -> None:
-    """How we get here: the longest context of each technique, and its speed."""
+    """Longest context and speed of each technique, one added at a time."""
     _start("ladder", model, _limits(ranks, cap, host, most, tokens), _options(out, only, seconds, predict, commit))
 
 

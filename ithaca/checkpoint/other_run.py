@@ -1,9 +1,10 @@
-"""Read the newest sound checkpoint of another run on all ranks. That run may be training meanwhile.
+"""Read the newest sound checkpoint of a run on all ranks, for an evaluation or another run. It may be training.
 
 The first rank holds a lease for all of them, so the checkpoint stays while it is read. Nothing of the other run is
 renamed or written. Ranks share the checking of the files, as when a run continues.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -51,11 +52,17 @@ class SharedLease:
 
 
 def read_newest(
-    files: CheckpointFolder, state: dict[str, Shard], group: dist.ProcessGroup
+    files: CheckpointFolder,
+    state: dict[str, Shard],
+    group: dist.ProcessGroup,
+    steps: Callable[[], list[int]] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read the newest sound checkpoint into `state`. Return its manifest, and warnings. Collective."""
+    """Read the newest sound checkpoint into `state`. Return its manifest, and warnings. Collective.
+
+    `steps`: the checkpoints to choose from, called again if one vanishes; all of them if it is not given.
+    """
     warnings, damaged = list[str](), dict[int, str]()
-    while left := [step for step in from_first(group, files.steps) if step not in damaged]:
+    while left := [step for step in from_first(group, steps or files.steps) if step not in damaged]:
         step = left[-1]
         with SharedLease(files.lease(step), group) as lease:
             if not lease.here:
@@ -72,7 +79,7 @@ def read_newest(
                 return manifest, warnings
         assert damage
         warnings.append(
-            f"the checkpoint of step {step} in '{files.folder}' is damaged ({damage}): trying the one before"
+            f"the checkpoint of step {step} in '{files.folder}' is damaged ({damage}): trying the previous one"
         )
         damaged[step] = damage
     raise none_is_sound(files.folder, damaged) if damaged else RunError(f"'{files.folder}' has no checkpoint any more")

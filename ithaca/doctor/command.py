@@ -1,7 +1,7 @@
 """The command `ithaca doctor`: the sections in their order, printed as they end, and what the exit code is.
 
-Code 0: all is right. Code 1: a recipe differs from one rank, versions differ, or a section failed. Code 2: a mistake
-in the options.
+Code 0: all checks passed. Code 1: a recipe differs from one rank, versions differ, or a section failed. Code 2: a
+mistake in the options.
 """
 
 import json
@@ -84,9 +84,9 @@ def examine_ranks(options: Options) -> None:
         print(f"\n{_written(exam, options.out, tables)}")
     bad = not_right(findings)
     if bad:
-        raise RunError(f"not all is right: {format_count(len(bad), 'section')} of {len(findings)}, {', '.join(bad)}")
+        raise RunError(f"{len(bad)} of {len(findings)} checks failed: {', '.join(bad)}")
     if not options.as_json:
-        print("\nAll is right.")
+        print("\nAll checks passed.")
 
 
 def _folders(options: Options) -> tuple[str, ...]:

@@ -58,8 +58,8 @@ def describe_work(work: RingWork) -> str:
     counts = ", ".join(f"{pairs:.4g}" for pairs in work.pairs)
     more, longer = (f"{100 * share:.1f} %" for share in (work.imbalance, work.waiting))
     return (
-        f"ring ranks attend to {counts} pairs of tokens: the busiest to {more} more than the mean; as they wait for "
-        f"each other, attention takes {longer} longer than if all were even"
+        f"ring ranks attend to {counts} pairs of tokens: the busiest has {more} more than the mean, and waiting for "
+        f"it makes attention {longer} slower"
     )
 
 

@@ -117,7 +117,7 @@ class Ulysses(Exchange):
 
 
 class Reordered(Exchange):
-    """Tensor ranks in a ring: the tokens of all of them are here, and each run becomes whole and in order."""
+    """No communication: tensor ranks have gathered all tokens. Reorders them from rank order to sequence order."""
 
     ranks, rank = 1, 0
 

@@ -78,7 +78,7 @@ def checked_seconds(seconds: float | None) -> float:
     if seconds is None:
         return JOIN_SECONDS
     if not 0 < seconds <= MOST_SECONDS:
-        raise PlanError(f"timeout={seconds:g} is no time to wait: seconds above 0 and up to {MOST_SECONDS} are")
+        raise PlanError(f"timeout must be above 0 and at most {MOST_SECONDS} seconds; it is {seconds:g}")
     return seconds
 
 
@@ -88,11 +88,15 @@ def read_job() -> Job:
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise PlanError(
-                f"the environment has RANK={rank}, as torchrun sets it, but no {name}: unset RANK to run alone"
+                f"the environment has RANK={rank}, as torchrun sets it, but no {name}: "
+                "unset RANK to use this machine's devices alone"
             )
     ranks, port = os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"]
     if not (_is_number(rank) and _is_number(ranks) and int(rank) < int(ranks)):
-        raise PlanError(f"the environment has RANK={rank} and WORLD_SIZE={ranks}, which is no rank of a job")
+        raise PlanError(
+            f"the environment has RANK={rank} and WORLD_SIZE={ranks}, which is no rank of a job: "
+            "unset both to use this machine's devices alone"
+        )
     if not (_is_number(port) and int(port) < 2**16):
         raise PlanError(f"the environment has MASTER_PORT={port}, which is no port: 1 to 65535 are, as 29500")
     launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

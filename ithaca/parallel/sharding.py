@@ -55,7 +55,7 @@ def cut(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
 
 @owned_by(STATES)
 def load(decoder: Decoder, mesh: Mesh, part: TensorPart, weights: Weights) -> None:
-    """Allocate this rank's shards on its device and read them alone from the source."""
+    """Allocate this rank's shards on its device and read only these from the source."""
     decoder.to_empty(device=mesh.device)
     for name, parameter in shards(decoder):
         rows, *columns = shard_place(name, parameter, part, mesh)

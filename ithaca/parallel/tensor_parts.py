@@ -96,8 +96,8 @@ class TensorPart:
 
 @lru_cache(maxsize=4096)  # every pass asks for every weight
 def _sharers(part: TensorPart, name: str) -> list[int]:
-    everyones = [replace(part, rank=rank).holders(name) for rank in range(part.ranks)]
-    return everyones[part.rank] if any(len(holders) > 1 for holders in everyones) else []
+    by_rank = [replace(part, rank=rank).holders(name) for rank in range(part.ranks)]
+    return by_rank[part.rank] if any(len(holders) > 1 for holders in by_rank) else []
 
 
 def _units(size: int, ranks: int, what: str) -> list[range]:

@@ -16,11 +16,11 @@ from ithaca.parallel.axes import Axes
 from ithaca.planner.attention_rates import job_kernel, kernel_rates
 from ithaca.planner.hardware import Gpu, Machine
 from ithaca.planner.seconds import copy_seconds
+from ithaca.plans.places import KEPT
 from ithaca.plans.plan import Plan
 from ithaca.schedule.costs import Copies
 from ithaca.schedule.job import Job
 from ithaca.schedule.sweep.chunks import head_passes
-from ithaca.schedule.sweep.placement import SHARED_PLACES
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def least_chunks(spec: Spec, axes: Axes, gpu: Gpu, machine: Machine, kernel: str
     """For each place off the device where K and V can live, the balance chunk."""
     return {
         place: balance(Job(spec=spec, plan=_plan(place, kernel), tokens=1, axes=axes), gpu, machine).chunk
-        for place in SHARED_PLACES
+        for place in KEPT
         if place != "device"
     }
 

@@ -31,7 +31,7 @@ PLACES = {
     "host": "in host memory",
     "disk": "on disk",
     REBUILD: "recomputed from attention outputs",
-    LOOK_UP: "looked up in the embedding again",
+    LOOK_UP: "recomputed from the embedding",
     RECOMPUTE: "recomputed",
 }
 LIMITS = {

@@ -140,12 +140,12 @@ class Plan:
         if not isinstance(self.recipe, str) or self.recipe not in RECIPES:
             raise PlanError(f"recipe '{self.recipe}' does not exist: {suggestion(str(self.recipe), list(RECIPES))}")
         if not isinstance(self.kernel, str):
-            raise PlanError(f"kernel={self.kernel} is no name: 'auto' is")
+            raise PlanError(f"kernel must be a name, e.g. 'auto'; it is {self.kernel}")
         for name in RECIPE_OPTIONS:
             self._check_known(name)
         self._check_words("checkpoint", CHECKPOINTS)
         if self.cuda_graph is not None and type(self.cuda_graph) is not bool:
-            raise PlanError(f"cuda_graph={self.cuda_graph} does not exist: true and false do")
+            raise PlanError(f"cuda_graph must be true or false; it is {self.cuda_graph}")
         self._check_words("travel", TRAVELS)
         for name in ("lse", "residual", "kv"):
             self._check_words(name, KEPT)
@@ -157,9 +157,9 @@ class Plan:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 what = {"host_memory": "bytes", "heads": "heads", "chunks": "chunks"}.get(name, "tokens")
-                raise PlanError(f"{name}={value} is no number of {what}: {works} is")
+                raise PlanError(f"{name} must be a number of {what}, e.g. {works}; it is {value}")
         if type(self.zero) is not int or self.zero not in (1, 2, 3):
-            raise PlanError(f"zero={self.zero} does not exist: 1, 2 and 3 do")
+            raise PlanError(f"zero must be 1, 2 or 3; it is {self.zero}")
         if self.optimizer not in IN_MEMORY:
             raise PlanError(f"optimizer={self.optimizer} does not exist: {suggestion(str(self.optimizer), IN_MEMORY)}")
         self._check_together()
@@ -227,7 +227,7 @@ class Plan:
         if value is None:
             return ()
         if not isinstance(value, str):
-            raise PlanError(f"{name}={value} is no text: '{KEPT[1]}' is")
+            raise PlanError(f"{name} must be text, e.g. '{KEPT[1]}'; it is {value}")
         if name == "x" and not self.sweeps and REBUILD in value:
             raise PlanError(
                 f"x={value} means nothing under recipe '{self.recipe}', which keeps no o to rebuild x from: "
@@ -253,8 +253,9 @@ class Plan:
         value = getattr(self, name)
         if value is not None and name not in RECIPES[self.recipe].options:
             others = " or ".join(f"'{recipe}'" for recipe, entry in RECIPES.items() if name in entry.options)
+            shown = str(value).lower() if isinstance(value, bool) else value  # as users write it
             raise PlanError(
-                f"{name}={value} means nothing under recipe '{self.recipe}': leave it out, or use recipe {others}"
+                f"{name}={shown} means nothing under recipe '{self.recipe}': leave it out, or use recipe {others}"
             )
 
     def _check_words(self, name: str, known: tuple[str, ...]) -> None:
@@ -298,7 +299,7 @@ class Plan:
 
     def _check_disk(self) -> None:
         if self.disk is not None and (not isinstance(self.disk, str) or not all(self.folders) or not self.disk):
-            raise PlanError(f"disk={self.disk!r} is no folder: '/scratch' would be one")
+            raise PlanError(f"disk must name a folder, e.g. '/scratch'; it is {self.disk!r}")
         names = [os.path.normpath(folder) for folder in self.folders]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise PlanError(f"disk='{self.disk}' names '{twice}' twice: name it once, or a folder on another disk")

@@ -27,10 +27,12 @@ from ithaca.optimizer.adamw import clip
 from ithaca.parallel.collectives import Pending
 from ithaca.parallel.exchange import Ulysses
 from ithaca.parallel.ring import Ring
+from ithaca.parallel.tensor import TensorSpread
 from ithaca.profile.memory_log import MemoryLog
 from ithaca.schedule import embedding, loss, pre_post_attention
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import phases, table_parameters
+from ithaca.schedule.tensor import vocabulary
 from ithaca.schedule.whole.attention import Attention
 
 PROJECTION, PROJECTION_BACKWARD = "norm, QKV projection", "QKV projection, backward"
@@ -42,7 +44,10 @@ EMBEDDING, EMBEDDING_GRADIENT, CLIPPING = "embedding", "embedding gradient", "cl
 
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     PROJECTION: (block.project_beside,),
-    EXCHANGING: (Ulysses.to_heads, Ulysses.to_tokens, Ring.gather, Ring.merge, Ring.reduce, Pending.wait),
+    EXCHANGING: (
+        *(Ulysses.to_heads, Ulysses.to_tokens, Ring.gather, Ring.merge, Ring.reduce, Pending.wait),
+        *(TensorSpread.gather, TensorSpread.reduce),
+    ),
     FORWARD: (Walk.forward, Attention.attend, seam._Attend.forward),
     BACKWARD: (Walk.backward, Attention.attend_backward, seam._Attend.backward),
     PROJECTION_BACKWARD: (pre_post_attention.Projection.backward,),
@@ -50,11 +55,11 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     MLP: (block.mlp, block.mlp_beside),
     POST_BACKWARD: (pre_post_attention.post_attention_backward,),
     LINEAR_BACKWARD: (block._Norm.backward, block._Gated.backward),
-    OF_LOSS: (loss._Tiler.add, loss.head_logits),
-    HEAD_GRADIENT: (loss._Tiler.__init__,),
+    OF_LOSS: (loss._Tiler.add, loss.head_logits, vocabulary._Tiler.add),
+    HEAD_GRADIENT: (loss._Tiler.__init__, vocabulary._Tiler.__init__),
     SUMS: (Summed.__init__,),
-    EMBEDDING: (embedding._Embed.forward,),
-    EMBEDDING_GRADIENT: (embedding._Embed.backward,),
+    EMBEDDING: (embedding._Embed.forward, vocabulary._Embed.forward),
+    EMBEDDING_GRADIENT: (embedding._Embed.backward, vocabulary._Embed.backward),
     CLIPPING: (clip,),
 }
 ORDER = (*_FUNCTIONS,)

@@ -168,7 +168,7 @@ def describe_tapes(job: Job) -> list[str]:
             "at a time"
         )
     if placement.x[0] == REBUILD:
-        lines.append("Backward looks x of layer 0 up in the embedding again")
+        lines.append("Backward recomputes x of layer 0 from the embedding")
     if missing := placement.x[1:].count(REBUILD):
         passes = rebuild_passes(placement, spec, rounds)
         lines.append(

@@ -117,7 +117,7 @@ def kept_weights(job: Job) -> int:
 
 
 def _stays(job: Job) -> int:
-    """Gradients of the running layers and of the table, in elements, that a pass finds of the passes before it.
+    """Elements of gradients, of running layers and the table, that earlier micro-batches of the step have left here.
 
     A CUDA graph has memory of its own for those of one pass.
     """

@@ -11,13 +11,12 @@ from typing import Any
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes, runs_alone
 from ithaca.parallel.head_split import split_heads, usable_rounds
-from ithaca.plans.places import IN_MEMORY
+from ithaca.plans.places import IN_MEMORY, KEPT
 from ithaca.plans.plan import CHUNK, Plan, mlp_tile
 from ithaca.plans.recipes import RECIPES, TILE
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import Memory, beside_graph, step_memory
 from ithaca.schedule.sweep.placement import (
-    SHARED_PLACES,
     Cost,
     Saved,
     every_choice,
@@ -68,7 +67,7 @@ def recipe_variants(
             tries = [{**options, "chunk": size} for options in tries for size in _chunks(tokens, axes.context, 1)]
         tries = list(_with_tiles(tries, spec))
         return [Plan(**named, optimizer=place, **options) for place in IN_MEMORY for options in tries]
-    tile, away = mlp_tile(spec), SHARED_PLACES if budget.disk else IN_MEMORY
+    tile, away = mlp_tile(spec), KEPT if budget.disk else IN_MEMORY
     chunks = {kv: _chunks(tokens, axes.context, 1 if kv == "device" else least_chunks.get(kv, 1)) for kv in away}
     rounds = _head_rounds(spec, axes)
     if effort in (Effort.LEAST, Effort.LEAST_ONCE):
@@ -103,7 +102,10 @@ def _folder_of(kv: str) -> str | None:
 
 
 def _with_tiles(tries: Iterable[Mapping[str, Any]], spec: Spec) -> Iterator[dict[str, Any]]:
-    """The tries with the model's tile, unless everything is kept, which tiles would not change. Last, the least one."""
+    """Set each try's MLP tile to the model's default. With checkpoint='none' tiles save nothing, so none is set.
+
+    A last try has the smallest tile.
+    """
     options: Mapping[str, Any] = {}
     tile, longest = mlp_tile(spec), TILE
     for options in tries:

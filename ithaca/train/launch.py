@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ithaca.base.errors import ConfigError, LostRankError, RunError, first_line, shown
 from ithaca.base.shell import continue_command
 from ithaca.config import Config
+from ithaca.parallel.joining import read_job
 from ithaca.train.conclusion import stopped_at_once
 from ithaca.train.elastic import leave
 from ithaca.train.origin import Origin, check_origin, find_origin
@@ -67,7 +68,7 @@ def launch(
 def find_starter(config: Config) -> str | None:
     """Return what started this process as a rank: torchrun, or srun, which then has torchrun's environment too."""
     if "RANK" in os.environ:
-        _check_environment()
+        read_job()  # raises an error if RANK was set by something else than torchrun
         return "torchrun"
     if step := read_step(os.environ):
         _check_tasks(step, config)
@@ -142,27 +143,6 @@ def _join(
     except LostRankError as lost:
         leave(f"error: {lost}; continue from the last checkpoint with {continue_command(path)}")
     return path
-
-
-def _check_environment() -> None:
-    """Raise an error if RANK was set by something else than torchrun."""
-    rank = os.environ["RANK"]
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise ConfigError(
-                f"the environment has RANK={rank}, as torchrun sets it, but no {name}: "
-                "unset RANK to train on this machine's GPUs"
-            )
-    ranks = os.environ["WORLD_SIZE"]
-    if not (_is_number(rank) and _is_number(ranks) and int(rank) < int(ranks)):
-        raise ConfigError(
-            f"the environment has RANK={rank} and WORLD_SIZE={ranks}, which is no rank of a job: "
-            "unset both to train on this machine's GPUs"
-        )
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()
 
 
 def _task_environment(step: Step) -> dict[str, str]:

@@ -56,7 +56,7 @@ def check_record(manifest: dict[str, Any], config: Config, data: Data, model: Mo
         before = {**before, "tile": str(min(TILE, int(now["tile"])))}  # an old checkpoint: the same for every model
     if moved := [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]:
         warnings.append(
-            f"the run computes otherwise than at the checkpoint of step {step}, so losses may differ a little: "
+            f"settings that change rounding differ from the checkpoint of step {step}; losses may differ slightly: "
             f"{', '.join(moved)}"
         )
     return warnings

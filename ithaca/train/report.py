@@ -98,6 +98,7 @@ class Progress:
         self._log_every = log_every
         self._began = self._logged_at = time.perf_counter()
         self._placed_at = self._began  # when a step ended or the log was told where one is
+        self._warm: tuple[int, float] | None = None  # the first step of this start that ended, and when
         self.step_seconds: float | None = None  # the mean of this start; None before the first step has ended
         self._step_line = ""
         self._validation: float | None = None  # the last validation loss
@@ -145,7 +146,7 @@ class Progress:
         self._placed_at = now
         if not self._log:
             return
-        self.step_seconds = (now - self._began) / (done - self._first)
+        self._time_step(done - self._first, now)
         if metrics.get("validation_loss") is not None:
             self._validation = metrics["validation_loss"]
         self._step_line = self._line(metrics)
@@ -153,6 +154,14 @@ class Progress:
         if self._is_logged(done, now):
             self._logged_at = now
             self._log_line(self._step_line)
+
+    def _time_step(self, done: int, now: float) -> None:
+        """Update `step_seconds`. The first step also compiles and allocates, so later ones count in its place."""
+        if self._warm is None:
+            self._warm, self.step_seconds = (done, now), (now - self._began) / done
+        else:
+            first, ended = self._warm
+            self.step_seconds = (now - ended) / (done - first)
 
     def _is_logged(self, done: int, now: float) -> bool:
         """Return whether a step gets a line in the log: the first and the last, and every so many."""
@@ -207,7 +216,8 @@ class Progress:
             parts.append(f"GPU {format_bytes(metrics['gpu_bytes'])}")
         parts.append(f"host {format_bytes(metrics['host_bytes'])}")
         assert self.step_seconds is not None
-        parts.append(f"{format_clock(self.step_seconds * (self.steps - done))} left")
+        bound = "at most " if done == self._first + 1 < self.steps else ""
+        parts.append(f"{bound}{format_clock(self.step_seconds * (self.steps - done))} left")
         return "  ".join(parts)
 
     def end_live(self) -> None:

@@ -44,8 +44,7 @@ class Unlearned:
             return self._due(
                 "step",
                 self._steps,
-                f"step {step} learned nothing: 0 of its {tokens} tokens have a label that counts, so the weights stay "
-                "as they are",
+                f"step {step} learned nothing: none of its {tokens} tokens has a label, so the weights do not change",
             )
         self._passes += len(empty)
         passes = format_count(len(empty), "pass")

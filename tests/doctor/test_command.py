@@ -34,7 +34,7 @@ def test_one_rank(nursery: Nursery, tmp_path: Path) -> None:
     assert "\nWrote here.toml, for: ithaca plan tiny --gpus 1xCPU --hardware here.toml\n" in end.out
     assert statuses(end.out) == dict.fromkeys(NAMES, "right") | {"links": "skipped"}
     assert end.out.startswith("ithaca doctor: 1 rank on 1 node (CPU, gloo)\n")
-    assert end.out.endswith("\nAll is right.\n")
+    assert end.out.endswith("\nAll checks passed.\n")
     for recipe in RECIPES:
         assert re.search(rf"^  {recipe} +one rank +\S+ +\S+ +1.0e-10  right$", end.out, re.MULTILINE), recipe
     assert re.search(r"^  a step +– +[\d.]+ s +[\d.]+ s$", end.out, re.MULTILINE)
@@ -145,13 +145,13 @@ def doctor_with_a_mistake(folder: Path, *words: str) -> None:
 def test_a_wrong_gradient_and_a_section_that_fails(nursery: Nursery, tmp_path: Path) -> None:
     (end,) = nursery.job(doctor_with_a_mistake, tmp_path, "--ranks", "1", "--disk", str(tmp_path))
     assert end.code == 1
-    assert end.err == "error: not all is right: 2 sections of 7, disk, recipes\n"
+    assert end.err == "error: 2 of 7 checks failed: disk, recipes\n"
     others = dict.fromkeys(NAMES, "right") | {"links": "skipped"}
     assert statuses(end.out) == others | {"disk": "failed", "recipes": "wrong"}
     assert "! recipe 'alst' on one rank: the gradient of model.layers.1.mlp.up_proj.weight is " in end.out
     assert re.findall(r"^  (\w+) .*WRONG$", end.out, re.MULTILINE) == ["alst"]
     assert "! rank 0: PlanError: no room\n" in end.out
-    assert "All is right" not in end.out
+    assert "All checks passed" not in end.out
 
 
 def doctor_without_devices(folder: Path, *words: str) -> None:
@@ -197,7 +197,7 @@ def test_under_torchrun(nursery: Nursery, tmp_path: Path) -> None:
     end = nursery.command(*line, "--quick", folder=tmp_path)
     assert end.code == 0, end.err
     assert end.out.startswith("ithaca doctor: 2 ranks on 1 node (CPU, gloo)\n")
-    assert end.out.endswith("\nAll is right.\n")
+    assert end.out.endswith("\nAll checks passed.\n")
 
 
 @pytest.mark.full

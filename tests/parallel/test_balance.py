@@ -68,6 +68,6 @@ def test_what_is_said() -> None:
     work = RingWork([[4, 2], [0, 2]])
     assert (work.pairs, work.imbalance, work.waiting) == ([4, 4], 0, pytest.approx(0.5))
     assert describe_work(work + RingWork([[8, 0]])) == (
-        "ring ranks attend to 12, 4 pairs of tokens: the busiest to 50.0 % more than the mean; as they wait for "
-        "each other, attention takes 75.0 % longer than if all were even"
+        "ring ranks attend to 12, 4 pairs of tokens: the busiest has 50.0 % more than the mean, and waiting for "
+        "it makes attention 75.0 % slower"
     )

@@ -321,7 +321,7 @@ def test_mistakes_in_the_environment(nursery: Nursery) -> None:
         )
     assert "MASTER_PORT=70000, which is no port: 1 to 65535 are" in mistake(nursery, **whole | {"MASTER_PORT": "70000"})
     assert "RANK=2 and WORLD_SIZE=2, which is no rank" in mistake(nursery, **whole | {"RANK": "2"})
-    assert "PlanError: timeout=0 is no time to wait" in mistake(nursery, seconds=0)
+    assert "PlanError: timeout must be above 0" in mistake(nursery, seconds=0)
     with in_use() as port:
         found = mistake(nursery, **whole | {"MASTER_PORT": str(port)})
         assert f"RunError: rank 0 cannot open the job's store at localhost:{port} (" in found

@@ -27,6 +27,7 @@ SCENES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "sweep": ({"recipe": "sweep", "chunk": 128}, {"ulysses": 4}),
     "ulysses": ({"recipe": "ulysses"}, {"ulysses": 4}),
     "dense": ({"recipe": "dense"}, {"shard": 4}),
+    "tensor": ({"recipe": "tensor"}, {"tensor": 2}),
 }
 
 

@@ -94,8 +94,8 @@ def test_refused(ranks, folders, heads: str, options: dict, sizes: dict[str, int
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"recipe": "untied", "heads": 0}, "heads=0 is no number of heads: 8 is"),
-        ({"recipe": "untied", "heads": "four"}, "heads=four is no number of heads: 8 is"),
+        ({"recipe": "untied", "heads": 0}, "heads must be a number of heads, e.g. 8; it is 0"),
+        ({"recipe": "untied", "heads": "four"}, "heads must be a number of heads, e.g. 8; it is four"),
         ({"recipe": "alst", "heads": 8}, "heads=8 means nothing under recipe 'alst': leave it out, or use recipe 's"),
         ({"recipe": "untied", "checkpoint": "none"}, "checkpoint=none means nothing under recipe 'untied'"),
         ({"recipe": "ulysses", "chunk": 8}, "chunk=8 means nothing under recipe 'ulysses'"),

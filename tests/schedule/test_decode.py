@@ -238,7 +238,7 @@ def test_a_cache_that_does_not_fit(folders, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_wrong_inputs(folders) -> None:
     model = ithaca.apply(ithaca.load_model(folders["gqa-untied"], "float32"), ithaca.Plan(recipe="dense"))
-    with pytest.raises(InputError, match="count=0 is no number of new tokens"):
+    with pytest.raises(InputError, match="count, the number of new tokens, must be 1 or more; it is 0"):
         model.greedy_decode(prompts(1, 8, seed=1), 0)
     with pytest.raises(InputError, match="token id 97 is outside the vocabulary of 97"):
         model.greedy_decode(torch.tensor([1, 97]), 2)

@@ -192,9 +192,9 @@ def test_one_folder_by_two_names(folders, tmp_path: Path) -> None:
     ("disk", "sentence"),
     [
         ("/a, /b, /a/", "disk='/a, /b, /a/' names '/a' twice: name it once, or a folder on another disk"),
-        ("/a,", "disk='/a,' is no folder: '/scratch' would be one"),
-        (",", "is no folder"),
-        (["/a"], "is no folder: '/scratch' would be one"),
+        ("/a,", "disk must name a folder, e.g. '/scratch'; it is '/a,'"),
+        (",", "disk must name a folder"),
+        (["/a"], "disk must name a folder, e.g. '/scratch'"),
     ],
 )
 def test_folders_that_are_refused(disk, sentence: str) -> None:

@@ -308,7 +308,7 @@ REFUSED = [
     ({"o": "disk"}, "o='disk' needs a folder on a disk: name it, as disk='/scratch', or use 'host'"),
     ({"x": "host, disk"}, "x='host, disk' needs a folder on a disk"),
     ({"disk": "/tmp"}, "disk='/tmp' does nothing without x='disk' or o='disk': use one, or leave it out"),
-    ({"o": "disk", "disk": ""}, "disk='' is no folder: '/scratch' would be one"),
+    ({"o": "disk", "disk": ""}, "disk must name a folder, e.g. '/scratch'; it is ''"),
     ({"o": "disk", "disk": "/nowhere"}, "plan.disk='/nowhere' is not a folder that a file can be made in .No such"),
     ({"lse": "disk"}, "lse='disk' needs a folder on a disk: name it, as disk='/scratch', or use 'host'"),
     ({"kv": "disc", "disk": "/tmp"}, "kv=disc does not exist: did you mean 'disk'?"),

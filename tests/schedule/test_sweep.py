@@ -385,16 +385,16 @@ def test_a_number_of_chunks(tokens: int, chunks: int, size: int) -> None:
 REFUSED = [
     ({"recipe": "sweep", "chunk": 100}, "chunk=100 is longer than the 37 tokens there are: chunk=37 works"),
     ({"recipe": "sweep", "chunk": 8, "tile": 9}, "tile=9 is longer than chunk=8: a tile of 8 fits"),
-    ({"recipe": "sweep", "chunk": 0}, "chunk=0 is no number of tokens: 65536 is"),
+    ({"recipe": "sweep", "chunk": 0}, "chunk must be a number of tokens, e.g. 65536; it is 0"),
     (
         {"recipe": "sweep", "chunks": 4},
         "chunks=4 means nothing under recipe 'sweep': leave it out, or use recipe 'fpdt'",
     ),
     ({"recipe": "fpdt", "chunks": 38}, "chunks=38 is more than the 37 tokens there are: 37 works"),
-    ({"recipe": "fpdt", "chunks": 0}, "chunks=0 is no number of chunks: 16 is"),
-    ({"recipe": "fpdt", "chunks": "4"}, "chunks=4 is no number of chunks: 16 is"),
+    ({"recipe": "fpdt", "chunks": 0}, "chunks must be a number of chunks, e.g. 16; it is 0"),
+    ({"recipe": "fpdt", "chunks": "4"}, "chunks must be a number of chunks, e.g. 16; it is 4"),
     ({"recipe": "fpdt", "chunks": 4, "chunk": 8}, "chunk=8 and chunks=4 both say how a sequence is cut: leave one out"),
-    ({"recipe": "sweep", "tile": -3}, "tile=-3 is no number of tokens: 8192 is"),
+    ({"recipe": "sweep", "tile": -3}, "tile must be a number of tokens, e.g. 8192; it is -3"),
     ({"recipe": "sweep", "o": "hots"}, "o=hots does not exist: did you mean 'host'"),
     ({"recipe": "sweep", "checkpoint": "full"}, "checkpoint=full means nothing under recipe 'sweep'"),
     (

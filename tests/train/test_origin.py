@@ -183,7 +183,7 @@ def test_a_damaged_checkpoint_of_the_other_run(nursery: Nursery, config: Config,
     said = fine(nursery.job(shifted, four(config), new, Origin(other, optimizer=True), ranks=2))
     assert losses(new) == pytest.approx(losses(whole)[4:], rel=1e-9)
     assert "warning: the checkpoint of step 8 in " in said
-    assert "is damaged (__0_0.distcp is not what was written): trying the one before" in said
+    assert "is damaged (__0_0.distcp is not what was written): trying the previous one" in said
     assert CheckpointFolder(other / "checkpoints").steps() == [4, 8]
     damage(other, 4)
     (end,) = nursery.job(train_from, config, tmp_path / "none", Origin(other))
@@ -278,8 +278,8 @@ WRONG = {
     "--from a --set model.source=tiny": "model.source is 'tiny', but --from a starts from the weights of '",
     "run.toml --from a": "model.source is 'tiny', but --from a starts from the weights of '",
     "--from a --set model.dtype=float32": "model.dtype is float32, but 'a' was trained with float64, and its check",
-    "--with-optimizer": "--with-optimizer says what --from RUN takes, and --from is missing: name the run",
-    "--with-optimizer --run b": "--with-optimizer says what --from RUN takes, and --from is missing: name the run",
+    "--with-optimizer": "--with-optimizer needs --from RUN: name the run whose optimizer state to take",
+    "--with-optimizer --run b": "--with-optimizer needs --from RUN: name the run whose optimizer state to take",
     "--from weights --with-optimizer": "the checkpoint of step 8 in 'weights' has no AdamW state: leave out --with-",
     "--from edited": "model/config.json in the run folder has changed since the checkpoint of step 8: norm_eps was",
     "--from a --run c": "'c' has checkpoints and did not start from another run: leave out --from a to continue it",

@@ -68,6 +68,21 @@ def test_the_time_left_of_a_run_that_continues(
     assert line.endswith("  4:00 left\n")
 
 
+def test_the_first_step_says_little_about_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It compiles: 30 s, and 2 s for each of the next two. So 17 s is no mean, and 94 steps are left of 2 s each."""
+    now = 1000.0
+    monkeypatch.setattr("ithaca.train.report.time.perf_counter", lambda: now)
+    progress = Progress(tmp_path / "log", first_step=3, steps=100, log_every=1)
+    for step, seconds in ((4, 30), (5, 2), (6, 2)):
+        now += seconds
+        progress.step({"step": step, **METRICS})
+    progress.close()
+    left = [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()]
+    assert left == ["at most 48:00 left", "3:10 left", "3:08 left"]
+
+
 def test_the_line_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last validation loss stays until there is another one."""
     progress = Progress(tmp_path / "log", 0, 5, log_every=1)

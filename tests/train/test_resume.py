@@ -109,8 +109,8 @@ def test_another_model_of_the_same_shapes_is_refused(folder: Folder, name: str, 
 def test_other_ranks_are_said(folder: Folder) -> None:
     assert folder.train("train.batch=2", new=True).code == 0
     said = folder.train("train.steps=5", ranks=2).out
-    assert "computes otherwise than at the checkpoint of step 4, so losses may differ a little: ranks 1 -> 2\n" in said
-    assert "computes otherwise" not in folder.train("train.steps=6", ranks=2).out
+    assert "rounding differ from the checkpoint of step 4; losses may differ slightly: ranks 1 -> 2\n" in said
+    assert "change rounding" not in folder.train("train.steps=6", ranks=2).out
 
 
 @pytest.mark.parametrize("change", [other_labels, other_middle, moved_bounds], ids=lambda change: change.__name__)
@@ -222,17 +222,17 @@ def test_another_tile_is_said(folder: Folder) -> None:
     assert "tile" not in computed(folder, 4, tile=None)
     end = folder.train("train.steps=5")
     assert end.code == 0, end.err
-    assert "computes otherwise" not in end.out
+    assert "change rounding" not in end.out
     assert computed(folder, 5, tile="24")
     said = folder.train("train.steps=6").out
-    assert "computes otherwise than at the checkpoint of step 5, so losses may differ a little: tile 24 -> 256" in said
+    assert "rounding differ from the checkpoint of step 5; losses may differ slightly: tile 24 -> 256" in said
 
 
 def test_a_named_tile_goes_on(folder: Folder) -> None:
     assert folder.train("plan.recipe=alst", "plan.tile=24", new=True).code == 0
     end = folder.train("train.steps=5")
     assert end.code == 0, end.err
-    assert "computes otherwise" not in end.out
+    assert "change rounding" not in end.out
     assert computed(folder, 5)["tile"] == "24"
 
 

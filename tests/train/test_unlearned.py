@@ -104,7 +104,7 @@ def test_a_step_without_labels_changes_nothing(whole) -> None:
 def test_what_is_said(whole) -> None:
     path, out = whole
     said = [line for line in out.splitlines() if "learned nothing" in line]
-    why = "0 of its 256 tokens have a label that counts, so the weights stay as they are"
+    why = "none of its 256 tokens has a label, so the weights do not change"
     one = "learned nothing: 0 of 128 tokens there have a label that counts"
     none = "no token there had a label that counts"
     assert said == [

@@ -25,7 +25,7 @@ from ithaca.base.errors import PlanError, suggestion
 from ithaca.base.sizes import format_bytes, parse_bytes, parse_tokens
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
-from ithaca.plans.places import IN_MEMORY, KEPT, REBUILD, RECOMPUTE, Placement, spell
+from ithaca.plans.places import IN_MEMORY, REBUILD, RECOMPUTE, Placement, spell
 from ithaca.plans.plan import PLACED, Plan
 from ithaca.schedule.job import BF16, Job
 from ithaca.schedule.sweep.cost import passing_bytes
@@ -35,8 +35,6 @@ from ithaca.tape.spec import DISK_RATE, STAGED, Budget, device_bytes, disk_bytes
 DISK_COST = int(300e12 / DISK_RATE)  # multiplications a rank does while a byte goes to a disk or comes back
 FEW = 16  # choices that are enough to compare Plans by
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}  # bytes of a number
-
-SHARED_PLACES = KEPT  # where tapes that all layers share can live: K and V, log-sum-exps, the residual
 
 Saved = tuple[set[int], set[int]]  # layers that save x, and layers that save o
 Words = dict[str, list[str]]  # by option of the Plan; a word for each layer, or one for all
@@ -260,7 +258,7 @@ def _shared_places(plan: Plan) -> Iterator[Words]:
 def _movable(plan: Plan, words: Words) -> Words:
     """What may go to the disk, in this order. x and o may; the others if the Plan leaves them open."""
     names = [name for name in ("o", "lse", "x", "residual") if name in ("x", "o") or not getattr(plan, name)]
-    return {name: words[name] for name in names if name in ("x", "o") or "disk" in SHARED_PLACES}
+    return {name: words[name] for name in names}
 
 
 def _spill(job: Job, words: Words, left: int) -> None:

@@ -28,14 +28,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE
-from ithaca.base.tiles import Tiles
 from ithaca.parallel.axes import Axes
 from ithaca.parallel.layout import Layout
 from ithaca.parallel.tensor_parts import TensorPart
 from ithaca.plans.plan import Plan
-from ithaca.schedule.costs import TO_RANKS, Message, Work, mlp_tiles
+from ithaca.schedule.costs import TO_RANKS, Message, mlp_tiles
 from ithaca.schedule.whole import cost as whole
-from ithaca.tape.spec import TapeSpec
+
+# The same as under `whole`. Of the exchange, only K and V that travel around a ring are hidden
+from ithaca.schedule.whole.cost import exposed, passing_bytes, settles, tapes, tiles, work  # noqa: F401
 
 if TYPE_CHECKING:
     from ithaca.schedule.job import Job
@@ -46,23 +47,6 @@ ID = 8  # bytes of a token, a label or a position
 def layout(plan: Plan, axes: Axes, tokens: int, shorten: bool) -> Layout:  # noqa: ARG001
     """One chunk: each rank has one piece of the sequence, or two in a ring."""
     return Layout(tokens, tokens, axes.tensor, axes.ring)
-
-
-def tiles(plan: Plan, layout: Layout) -> Tiles:
-    return whole.tiles(plan, layout)
-
-
-def tapes(job: "Job") -> list[TapeSpec]:
-    """Block inputs that are saved off the device."""
-    return whole.tapes(job)
-
-
-def passing_bytes(job: "Job") -> int:
-    return whole.passing_bytes(job)
-
-
-def settles(job: "Job") -> bool:
-    return whole.settles(job)
 
 
 def kept(job: "Job", layers: range) -> int:
@@ -174,13 +158,3 @@ def _ends(job: "Job", state: int) -> tuple[list[Message], list[Message]]:
     hidden = Message(TO_RANKS, job.split, token_bytes=state, count=parts)
     sums = Message(TO_RANKS, job.split, token_bytes=2 * job.axes.tensor * job.high, count=parts)
     return [batch, hidden, hidden, sums, hidden], [*_shared_gradients(job, ["norm.weight"]), hidden]
-
-
-def work(job: "Job") -> Work:
-    """FLOPs, bytes and GPU operations of a step."""
-    return whole.work(job)
-
-
-def exposed(job: "Job", computing: float, ulysses: float, ring: float) -> float:
-    """Seconds of computing with the exchange: only K and V that travel around a ring are hidden."""
-    return whole.exposed(job, computing, ulysses, ring)

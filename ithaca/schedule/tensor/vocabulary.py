@@ -48,7 +48,7 @@ class Vocabulary:
         """A rank's tokens in tiles that have at most `tile` tokens over all ranks, or one of each."""
         return iter(Tiles(tokens, max(tile // self.spread.ranks, 1)).slices())
 
-    def everyones(self, ids: Tensor, part: slice) -> Tensor:
+    def of_all_ranks(self, ids: Tensor, part: slice) -> Tensor:
         """A tile's ids of all ranks, of ids [ranks, tokens]."""
         return ids[:, part].flatten()
 
@@ -64,7 +64,7 @@ class _Embed(torch.autograd.Function):
     def forward(ctx: Any, table: Tensor, ids: Tensor, vocabulary: Vocabulary, tile: int) -> Tensor:
         x = table.new_empty(ids.shape[1], table.shape[1])
         for part in vocabulary.tiles(len(x), tile):
-            mine, rows = vocabulary.own(vocabulary.everyones(ids, part))
+            mine, rows = vocabulary.own(vocabulary.of_all_ranks(ids, part))
             found = F.embedding(rows, table).masked_fill_(~mine[:, None], 0.0)
             x[part] = vocabulary.spread.reduce(found)  # one rank has more than zeros, so the sum is exact
         ctx.save_for_backward(ids)
@@ -78,7 +78,7 @@ class _Embed(torch.autograd.Function):
         (ids,), (shape, vocabulary, tile) = ctx.saved_tensors, ctx.call
         dtable = torch.zeros(shape, dtype=at_least_fp32(dx.dtype), device=dx.device)
         for part in vocabulary.tiles(len(dx), tile):
-            mine, rows = vocabulary.own(vocabulary.everyones(ids, part))
+            mine, rows = vocabulary.own(vocabulary.of_all_ranks(ids, part))
             gradient = vocabulary.spread.gather(dx[part]).to(dtable.dtype)
             dtable.index_add_(0, rows, gradient.masked_fill_(~mine[:, None], 0.0))
         return dtable, None, None, None
@@ -147,7 +147,7 @@ class _Tiler:
             x_leaf = x[part].detach().requires_grad_(dx is not None)
             normed = norm(self.spec, x_leaf, self.weight)
         every = spread.gather(normed.detach())
-        labels = self.vocabulary.everyones(self.labels, part)
+        labels = self.vocabulary.of_all_ranks(self.labels, part)
         losses, dlogits = cross_entropies(F.linear(every, self.head), labels, self.vocabulary)
         self.loss += losses.view(spread.ranks, -1)[spread.rank].sum()
         if self.dhead is not None:
@@ -190,7 +190,7 @@ def token_losses(
     spread, losses_T = vocabulary.spread, x_TE.new_empty(len(x_TE), dtype=at_least_fp32(x_TE.dtype))
     for part in vocabulary.tiles(len(x_TE), tile):
         logits = F.linear(spread.gather(norm(spec, x_TE[part], weight)), head)
-        found, _ = cross_entropies(logits, vocabulary.everyones(labels, part), vocabulary)
+        found, _ = cross_entropies(logits, vocabulary.of_all_ranks(labels, part), vocabulary)
         losses_T[part] = found.view(spread.ranks, -1)[spread.rank]
     return losses_T
 

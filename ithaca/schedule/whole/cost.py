@@ -1,6 +1,6 @@
 """What blocks that run over all local tokens take: kept tensors, tensors at their peaks, messages, FLOPs. No torch.
 
-Between blocks, per local token in units of a hidden state d: `none` about 16 d; `selective` x and o, 2 d and the
+Between blocks, per local token in units of a hidden state d: `none` about 17 d; `selective` x and o, 2 d and the
 log-sum-exp; `full` x, 1 d, on the device or elsewhere. Within a block everything is of all local tokens T:
 
     MLP         5 τM + 3 τE for a tile of τ tokens, beside x, dy, dx, do and what attention holds. A single tile takes

@@ -78,8 +78,8 @@ def _table(rows: Sequence[tuple[str, Found]], config: Config, count: int) -> lis
     columns = "".join(f"{format_tokens(row['tokens']):>8}" for row in found["lengths"])
     return [
         "",
-        "One fact stands in a text of noise, and the model is asked for it. It found it in so many of "
-        f"{count} texts of each length:",
+        "Needle test: one fact is hidden in noise, and the model is asked for it. "
+        f"Share of {count} texts in which it answers right, by length:",
         "",
         f"{'tokens':<18}{columns}",
         *(f"{name:<18}" + "".join(f"{row['greedy']:>8.0%}" for row in each["lengths"]) for name, each in rows),

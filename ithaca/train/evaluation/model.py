@@ -1,26 +1,22 @@
 """The model of an evaluation on its ranks: the last or best checkpoint of a run, or a Hugging Face folder."""
 
-import contextlib
+import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from ithaca.assemble import Model, apply
-from ithaca.base.errors import ConfigError, ModelError, RunError
+from ithaca.base.errors import ConfigError, ModelError
 from ithaca.base.shell import continue_command
-from ithaca.checkpoint.checkpoints import none_is_sound
-from ithaca.checkpoint.files import CheckpointFolder, describe
-from ithaca.checkpoint.lease import GoneError
-from ithaca.checkpoint.reader import PlainReader, fill
-from ithaca.checkpoint.shard import for_dcp
+from ithaca.checkpoint.files import CheckpointFolder
+from ithaca.checkpoint.other_run import read_newest
 from ithaca.checkpoint.snapshot import weight_state
 from ithaca.config import Config, MeshSection, read_config
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, load_model
-from ithaca.parallel.agree import from_first, together, together_with
+from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.train.export import best_step
 from ithaca.train.record import check_model
@@ -121,42 +117,18 @@ def _ranks(run: RunFolder) -> str | None:
 def load_checkpoint(model: Model, run: RunFolder, best: bool, only: int | None = None) -> int:
     """Read the weights of the newest sound checkpoint, of the best one, or `only` that of a step. Return its step.
 
-    Collective.
-
-    The run may be training meanwhile: the first rank holds a lease on the checkpoint that is read.
+    Collective. The run may be training meanwhile.
     """
-    files, damaged, grid = CheckpointFolder(run.checkpoints), dict[int, str](), model.mesh
-    state = weight_state(model)
-    wanted = describe(state)
+    files, grid = CheckpointFolder(run.checkpoints), model.mesh
+
+    def steps() -> list[int]:
+        if best:
+            return [best_step(run.path, files)]
+        return [step for step in files.steps() if only in (None, step)]
+
     group: Any = dist.new_group(list(range(grid.size)), backend="gloo")
-    while True:
-        step = from_first(grid.group, lambda: _pick(run, files, best, damaged, only))
-        with contextlib.ExitStack() as stack:
-            if not from_first(grid.group, partial(_lease, stack, files, step)):
-                continue
-            damage = partial(files.damage, step, wanted, grid.rank, grid.size)
-            found = [text for text in together_with(grid.group, damage, lambda text: text)[1] if text]
-            if found:
-                damaged[step] = found[0]
-                continue
-            together(grid.group, partial(check_model, files.manifest(step) or {}, model.spec))
-            fill(for_dcp(state), together(grid.group, partial(PlainReader, files.path(step))), group)
-            return step
-
-
-def _pick(run: RunFolder, files: CheckpointFolder, best: bool, damaged: dict[int, str], only: int | None) -> int:
-    """Return the step of the checkpoint to try next."""
-    steps = [best_step(run.path, files)] if best else files.steps()
-    left = [step for step in steps if step not in damaged and only in (None, step)]
-    if left:
-        return left[-1]
-    raise none_is_sound(files.folder, damaged) if damaged else RunError(f"'{files.folder}' has no checkpoint any more")
-
-
-def _lease(stack: contextlib.ExitStack, files: CheckpointFolder, step: int) -> bool:
-    """Keep a checkpoint until the stack is closed. Return False if the run has deleted it right now."""
-    try:
-        stack.enter_context(files.lease(step))
-    except GoneError:
-        return False
-    return True
+    manifest, warnings = read_newest(files, weight_state(model), group, steps)
+    together(grid.group, lambda: check_model(manifest, model.spec))
+    for text in warnings if grid.rank == 0 else ():
+        print(f"warning: {text}", file=sys.stderr)  # stdout may be JSON
+    return manifest["step"]

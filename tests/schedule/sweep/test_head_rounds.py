@@ -214,7 +214,7 @@ def test_rounds_take_whole_groups(counts: tuple[int, int, int], usable: list[int
         ),
         ("14/2", {"heads": 2}, r"heads=2 is not usable with 14 query heads on 1 Ulysses ranks.*: 7, 14 are"),
         ("6/3", {"heads": 12}, "heads=12 is not usable with 6 query heads"),
-        ("6/3", {"heads": 0}, "heads=0 is no number of heads: 8 is"),
+        ("6/3", {"heads": 0}, "heads must be a number of heads, e.g. 8; it is 0"),
         (
             "6/3",
             {"heads": 2, "o": "recompute"},
