@@ -24,6 +24,7 @@ they go, for the rank whose links are busy longest. Gathered parameters are the 
 left out.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,6 +36,7 @@ from ithaca.parallel.head_split import HeadSplit
 from ithaca.parallel.layout import Layout
 from ithaca.planner.attention_rates import attention_seconds
 from ithaca.planner.hardware import Gpu, Machine
+from ithaca.plans.places import RECOMPUTE
 from ithaca.plans.plan import Plan
 from ithaca.schedule.costs import Copies, Message, Peers, Work, forward_flops, loss_flops, traffic
 from ithaca.schedule.job import BF16, FP32, Job
@@ -234,8 +236,10 @@ def _step_messages(job: Job) -> dict[bool, list[tuple[int, Message]]]:
     """Messages over Ulysses ranks and over ring ranks, each with the number of layers that send it."""
     layers = job.spec.layers
     found: dict[bool, list[tuple[int, Message]]] = {False: [], True: []}
-    # Only the last layer may differ from the others
-    for times, layer in ((layers - 1, 0), (1, layers - 1)):
+    # Layers that recompute attention send more than those that save its output, and the last layer may differ
+    again = [place == RECOMPUTE for place in job.plan.placement(layers).o[:-1]]
+    alike = [(times, again.index(kind)) for kind, times in Counter(again).items()]
+    for times, layer in (*alike, (1, layers - 1)):
         for message in (message for way in job.costs.messages(job, layer) for message in way):
             found[message.ring].append((times, message))
     return found
@@ -289,6 +293,8 @@ def _sent(job: Job, messages: list[tuple[int, Message]], seat: _Seat, in_ring: b
         ulysses = [] if in_ring else [rank for rank in others if (rank in seat.ulysses_here) == on_node]
         rings = (rings_here if on_node else job.axes.ring - 1 - rings_here) if in_ring else 0
         next_counts = in_ring and job.axes.ring > 1 and seat.next_here == on_node
+        if not (ulysses or rings or next_counts):
+            return 0
         peers = Peers(seat.ulysses, ulysses, rings, next_counts)
         return sum(times * traffic([message], job, peers).bytes for times, message in messages)
 

@@ -8,8 +8,9 @@ from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Machine, read_gpus
-from ithaca.planner.seconds import Seconds, predict_seconds
+from ithaca.planner.seconds import Seconds, busiest, predict_seconds
 from ithaca.plans.plan import Plan
+from ithaca.schedule.costs import Peers, traffic
 from ithaca.schedule.job import Job
 
 K, M = 2**10, 2**20
@@ -99,3 +100,16 @@ def test_the_gpus_of_a_node_share_its_disk() -> None:
     assert copies(plan, 8) == pytest.approx(8 * copies(plan, 1))
     hosted = Plan(recipe="sweep")
     assert copies(hosted, 8) == copies(hosted, 1)
+
+
+@pytest.mark.parametrize("o", ["recompute*7, host*25", "host*25, recompute*7", "host", "recompute"])
+def test_layers_that_send_more_are_counted(o: str) -> None:
+    """Only layers that recompute attention send its queries and outputs again."""
+    spec = read_spec(find_config("llama3-8b")[0])
+    plan = Plan(recipe="sweep", chunk=64 * K, o=o).settled_for(spec)
+    job = Job(spec=spec, plan=plan, tokens=M, axes=Axes(ulysses=4, ring=2))
+    messages = [message for layer in range(spec.layers) for way in job.costs.messages(job, layer) for message in way]
+    peers = Peers.all(4, 2, 0)
+    sent = [traffic([each for each in messages if each.ring == ring], job, peers).bytes for ring in (False, True)]
+    found = busiest(job, Machine(nodes=1, gpus=8))
+    assert [(each.inside, each.across) for each in found] == [(each, 0) for each in sent]
