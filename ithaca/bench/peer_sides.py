@@ -30,10 +30,11 @@ from ithaca.model.families import read_spec
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import Spec
 from ithaca.parallel.mesh import alone
-from ithaca.planner.hardware import Cluster, causal_mfu, nearest, read_gpus
+from ithaca.planner.hardware import Cluster, causal_mfu
 from ithaca.planner.search import search
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.kernel_bound import synchronize
+from ithaca.rehearsal.this_gpu import known_gpu
 from ithaca.tape.budget import host_budget
 
 Json = dict[str, Any]
@@ -141,10 +142,8 @@ def _check_loss(first: float, spec: Spec) -> float:
 
 
 def _mfu(spec: Spec, tokens: int, seconds: float, device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    found = torch.cuda.get_device_properties(device)
-    return causal_mfu(spec, tokens, tokens / seconds, nearest(found.name, found.total_memory, read_gpus()).flops)
+    gpu = known_gpu(device)
+    return causal_mfu(spec, tokens, tokens / seconds, gpu.flops) if gpu else None
 
 
 class Ours:
@@ -175,8 +174,9 @@ class Ours:
 def _planned(spec: Spec, tokens: int, device: torch.device) -> Plan:
     if device.type != "cuda":
         raise NotRun("not run: the planner plans for GPUs")
-    found = torch.cuda.get_device_properties(device)
-    gpu = nearest(found.name, found.total_memory, read_gpus())
+    gpu = known_gpu(device)
+    if gpu is None:
+        raise NotRun("not run: no table of the planner has this GPU")
     answer = search(spec, Cluster(1, gpu, host_budget()[0], node_gpus=1), tokens)
     if answer is None:
         raise NotRun("not run: no Plan fits this GPU")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ithaca.base.errors import ConfigError, PlanError
+from ithaca.base.errors import ConfigError
 from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens
 from ithaca.bench.ask import Ask, Deadline, MeasureError, TimeIsUp, find_machine
 from ithaca.bench.origin import command, commit
@@ -18,7 +18,7 @@ from ithaca.bench.store import Store, Stored
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.model.spec import Spec
-from ithaca.planner.hardware import nearest, parse_gpus, read_gpus
+from ithaca.planner.hardware import find_gpu, parse_gpus, read_gpus
 
 Json = dict[str, Any]
 PREDICTED_FOR = "H100-80GB"  # the GPU of predictions without a device
@@ -67,12 +67,8 @@ def look_around(model: str, options: Options) -> Here:
         machine: Json = {"predicted_for": gpu.name}
         return Here(model=model, spec=spec, place=Place(gpu=gpu), machine=machine, deadline=deadline)
     machine = find_machine(model, deadline)
-    gpu = None
-    if not machine["on_cpu"]:
-        try:
-            gpu = nearest(machine["device"], machine["device_bytes"], read_gpus())
-        except PlanError:
-            gpu = None  # its time is not predicted
+    # The time of a GPU that no table describes is not predicted
+    gpu = None if machine["on_cpu"] else find_gpu(machine["device"], machine["device_bytes"], read_gpus())
     place = Place(gpu=gpu, on_cpu=machine["on_cpu"], kernel=machine["kernel"])
     return Here(model=model, spec=spec, place=place, machine=machine, deadline=deadline)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from ithaca.base.errors import PlanError
 from ithaca.doctor.exam import Exam, Found
 from ithaca.doctor.links import FOR_PLANNER, link_rate
-from ithaca.planner.hardware import AMPERE, HERE, OLD_KERNEL, Cluster, Gpu, nearest, read_gpus
+from ithaca.planner.hardware import AMPERE, HERE, OLD_KERNEL, Cluster, Gpu, read_gpus
 from ithaca.rehearsal.measure import KERNELS, write_rates
+from ithaca.rehearsal.this_gpu import known_gpu
 from ithaca.tape.budget import KEPT_BACK
 
 CPU_KERNEL = "torch-cpu"
@@ -28,13 +28,7 @@ Tables = dict[str, dict[str, tuple[float, str]]]  # a TOML table's name -> numbe
 
 def assumed_gpu(exam: Exam) -> Gpu | None:
     """The GPU here as hardware.toml has it; None if it has none."""
-    if not exam.grid.gpu:
-        return None
-    properties = torch.cuda.get_device_properties(exam.grid.device)
-    try:
-        return nearest(properties.name, properties.total_memory, read_gpus())
-    except PlanError:
-        return None
+    return known_gpu(exam.grid.device)
 
 
 def measured_tables(exam: Exam, findings: Mapping[str, Found]) -> Tables:

@@ -148,12 +148,18 @@ def nearest(name: str, memory: int, known: Mapping[str, Gpu]) -> Gpu:
     return min((gpu for gpu in matches if len(_stem(gpu.name)) == longest), key=lambda gpu: abs(gpu.memory - memory))
 
 
-def peak_flops(name: str, memory: int) -> float | None:
-    """Return the peak FLOP/s of a GPU (dense bf16) that MFU is measured against; None if no table describes it."""
+def find_gpu(name: str, memory: int, known: Mapping[str, Gpu]) -> Gpu | None:
+    """The same as `nearest`; None if no table describes the GPU."""
     try:
-        return nearest(name, memory, read_gpus()).flops
+        return nearest(name, memory, known)
     except PlanError:
         return None
+
+
+def peak_flops(name: str, memory: int) -> float | None:
+    """Return the peak FLOP/s of a GPU (dense bf16) that MFU is measured against; None if no table describes it."""
+    gpu = find_gpu(name, memory, read_gpus())
+    return gpu.flops if gpu else None
 
 
 def causal_mfu(spec: Spec, attended: float, tokens_per_second: float, peak: float) -> float:

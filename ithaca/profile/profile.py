@@ -27,10 +27,10 @@ from ithaca.rehearsal.rehearse import (
     predicted_seconds,
     run_step,
     set_stage,
-    this_gpu,
     with_allocator,
 )
 from ithaca.rehearsal.scene import Scene
+from ithaca.rehearsal.this_gpu import known_gpu
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import step_memory
 
@@ -54,7 +54,7 @@ def profile_scene(scene: Scene, grid: Mesh | None = None) -> tuple[dict[str, Any
     with record_lanes(grid.device, model.engine) as recording:
         profiled = sum(run_step(*step).values())
     job = scene.job(stage.spec, model.dtype, model.kernel.name)
-    gpu = this_gpu(scene, grid.device)
+    gpu = known_gpu(grid.device, scene.hardware)
     predicted = predicted_seconds(scene, model, gpu) if gpu else None
     report = {
         **describe_model(model),

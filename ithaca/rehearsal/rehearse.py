@@ -28,12 +28,13 @@ from ithaca.parallel.axes import Axes
 from ithaca.parallel.batch import Batch
 from ithaca.parallel.loopback import start_loopback
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.planner.hardware import Gpu, Machine, causal_mfu, nearest, read_gpus
+from ithaca.planner.hardware import Gpu, Machine, causal_mfu
 from ithaca.planner.seconds import Seconds, predict_seconds
 from ithaca.rehearsal.fake_kernels import FakeKernel, TimedKernel
 from ithaca.rehearsal.kernel_bound import Products, attention_seconds, product_seconds, synchronize
 from ithaca.rehearsal.memory_meter import Meter, mark_gradients
 from ithaca.rehearsal.scene import Scene, held_spec, scene_source, scene_tokens
+from ithaca.rehearsal.this_gpu import known_gpu
 from ithaca.schedule.job import Bytes, Job
 from ithaca.schedule.marks import OPTIMIZER, StepMarks
 from ithaca.schedule.step_memory import absent_layers, step_memory
@@ -293,17 +294,6 @@ def describe_scene(scene: Scene, spec: Spec, model: Model, peak: dict[str, int])
     }
 
 
-def this_gpu(scene: Scene, device: torch.device) -> Gpu | None:
-    """The GPU here, as the table has it; None without a GPU that is known."""
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    try:
-        return nearest(properties.name, properties.total_memory, read_gpus(scene.hardware))
-    except PlanError:
-        return None
-
-
 def predicted_seconds(scene: Scene, model: Model, gpu: Gpu) -> Seconds:
     """Seconds by part. Messages loop back through this GPU's memory, and no other rank shares its disk."""
     job, link = scene.job(model.spec, model.dtype, model.kernel.name), gpu.bandwidth / 2
@@ -315,7 +305,7 @@ def _speed(scene: Scene, model: Model, seconds: dict[str, float]) -> dict[str, f
     """Speed of the layers that were rehearsed, with embedding, loss and optimizer."""
     step = seconds["forward"] + seconds["backward"] + seconds["optimizer"]
     rate = scene.tokens / step / scene.axes.context
-    gpu = this_gpu(scene, model.mesh.device)
+    gpu = known_gpu(model.mesh.device, scene.hardware)
     attended = attended_length(scene.documents) if scene.documents else scene.tokens
     return {
         "seconds": step,

@@ -8,8 +8,6 @@ front. A file system without direct access is not measured, because the page cac
 import math
 from dataclasses import dataclass, replace
 
-import torch
-
 from ithaca.assemble import Model
 from ithaca.base.errors import PlanError
 from ithaca.config import Config
@@ -17,8 +15,9 @@ from ithaca.data.mixture import Data
 from ithaca.parallel.agree import least, on_this_node, together
 from ithaca.parallel.mesh import Mesh
 from ithaca.planner.documents import file_documents
-from ithaca.planner.hardware import Gpu, Machine, nearest, read_gpus
+from ithaca.planner.hardware import Machine
 from ithaca.planner.slow_disk import slow_disk, slow_disk_warning
+from ithaca.rehearsal.this_gpu import known_gpu
 from ithaca.schedule.job import Job
 from ithaca.tape.devices import count_devices
 from ithaca.tape.file import TapeFile
@@ -111,14 +110,3 @@ def _pass_job(model: Model, rows: int, config: Config, data: Data) -> Job:
 
 def _node_ranks(grid: Mesh) -> int:
     return grid.node_ranks or grid.size
-
-
-def known_gpu(device: torch.device) -> Gpu | None:
-    """The GPU here, as the planner's table has it; None on a CPU and for a GPU that no table describes."""
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    try:
-        return nearest(properties.name, properties.total_memory, read_gpus())
-    except PlanError:
-        return None

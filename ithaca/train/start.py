@@ -29,10 +29,11 @@ from ithaca.model.spec import Spec
 from ithaca.parallel.agree import least, together, together_with
 from ithaca.parallel.mesh import Mesh
 from ithaca.planner.documents import Documents, file_documents
-from ithaca.planner.hardware import RUNTIME, Cluster, nearest, read_gpus
+from ithaca.planner.hardware import RUNTIME, Cluster, read_gpus
 from ithaca.planner.report import Question, explain, refusal
 from ithaca.planner.search import binding, longest, search
 from ithaca.plans.plan import Plan
+from ithaca.rehearsal.this_gpu import known_gpu
 from ithaca.schedule.variants import SHORTEST
 from ithaca.tape.budget import host_budget
 from ithaca.train.epochs import STEPS, count_steps
@@ -232,14 +233,12 @@ def _cluster(grid: Mesh, copies: int, memory: FreeMemory) -> Cluster:
     The planner keeps back a part of the free host memory (Cluster.budget): loading the model takes some before the
     tapes are allocated.
     """
-    properties = torch.cuda.get_device_properties(grid.device)
-    known = read_gpus()
-    try:
-        gpu = nearest(properties.name, properties.total_memory, known)
-    except PlanError:
+    gpu = known_gpu(grid.device)
+    if gpu is None:
         # The rates hardly change which Plan is fastest, and never whether it fits
-        like, why = known[UNKNOWN], f"assumed as of the {UNKNOWN}: {properties.name} is in no table"
-        gpu = replace(like, name=properties.name, sources=dict.fromkeys(like.sources, why))
+        name, like = torch.cuda.get_device_properties(grid.device).name, read_gpus()[UNKNOWN]
+        why = f"assumed as of the {UNKNOWN}: {name} is in no table"
+        gpu = replace(like, name=name, sources=dict.fromkeys(like.sources, why))
     count, node = grid.size // copies, grid.node_ranks or grid.size
     gpus = math.gcd(count, node)
     gpu = replace(gpu, memory=float(memory.gpu))

@@ -102,7 +102,7 @@ def test_nothing_was_measured(exam: Any) -> None:
     failed = {"devices": {"status": "failed"}, "links": {"status": "failed"}, "disk": {"status": "failed"}}
     assert measured_tables(exam, failed) == {}
     assert meaning.conclude(exam, [], failed)["longest"].keys() == {"assumed"}
-    exam.grid.gpu = False
+    exam.grid.gpu, exam.grid.device = False, torch.device("cpu")
     assert meaning.conclude(exam, [], failed) == {"skipped": "the device was not measured, and no table describes it"}
 
 

@@ -252,7 +252,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch, kernel: Any = CUDNN, **options: A
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     scene = Scene(model="llama3-8b", tokens=2**20, **options)
     model: Any = SimpleNamespace(spec=read_spec(PRESETS["llama3-8b"]), dtype=torch.bfloat16, kernel=kernel)
-    gpu = rehearse.this_gpu(scene, torch.device("cuda"))
+    gpu = rehearse.known_gpu(torch.device("cuda"), scene.hardware)
     assert gpu is not None
     return rehearse.predicted_seconds(scene, model, gpu).step
 
