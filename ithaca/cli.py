@@ -1,5 +1,6 @@
 """The command line. It imports torch only in commands that need it, so `ithaca --help` answers at once."""
 
+import difflib
 import os
 import sys
 from pathlib import Path
@@ -85,6 +86,8 @@ def train(
     sets = [*(set_ or ()), *([] if profile_step is None else [f"run.profile_step={profile_step}"])]
     continued = run is not None and not fresh and os.path.exists(run / "config.toml")
     is_first_run = not (config or sets or from_ or continued)
+    if is_first_run and run and not fresh:
+        raise ConfigError(f"'{run}' is no run that could continue: {_instead(run)}")
     if is_first_run:
         config, sets = FIRST_RUN, ["mesh.ulysses=1"] if ranks and ranks % 2 else []
     resolved = read_run_config(config, sets, run if not fresh else None, from_)
@@ -97,6 +100,15 @@ def train(
         from ithaca.train.evaluation.first_run import tell_first_run
 
         tell_first_run(folder, resolved, ranks)
+
+
+def _instead(run: Path) -> str:
+    """What to write in place of a run folder that is not there: a mistyped name must not start another training."""
+    runs = [folder.name for folder in sorted(run.parent.iterdir())] if run.parent.is_dir() else []
+    runs = [name for name in runs if os.path.exists(run.parent / name / "config.toml")]
+    near = next(iter(difflib.get_close_matches(run.name, runs, n=1)), None)
+    start = "to start a run there, name a configuration or --set options"
+    return f"did you mean '{run.parent / near}'? Or, {start}" if near else start
 
 
 @app.command()

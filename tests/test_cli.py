@@ -55,12 +55,25 @@ def test_no_word_at_all_shows_the_help(say: Say) -> None:
 
 
 def test_a_name_that_the_system_refuses(say: Say) -> None:
-    end = say("train", "--run", "a" * 300, "--ranks", "1")
+    end = say("train", "--run", "a" * 300, "--ranks", "1", "--set", "train.steps=1")
     assert end.code == 2
     assert end.err.startswith(f"error: '{'a' * 300}' cannot be made a run folder (File name too long")
     end = say("train", "a" * 300)
     assert end.code == 2
     assert end.err == f"error: '{'a' * 300}' cannot be read (File name too long)\n"
+
+
+def test_a_mistyped_run_trains_nothing(say: Say) -> None:
+    """Without a configuration and --set only `ithaca train` alone is the first run."""
+    Path("runs/mine").mkdir(parents=True)
+    Path("runs/mine/config.toml").write_text("")
+    start = "to start a run there, name a configuration or --set options"
+    end = say("train", "--run", "runs/mien")
+    assert (end.code, end.out) == (2, "")
+    assert end.err == f"error: 'runs/mien' is no run that could continue: did you mean 'runs/mine'? Or, {start}\n"
+    end = say("train", "--run", "elsewhere/x", "--ranks", "1")
+    assert (end.code, end.err) == (2, f"error: 'elsewhere/x' is no run that could continue: {start}\n")
+    assert [file.name for file in Path().rglob("*")] == ["runs", "mine", "config.toml"]
 
 
 def test_a_name_of_two_lines_is_quoted_on_one(say: Say) -> None:

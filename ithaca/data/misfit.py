@@ -16,6 +16,16 @@ class Tokens(Protocol):
     def tokenizer(self) -> str: ...
 
 
+def byte_tokens(data: Tokens, folder: Path | None) -> str | None:
+    """Return a warning if the data have a token for each byte, and the model was made for those of its tokenizer."""
+    if data.tokenizer != "bytes" or folder is None or model_file(folder, "tokenizer.json") is None:
+        return None
+    return (
+        f"the data have one token a byte, not those of the tokenizer in '{folder}': the model learns them anew; "
+        f"to train on your documents, prepare them with ithaca data --tokenizer {folder}"
+    )
+
+
 def misfit(data: Tokens, name: str, vocab: int, folder: Path | None) -> str | None:
     """Return why a model cannot learn the tokens, in one sentence; None if it can.
 
@@ -24,7 +34,8 @@ def misfit(data: Tokens, name: str, vocab: int, folder: Path | None) -> str | No
     if data.vocab > vocab:
         return (
             f"the data have token ids below {data.vocab}, but the model's vocabulary is {vocab}: "
-            "prepare them with the model's tokenizer (ithaca data --tokenizer)"
+            "prepare them with the model's tokenizer (ithaca data --tokenizer), or name the model that they were "
+            "prepared for (model.source)"
         )
     file = model_file(folder, "tokenizer.json") if folder else None
     if file is None or data.tokenizer in ("bytes", "unknown"):

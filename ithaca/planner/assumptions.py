@@ -15,7 +15,7 @@ from ithaca.tape.budget import KEPT_BACK
 def kernel_text(spec: Spec, cluster: Cluster, answer: Answer, documents: Documents | None) -> str:
     """The kernel that was assumed, and what a faster one that is not installed would give."""
     best = gpu_kernels(spec.head_size, cluster.gpu.capability)[0]
-    if best.name == answer.kernel:
+    if best.name == answer.kernel or best.extra is None:  # nothing to install
         return answer.kernel
     plan, axes = replace(answer.plan, kernel=best.name), answer.axes
     found = [

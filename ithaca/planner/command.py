@@ -29,6 +29,7 @@ from ithaca.schedule.variants import SHORTEST
 
 USUAL = "8xH100-80GB"
 MOST_BYTES = 1e18  # of a node's memory, and of its disk
+LEAST_BYTES = 1e6  # less was meant in another unit
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,8 @@ def _node_bytes(gpus: int, gpu: Gpu, host: str | None, disk: str) -> dict[str, f
         "disk": 0.0 if disk == "0" else parse_bytes(disk),
     }
     for name, size in sizes.items():
+        if 0 < size < LEAST_BYTES:
+            raise PlanError(f"--{name} has {size:g} bytes: give a size with its unit, e.g. --{name} 64GB")
         if size > MOST_BYTES:
             given, most = (f"{number / 1e12:.7g}TB" for number in (size, MOST_BYTES))
             raise PlanError(f"--{name} {given} is out of range: give at most {most}")

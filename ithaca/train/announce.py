@@ -7,6 +7,7 @@ import torch
 
 from ithaca.attention.kernels.choose import explain_kernel
 from ithaca.base.sizes import format_count, format_seconds, format_tokens
+from ithaca.data.misfit import byte_tokens
 from ithaca.train.epochs import describe_epochs
 from ithaca.train.learning_rate import describe_rate
 from ithaca.train.origin import describe_origin, describe_weights
@@ -35,6 +36,8 @@ def describe_run(run: "TrainingRun") -> Iterator[str]:
     if run.span.count > 1:
         yield run.span.describe(run.config)
     yield describe_epochs(options, run.data.tokens, run.rows.per_epoch)
+    if problem := byte_tokens(run.data, model.source.folder):
+        yield f"warning: {problem}"
     yield describe_rate(options, model.spec.parameters(), has_random_weights(run.config, origin))
     yield from model.describe_ranks()
     if grid.size > 1:

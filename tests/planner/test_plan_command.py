@@ -192,6 +192,17 @@ def test_tensor_parallelism_beside_it(say: Say, gpus: str, tokens: str, recipe: 
     assert "tensor" not in say("llama3.2-1b", "--gpus", "8xH100-80GB", "--tokens", "8K").out  # far off
 
 
+def test_nothing_is_installed_for_a_kernel_that_comes_with_torch(say: Say) -> None:
+    """flash-attn-4 does not know heads of 16, and CUDA graphs need `flash`, though cuDNN is there."""
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    sizes |= {"intermediate_size": 256, "vocab_size": 2000, "max_position_embeddings": 1024}
+    Path("small").mkdir()
+    Path("small/config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    end = say("small", "--gpus", "1xH100-80GB", "--tokens", "1K")
+    assert "Attention kernel: flash\n" in end.out
+    assert "pip install" not in end.out
+
+
 def test_assumptions_are_listed_on_demand(say: Say) -> None:
     words = ["llama3-8b", "--gpus", "16xH100-80GB", "--tokens", "2M"]
     short, full = (say(*words, *more).out for more in ([], ["--verbose"]))
@@ -377,6 +388,10 @@ def refused(end: Ended) -> str:
         (["tiny", "--hardware", "."], "'.' cannot be read (Is a directory): name a file"),
         (["tiny", "--batch", "8"], "--batch 8 needs the length of a sequence: give it, as --tokens 128K"),
         (["tiny", "--batch", "max", "--tokens", "max"], "--batch max needs the length of a sequence: give it"),
+        (
+            ["tiny", "--tokens", "8K", "--host", "64"],
+            "--host has 64 bytes: give a size with its unit, e.g. --host 64GB",
+        ),
         (["tiny", "--tokens", "8K", "--batch", "0"], "--batch 0 is no number of sequences: write 32 (sequences)"),
         (["tiny", "--tokens", "8K", "--batch", "all"], "--batch all is no number of sequences: write 32 (sequences)"),
         (["tiny", "--tokens", "8K", "--batch", "4M"], "--batch 4M could be sequences or tokens: write 4M-tokens for"),
