@@ -86,7 +86,7 @@ def train(
     sets = [*(set_ or ()), *([] if profile_step is None else [f"run.profile_step={profile_step}"])]
     continued = run is not None and not fresh and os.path.exists(run / "config.toml")
     is_first_run = not (config or sets or from_ or continued)
-    if is_first_run and run and not fresh:
+    if is_first_run and run and not (fresh or nodes or meet):  # `launch` says what became of --nodes and --meet
         raise ConfigError(f"'{run}' is no run that could continue: {_instead(run)}")
     if is_first_run:
         config, sets = FIRST_RUN, ["mesh.ulysses=1"] if ranks and ranks % 2 else []

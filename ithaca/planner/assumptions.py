@@ -26,6 +26,8 @@ def kernel_text(spec: Spec, cluster: Cluster, answer: Answer, documents: Documen
         )
     ]
     with_it = min(found, key=lambda seconds: seconds.step)
+    if with_it.step >= answer.seconds.step:
+        return answer.kernel
     return (
         f"{answer.kernel}; with {best.name} a step would take {format_seconds(with_it.step)}: "
         f"pip install 'ithaca[{best.extra}]'"

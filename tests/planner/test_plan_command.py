@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ithaca.attention.kernels import facts
 from ithaca.base.sizes import format_tokens
 from ithaca.cli import main
 from ithaca.config import read_config
@@ -201,6 +202,14 @@ def test_nothing_is_installed_for_a_kernel_that_comes_with_torch(say: Say) -> No
     end = say("small", "--gpus", "1xH100-80GB", "--tokens", "1K")
     assert "Attention kernel: flash\n" in end.out
     assert "pip install" not in end.out
+
+
+@pytest.mark.parametrize(("batch", "faster"), [("64", False), ("1", True)])
+def test_a_slower_kernel_is_not_advised(say: Say, batch: str, faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In short documents cuDNN's backward is predicted to be faster; one of them alone could be a CUDA graph."""
+    monkeypatch.setattr(facts, "_installed", lambda _: False)
+    end = say("needles-28m", "--gpus", "1xH200-141GB", "--tokens", "2K", "--batch", batch)
+    assert ("with flash4 a step would take" in end.out) == faster, end.out
 
 
 def test_assumptions_are_listed_on_demand(say: Say) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,19 +190,27 @@ def test_a_rank_that_is_missing_is_named(
     assert len(losses(path)) >= 4
 
 
+STEPS = 120  # so many after the tenth that a busy machine sees the tenth before the last
+
+
 @dataclass(frozen=True)
 class KillOneAndStopOne:
-    """Kill a rank of the first job, and stop one of the second, once they have taken some steps."""
+    """Kill a rank of the first job, and stop one of the second, each as soon as it has taken some steps."""
 
     folder: Path
 
     def __call__(self, launchers: list[int]) -> None:
-        disturbed = (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP))
-        for launcher, (name, number) in zip(launchers, disturbed, strict=False):
-            wait_for_steps(self.folder / name, 10)
-            _, rank = ranks_of(launcher)
-            rank.send_signal(number)
-        (self.folder / "hung").write_text(str(rank.pid))
+        with ThreadPoolExecutor() as both:
+            killed = both.submit(self._send, launchers[0], "killed", signal.SIGKILL)
+            stopped = both.submit(self._send, launchers[1], "stopped", signal.SIGSTOP)
+        killed.result()
+        (self.folder / "hung").write_text(str(stopped.result()))
+
+    def _send(self, launcher: int, name: str, number: signal.Signals) -> int:
+        wait_for_steps(self.folder / name, 10)
+        _, rank = ranks_of(launcher)
+        rank.send_signal(number)
+        return rank.pid
 
 
 def words(path: Path, model: Path, *sets: str) -> list[str]:
@@ -211,7 +220,7 @@ def words(path: Path, model: Path, *sets: str) -> list[str]:
 
 def test_a_rank_that_dies_or_hangs_is_started_again(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:
     names = ("killed", "stopped", "left")
-    jobs = [(words(tmp_path / name, small_model, "train.steps=24", "run.timeout=15"), {}) for name in names]
+    jobs = [(words(tmp_path / name, small_model, f"train.steps={STEPS}", "run.timeout=15"), {}) for name in names]
     ends = dict(zip(names, nursery.commands(*jobs, folder=tmp_path, disturb=KillOneAndStopOne(tmp_path)), strict=True))
     for name, end in ends.items():
         assert end.code == 0, end.err
@@ -222,7 +231,7 @@ def test_a_rank_that_dies_or_hangs_is_started_again(nursery: Nursery, small_mode
     assert "Rank 1 was killed by signal 9. Restarting" in ends["killed"].err
     assert "rank 1 of 2 does not answer any more (it has ended or hangs)" in ends["stopped"].err
     assert not psutil.pid_exists(int((tmp_path / "hung").read_text()))
-    assert len(losses(tmp_path / "left")) == 24
+    assert len(losses(tmp_path / "left")) == STEPS
 
 
 def test_ctrl_c_at_a_terminal(small_model: Path, tmp_path: Path) -> None:
