@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -86,8 +87,9 @@ def train(
     sets = [*(set_ or ()), *([] if profile_step is None else [f"run.profile_step={profile_step}"])]
     continued = run is not None and not fresh and os.path.exists(run / "config.toml")
     is_first_run = not (config or sets or from_ or continued)
-    if is_first_run and run and not (fresh or nodes or meet):  # `launch` says what became of --nodes and --meet
-        raise ConfigError(f"'{run}' is no run that could continue: {_instead(run)}")
+    is_new = not (config or from_ or continued or fresh or nodes or meet)  # `launch` says what became of the last two
+    if is_new and run and (problem := _mistyped(run, set_ or [])):
+        raise ConfigError(f"'{run}' is no run that could continue: {problem}")
     if is_first_run:
         config, sets = FIRST_RUN, ["mesh.ulysses=1"] if ranks and ranks % 2 else []
     resolved = read_run_config(config, sets, run if not fresh else None, from_)
@@ -102,13 +104,21 @@ def train(
         tell_first_run(folder, resolved, ranks)
 
 
-def _instead(run: Path) -> str:
-    """What to write in place of a run folder that is not there: a mistyped name must not start another training."""
+def _mistyped(run: Path, sets: list[str]) -> str | None:
+    """What to write in place of a run folder that is not there, if it was meant to continue; None if it may begin.
+
+    It is meant to continue if no option is set, or if there is a run of nearly that name and no option says what to
+    train: a mistyped name must not start another training. Names with other numbers are no mistake, as lr1 and lr2.
+    """
+    if any(word.partition("=")[0].strip() in ("model.source", "data.source", "data.mix") for word in sets):
+        return None
     runs = [folder.name for folder in sorted(run.parent.iterdir())] if run.parent.is_dir() else []
     runs = [name for name in runs if os.path.exists(run.parent / name / "config.toml")]
+    runs = [name for name in runs if re.sub(r"\d", "", name) != re.sub(r"\d", "", run.name)]
     near = next(iter(difflib.get_close_matches(run.name, runs, n=1)), None)
-    start = "to start a run there, name a configuration or --set options"
-    return f"did you mean '{run.parent / near}'? Or, {start}" if near else start
+    if near:
+        return f"did you mean '{run.parent / near}'? Or, to start a run there, name a configuration or model.source"
+    return None if sets else "to start a run there, name a configuration or --set options"
 
 
 @app.command()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ithaca import cli
 from ithaca.base.errors import ConfigError, DataError, IthacaError, LostRankError, ModelError, PlanError, RunError
 from ithaca.cli import main
 from tests.nursery import Ended
@@ -67,13 +68,22 @@ def test_a_mistyped_run_trains_nothing(say: Say) -> None:
     """Without a configuration and --set only `ithaca train` alone is the first run."""
     Path("runs/mine").mkdir(parents=True)
     Path("runs/mine/config.toml").write_text("")
+    near = "did you mean 'runs/mine'? Or, to start a run there, name a configuration or model.source"
+    for more in ([], ["--set", "train.steps=4000"], ["--profile-step", "7"]):
+        end = say("train", "--run", "runs/mien", *more)
+        assert (end.code, end.out) == (2, "")
+        assert end.err == f"error: 'runs/mien' is no run that could continue: {near}\n"
     start = "to start a run there, name a configuration or --set options"
-    end = say("train", "--run", "runs/mien")
-    assert (end.code, end.out) == (2, "")
-    assert end.err == f"error: 'runs/mien' is no run that could continue: did you mean 'runs/mine'? Or, {start}\n"
     end = say("train", "--run", "elsewhere/x", "--ranks", "1")
     assert (end.code, end.err) == (2, f"error: 'elsewhere/x' is no run that could continue: {start}\n")
     assert [file.name for file in Path().rglob("*")] == ["runs", "mine", "config.toml"]
+
+
+def test_a_new_run_may_be_named_like_another(tmp_path: Path) -> None:
+    (tmp_path / "try-1").mkdir()
+    (tmp_path / "try-1/config.toml").write_text("")
+    for name, more in (("try-2", []), ("tri-1", ["model.source=my-model"]), ("other", [])):
+        assert cli._mistyped(tmp_path / name, ["train.steps=4", *more]) is None
 
 
 def test_a_name_of_two_lines_is_quoted_on_one(say: Say) -> None:

@@ -1,5 +1,8 @@
 """On a GPU: passes as CUDA graphs are those whose operations are launched one by one, up to rounding."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,11 +85,13 @@ def test_replays(tmp_path: Path, kernel: str, checkpoint: str, family: str) -> N
 
 @pytest.mark.gpu
 def test_training(tmp_path: Path, kernel: str) -> None:
-    """Twenty steps, with losses by token between them, end where steps without a graph end."""
+    """Twenty steps, with losses by token between them, stay as near to float64 as steps without a graph.
+
+    Rounding grows from step to step and differs from run to run, so the losses of all steps are compared together.
+    """
     folder = save(make_model("llama3.1", torch.bfloat16, **GPU_SIZES), tmp_path / "in")
 
-    def train(graph: bool) -> Tensor:
-        model = make(folder, kernel, "none", graph)
+    def train(model: ithaca.Model) -> Tensor:
         optimizer = ithaca.make_optimizer(model, learning_rate=1e-3)
         losses = []
         for number in range(20):
@@ -101,10 +106,28 @@ def test_training(tmp_path: Path, kernel: str) -> None:
             losses.append(loss.detach())
         return torch.stack(losses).double().cpu()
 
-    eager, again, replayed = (train(graph) for graph in (False, False, True))
-    noise = (again - eager).abs().max()
-    assert (replayed - eager).abs().max() <= 3 * noise + 1e-3, (replayed - eager, noise)
-    assert eager[-1] < eager[0]
+    plan = ithaca.Plan(recipe="dense", zero=2, kernel="naive")
+    exact = train(ithaca.apply(ithaca.load_model(folder, "float64"), plan))
+    eager, replayed = (train(make(folder, kernel, "none", graph)) for graph in (False, True))
+    errors = [(losses - exact).square().mean().sqrt() for losses in (eager, replayed)]
+    assert errors[1] <= 2 * errors[0], errors
+    assert exact[-1] < exact[0]
+
+
+@pytest.mark.gpu
+def test_a_rehearsal_sees_the_memory_of_a_graph(kernel: str) -> None:
+    """Of the passes that were captured, not of the one that its meter watched."""
+    sets = ["recipe=dense", "checkpoint=none", "zero=2", f"kernel={kernel}", "cuda_graph=true"]
+    words = [
+        "rehearse",
+        "smollm2-135m",
+        "--tokens",
+        "4K",
+        *(word for each in sets for word in ("--set", f"plan.{each}")),
+    ]
+    run = [sys.executable, "-c", "from ithaca.cli import main; main()", *words, "--json"]
+    found = json.loads(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+    assert found["peak_bytes"] == pytest.approx(found["peak_bytes_predicted"], rel=0.05)
 
 
 @pytest.mark.gpu

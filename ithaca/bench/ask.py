@@ -74,10 +74,10 @@ class Deadline:
 
 
 class Ask:
-    """Answers requests: from what is stored, or by measuring."""
+    """Answers requests: from what is stored, or by measuring. `origin` is stored with each new answer."""
 
-    def __init__(self, stored: list[Json], save: Callable[[], None], deadline: Deadline, commit: str):
-        self._stored, self._save, self._deadline, self._commit = stored, save, deadline, commit
+    def __init__(self, stored: list[Json], save: Callable[[], None], deadline: Deadline, origin: Json):
+        self._stored, self._save, self._deadline, self._origin = stored, save, deadline, origin
 
     def __call__(self, request: Json) -> Json:
         """Return the result of a request. An error is not stored: the next run tries again."""
@@ -90,7 +90,7 @@ class Ask:
         result = run_child(request, left)
         if "error" in result:
             raise MeasureError(result["error"])
-        self._stored.append({"request": request, "result": result, "commit": self._commit})
+        self._stored.append({"request": request, "result": result, **self._origin})
         self._save()
         return result
 

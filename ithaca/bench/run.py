@@ -89,7 +89,8 @@ def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line:
         row.about = task.about
         row.predicted = row.predicted if row.done else task.predict()
         if not row.done and not options.predict:
-            ask = Ask(row.measurements, lambda: store.save(order), here.deadline, origin["commit"])
+            where = {"commit": origin["commit"], "device": here.machine["device"]}
+            ask = Ask(row.measurements, lambda: store.save(order), here.deadline, where)
             left += not _measure(task, row, ask, origin)
         elif not row.answer:
             row.origin = origin

@@ -28,14 +28,20 @@ class Stored:
     predicted: Json | None = None
     answer: Json | None = None  # None: not measured, or not yet
     error: str | None = None  # why it could not be measured; the next run tries again
-    measurements: list[Json] = field(default_factory=list)  # [{"request": …, "result": …, "commit": …}]
+    measurements: list[Json] = field(default_factory=list)  # [{"request": …, "result": …, "commit": …, "device": …}]
     origin: Json = field(default_factory=dict)  # machine, commit, command
     about: Json = field(default_factory=dict)  # what the row is, and what is published beside it
 
     @property
     def commits(self) -> str:
         """The commits that its measurements were made at, in order: a row may have been begun at another one."""
-        return ", ".join(dict.fromkeys(each["commit"] for each in self.measurements))
+        return ", ".join(dict.fromkeys(each.get("commit", "unknown") for each in self.measurements))
+
+    @property
+    def devices(self) -> set[str]:
+        """The devices that it was measured on, also if it is not done."""
+        found = [self.origin.get("machine", {}), *self.measurements]
+        return {each["device"] for each in found if "device" in each}
 
     @property
     def done(self) -> bool:
@@ -58,8 +64,7 @@ class Store:
         """Return the row of a question: as it was stored, or a new one if it was another question or device then."""
         question = json.loads(json.dumps(question))  # as the file has it
         found = self.rows.get(name)
-        device = found.origin.get("machine", {}).get("device") if found else None
-        moved = device and machine and device != machine["device"]
+        moved = found and machine and found.devices - {machine["device"]}
         if found is None or found.question != question or moved:
             self.rows[name] = found = Stored(name, question)
         return found

@@ -8,7 +8,7 @@ from ithaca.model.spec import Spec
 from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import DISK_NUMBERS, HERE, MARGIN, RUNTIME, Cluster, Gpu, rate_names
 from ithaca.planner.search import Answer, pass_seconds
-from ithaca.schedule.variants import with_graph
+from ithaca.schedule.variants import fitting_graph
 from ithaca.tape.budget import KEPT_BACK
 
 
@@ -17,13 +17,18 @@ def kernel_text(spec: Spec, cluster: Cluster, answer: Answer, documents: Documen
     best = gpu_kernels(spec.head_size, cluster.gpu.capability)[0]
     if best.name == answer.kernel or best.extra is None:  # nothing to install
         return answer.kernel
-    plan, axes = replace(answer.plan, kernel=best.name), answer.axes
+    plan, axes, tokens = replace(answer.plan, kernel=best.name), answer.axes, answer.rows * answer.tokens
+    graphs = fitting_graph(
+        plan,
+        spec,
+        replace(axes, replicate=cluster.copies),
+        tokens,
+        cluster.budget,
+        best.name if best.replays else None,
+    )
     found = [
         pass_seconds(spec, cluster, each, answer.tokens, answer.rows, axes, documents).repeated(answer.passes)
-        for each in (
-            plan,
-            *with_graph(plan, replace(axes, replicate=cluster.copies), best.name if best.replays else None),
-        )
+        for each in (plan, *graphs)
     ]
     with_it = min(found, key=lambda seconds: seconds.step)
     if with_it.step >= answer.seconds.step:

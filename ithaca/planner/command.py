@@ -205,7 +205,7 @@ def read_cluster(
         raise PlanError(f"{node_gpus} GPUs on a node are out of range: give 1 to {MOST_ON_A_NODE}")
     count, gpu = parse_gpus(gpus, read_gpus(hardware))
     memory = _node_bytes(min(count, node_gpus), gpu, host, disk)
-    return Cluster(count, gpu, node_gpus=node_gpus, copies=1, passes=1, **memory)
+    return Cluster(count, gpu, memory["host"], memory["disk"], node_gpus)
 
 
 def _node_bytes(gpus: int, gpu: Gpu, host: str | None, disk: str) -> dict[str, float]:

@@ -313,6 +313,7 @@ class Cluster:
     node_gpus: int = 8  # GPUs on each node; a job on part of one node has fewer
     copies: int = 1  # copies of the parameters in the job, each on this many GPUs
     passes: int = 1  # of a step, one after the other (micro-batches)
+    kernels: tuple[str, ...] | None = None  # that attention can run with, the first by 'auto'; None: by their facts
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MOST_GPUS:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ithaca.attention.kernels.facts import gpu_kernel, gpu_kernels
+from ithaca.attention.kernels.facts import KERNEL_FACTS, KernelFacts, gpu_kernels
 from ithaca.base.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
@@ -124,25 +124,25 @@ def fitting(
     axes = _axes(cluster, recipe, mesh)
     copied, kernel = replace(axes, replicate=cluster.copies), _kernel(spec, cluster)
     timed = _Timed(spec, cluster, tokens, rows, axes, documents)
-    best, once = float("inf"), False
+    best, once, replaying = float("inf"), False, _replaying(spec, cluster)
     if effort is Effort.FEW and not fits(spec, cluster, rows * tokens, recipe, mesh, Effort.LEAST):
         return  # as most questions about too few GPUs end: sooner than by trying every variant
     for variant in _variants(spec, cluster, rows * tokens, recipe, copied, effort):
         if best < float("inf") and timed.bound(variant) * HARDLY >= best:
             continue
-        found = fitting_plans(
-            variant, spec, copied, rows * tokens, cluster.budget, effort, timed.cost, _replaying(spec, cluster)
-        )
+        graphs_left = any(plan.cuda_graph for plan in faster_alone(variant, copied, replaying))
+        found = fitting_plans(variant, spec, copied, rows * tokens, cluster.budget, effort, timed.cost, replaying)
         for plan, memory in found:
             seconds = timed(plan)
             best = min(best, _cost(seconds))
-            # A run chooses the kernel again: where it trains, other packages may be installed
-            named = replace(plan, kernel="auto") if plan.kernel == kernel else plan
+            # A run chooses the kernel again: where it trains, other packages may be installed. Not every kernel replays
+            named = replace(plan, kernel="auto") if plan.kernel == kernel and not plan.cuda_graph else plan
             answer = Answer(named, tokens, axes, rows, rows * axes.shard, memory, seconds, plan.kernel)
             once = not answer.recomputed(spec)
+            graphs_left = graphs_left and not plan.cuda_graph
             yield answer
-        if variant.entry.tries and once:
-            return  # the tries that follow use less memory and are no faster
+        if variant.entry.tries and once and not graphs_left:
+            return  # the tries that follow use less memory. Only a CUDA graph that still had no room could be faster
 
 
 def fits(spec: Spec, cluster: Cluster, tokens: int, recipe: str, mesh: tuple[int, int], effort: Effort) -> bool:
@@ -156,16 +156,22 @@ def _axes(cluster: Cluster, recipe: str, mesh: tuple[int, int]) -> Axes:
     return RECIPES[recipe].axes(*mesh, shard=cluster.count // (mesh[0] * mesh[1]))
 
 
+def _kernels(spec: Spec, cluster: Cluster) -> list[KernelFacts]:
+    """The attention kernels that can be had, the best first."""
+    if cluster.kernels is not None:
+        return [KERNEL_FACTS[name] for name in cluster.kernels]
+    return [facts for facts in gpu_kernels(spec.head_size, cluster.gpu.capability) if facts.installed]
+
+
 def _kernel(spec: Spec, cluster: Cluster) -> str:
-    return gpu_kernel(spec.head_size, cluster.gpu.capability).name
+    return _kernels(spec, cluster)[0].name
 
 
 def _replaying(spec: Spec, cluster: Cluster) -> str | None:
     """The fastest kernel that CUDA graphs can have; None on a CPU."""
     if cluster.gpu.name == CPU:
         return None
-    known = gpu_kernels(spec.head_size, cluster.gpu.capability)
-    return next((facts.name for facts in known if facts.replays and facts.installed), None)
+    return next((facts.name for facts in _kernels(spec, cluster) if facts.replays), None)
 
 
 def _variants(spec: Spec, cluster: Cluster, tokens: int, recipe: str, axes: Axes, effort: Effort) -> list[Plan]:

@@ -100,7 +100,7 @@ def graph_passes(decoder: Decoder, mesh: Mesh, dtype: torch.dtype, kernel: str) 
 
 
 class GraphedPasses:
-    """The training passes of a decoder. The first one decides about the number of tokens."""
+    """The training passes of a decoder. The first one, also after `drop`, decides about the number of tokens."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, make_recorder: Callable[[], Recorder]):
         self._decoder, self._dtype, self._make_recorder = decoder, dtype, make_recorder
@@ -125,8 +125,8 @@ class GraphedPasses:
         return _Replayed.apply(anchor, graph, batch)
 
     def drop(self) -> None:
-        """Free the graph and its memory. The next pass captures another one."""
-        self._graph = None
+        """Free the graph and its memory. The next pass captures another one, for its own number of tokens."""
+        self._graph = self._tokens = None
 
 
 class _Graph:

@@ -136,9 +136,14 @@ def fitting_plans(
         return
     faster = [(choice, budgeted(choice)) for choice in faster_alone(fit[0], axes, replaying)[:-1]]
     for choice, memory in (*faster, fit):
-        beside = beside_graph(Job(spec=spec, plan=choice, tokens=tokens, axes=axes)) if choice.cuda_graph else 0
-        if Budget(memory.total + beside, memory.host, memory.disk).within(budget):
+        if _within(choice, memory, spec, axes, tokens, budget):
             yield choice, memory
+
+
+def _within(plan: Plan, memory: Memory, spec: Spec, axes: Axes, tokens: int, budget: Budget) -> bool:
+    """Whether a Plan fits, with a pass without gradients beside its CUDA graph if it has one."""
+    beside = beside_graph(Job(spec=spec, plan=plan, tokens=tokens, axes=axes)) if plan.cuda_graph else 0
+    return Budget(memory.total + beside, memory.host, memory.disk).within(budget)
 
 
 def _memory(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget) -> Memory:
@@ -161,6 +166,12 @@ def with_graph(plan: Plan, axes: Axes, replaying: str | None) -> list[Plan]:
     """The same Plan with passes as CUDA graphs, if they can be. `replaying`: the kernel that they attend with."""
     possible = "cuda_graph" in plan.entry.options and plan.x in (None, "device") and runs_alone(axes, plan.zero)
     return [replace(plan, cuda_graph=True, kernel=replaying)] if possible and replaying else []
+
+
+def fitting_graph(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, replaying: str | None) -> list[Plan]:
+    """The same, if it fits the budget of a rank."""
+    asked = spec, axes, tokens, budget
+    return [each for each in with_graph(plan, axes, replaying) if _within(each, _memory(each, *asked), *asked)]
 
 
 def refit(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, cost: Cost) -> Fit | None:

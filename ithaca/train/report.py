@@ -26,6 +26,7 @@ from ithaca.base.sizes import format_bytes, format_clock, format_number
 from ithaca.train.run_folder import writing
 
 SILENT_SECONDS = 60.0  # after which a step is logged, and a long one says where it is
+LONG_STEP = 60.0  # seconds; beside them it hardly counts that the first step also compiles
 
 
 def tell(text: str, stream: IO[str]) -> None:
@@ -216,8 +217,11 @@ class Progress:
             parts.append(f"GPU {format_bytes(metrics['gpu_bytes'])}")
         parts.append(f"host {format_bytes(metrics['host_bytes'])}")
         assert self.step_seconds is not None
-        bound = "at most " if done == self._first + 1 < self.steps else ""
-        parts.append(f"{bound}{format_clock(self.step_seconds * (self.steps - done))} left")
+        left, is_first = f"{format_clock(self.step_seconds * (self.steps - done))} left", done == self._first + 1
+        if not is_first or done == self.steps:
+            parts.append(left)
+        elif self.step_seconds >= LONG_STEP:
+            parts.append(f"about {left}")
         return "  ".join(parts)
 
     def end_live(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from ithaca.attention.kernels.choose import usable_kernels
 from ithaca.base.errors import DataError, PlanError
 from ithaca.base.sizes import format_tokens
 from ithaca.checkpoint.files import CheckpointFolder
@@ -25,7 +26,6 @@ from ithaca.data.synthetic import open_synthetic
 from ithaca.model.extend import beyond_context
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, describe_model, extend_model, load_model
-from ithaca.model.spec import Spec
 from ithaca.parallel.agree import least, together, together_with
 from ithaca.parallel.mesh import Mesh
 from ithaca.planner.documents import Documents, file_documents
@@ -90,8 +90,9 @@ def settle(
     tokens = config.train.tokens or saved.tokens or default
     batch = config.train.batch or saved.batch
     config = replace(config, train=replace(config.train, tokens=tokens, batch=batch))
-    spec = load_source(config, described, resumed).spec
-    chosen = choose_plan(config, spec, grid, tokens, memory, lambda: _documents(config, run))
+    source = load_source(config, described, resumed)
+    spec = source.spec
+    chosen = choose_plan(config, source, grid, tokens, memory, lambda: _documents(config, run))
     sharing = chosen[1].ring * chosen[1].ulysses * chosen[1].tensor
     batch = batch or (config.train.micro_batch or 1) * (grid.size // sharing)
     config = replace(config, train=replace(config.train, batch=batch))
@@ -180,7 +181,7 @@ def _documents(config: Config, run: RunFolder) -> Documents:
 
 def choose_plan(
     config: Config,
-    spec: Spec,
+    source: ModelSource,
     grid: Mesh,
     tokens: int,
     memory: FreeMemory,
@@ -195,7 +196,10 @@ def choose_plan(
         by_mesh = "tensor" if mesh.tensor > 1 else "sweep" if mesh.ring * mesh.ulysses > 1 else "dense"
         return Plan(recipe=by_mesh), mesh, []
     batch, micro = config.train.batch or 1, config.train.micro_batch
-    cluster = replace(_cluster(grid, mesh.replicate, memory), passes=-(-batch // micro) if micro else 1)
+    spec = source.spec
+    kernels = usable_kernels(grid.device, source.compute_dtype(grid.device), spec.head_size)
+    cluster = _cluster(grid, mesh.replicate, memory)
+    cluster = replace(cluster, passes=-(-batch // micro) if micro else 1, kernels=kernels)
     axes = None if mesh == MeshSection() else (mesh.ulysses * mesh.tensor, mesh.ring)
     recipe = "tensor" if mesh.tensor > 1 else None
     given = config.train.micro_batch or config.train.batch

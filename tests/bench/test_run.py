@@ -130,6 +130,34 @@ def test_another_device_is_measured_again(child: Child, ladder: Ladder, monkeypa
     assert found.origin["machine"]["device"] == "NVIDIA A100-SXM4-80GB"
 
 
+def test_a_row_that_was_begun_on_another_device_begins_anew(
+    child: Child, ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = ("Sweep, keep o",)
+    child.ends_after = 1
+    with pytest.raises(KeyboardInterrupt):
+        ladder(only=row)
+    child.ends_after = 10**6
+    monkeypatch.setitem(MACHINE, "device", "NVIDIA A100-SXM4-80GB")
+    ladder(only=row)
+    assert child.asked[0] == child.asked[1]  # not taken from the other device
+
+
+def test_results_of_an_older_release_go_on(child: Child, ladder: Ladder, tmp_path: Path) -> None:
+    """Their measurements name neither commit nor device."""
+    row, file = ("Sweep, keep o",), tmp_path / "ladder-llama3-8b-8x80GB.json"
+    child.ends_after = 1
+    with pytest.raises(KeyboardInterrupt):
+        ladder(only=row)
+    stored = json.loads(file.read_text())
+    for measured in (each for one in stored["rows"] for each in one["measurements"]):
+        del measured["commit"], measured["device"]
+    file.write_text(json.dumps(stored))
+    child.ends_after = 10**6
+    assert ladder(only=row)[row[0]].origin["commit"] == "unknown, c0ffee"
+    assert len(set(child.asked)) == len(child.asked)
+
+
 def test_time_that_is_up_keeps_what_was_measured(
     child: Child, ladder: Ladder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ from ithaca.config import Config, MeshSection, read_config
 from ithaca.data.reader import in_memory
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
+from ithaca.model.source import load_model
 from ithaca.parallel.axes import Axes
 from ithaca.planner.documents import file_documents
 from ithaca.planner.hardware import RUNTIME, Cluster, read_gpus
@@ -103,11 +104,13 @@ def test_a_mesh_that_was_chosen(nursery: Nursery, small_config: Config, tmp_path
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the driver and the kernel say; a test may change it."""
     said = {"name": "NVIDIA H100 80GB HBM3", "memory": 80 * 10**9, "taken": 6 * 10**8, "host": int(1.9e12)}
+    said["capability"] = (9, 0)
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
         lambda _: SimpleNamespace(name=said["name"], total_memory=said["memory"]),
     )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: said["capability"])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (said["memory"] - said["taken"], said["memory"]))
     monkeypatch.setattr(start, "host_budget", lambda: (said["host"], "free memory"))
     monkeypatch.setattr(start, "least", lambda _, *amounts: amounts)
@@ -124,7 +127,7 @@ def chosen(
 ) -> Chosen:
     config = read_config(None, [f"model.source={model}", *overrides])
     grid: Any = SimpleNamespace(device=torch.device("cuda"), size=ranks, node_ranks=node, group=None, gpu_ranks=sharing)
-    return choose_plan(config, read_spec(find_config(model)[0]), grid, tokens, free_memory(grid))
+    return choose_plan(config, load_model(model, config.model.dtype), grid, tokens, free_memory(grid))
 
 
 def cluster(count: int, host: float = 1.9e12, node: int = 8) -> Cluster:
@@ -307,14 +310,28 @@ def test_what_does_not_fit(machine: dict[str, Any], words: list[str], options: d
 
 def test_a_gpu_that_nobody_has_described(machine: dict[str, Any]) -> None:
     """Its memory is known; its speed is taken to be another's, and that is said."""
-    machine |= {"name": "Tesla V100-SXM2-32GB", "memory": 32 * 10**9}
+    machine |= {"name": "NVIDIA A30", "memory": 32 * 10**9, "capability": (8, 0)}
     plan, mesh, said = chosen(tokens=64 * K)
     axes = Axes(shard=8 // mesh.ulysses // mesh.ring, ring=mesh.ring, ulysses=mesh.ulysses)
     memory = memory_of(plan, 64 * K, axes)
     assert memory.total < 32 * 10**9
-    assert "on 8xTesla V100-SXM2-32GB: fits" in said[0]
-    assert any("assumed as of the A100-80GB: Tesla V100-SXM2-32GB is in no table" in line for line in said)
+    assert "on 8xNVIDIA A30: fits" in said[0]
+    assert any("assumed as of the A100-80GB: NVIDIA A30 is in no table" in line for line in said)
     assert chosen("plan.recipe=sweep") == (Plan(recipe="sweep"), MeshSection(), [])
+
+
+@pytest.mark.parametrize(
+    ("said", "sets"),
+    [({}, ["model.dtype=float32"]), ({"name": "Tesla V100", "capability": (7, 0)}, [])],
+    ids=["float32", "old GPU"],
+)
+def test_the_kernels_that_run_here(machine: dict[str, Any], said: dict[str, Any], sets: list[str]) -> None:
+    """The planner asks them: it would take CUDA graphs for a small model, but the only kernel cannot be replayed."""
+    small = {"ranks": 1, "model": "smollm2-135m", "tokens": 4 * K}
+    assert chosen(**small)[0].cuda_graph
+    machine |= said
+    plan = chosen(*sets, **small)[0]
+    assert (plan.cuda_graph, plan.kernel) == (None, "auto")
 
 
 def test_fewer_tokens_than_a_plan_is_for(machine: dict[str, Any]) -> None:  # noqa: ARG001
@@ -325,13 +342,13 @@ def test_fewer_tokens_than_a_plan_is_for(machine: dict[str, Any]) -> None:  # no
 def test_the_planner_learns_the_documents(machine: dict[str, Any], tmp_path: Path) -> None:  # noqa: ARG001
     """Those of the token file, or of Python's standard library; they are asked for only if it plans."""
     data = in_memory(np.arange(64 * K) % 7, np.arange(0, 64 * K + 1, 4 * K))
-    config, spec = read_config(None, ["model.source=llama3-8b"]), read_spec(find_config("llama3-8b")[0])
+    config, source = read_config(None, ["model.source=llama3-8b"]), load_model("llama3-8b")
     grid: Any = SimpleNamespace(device=torch.device("cuda"), size=8, node_ranks=None, group=None, gpu_ranks=1)
-    _, _, said = choose_plan(config, spec, grid, 64 * K, free_memory(grid), lambda: file_documents(data))
+    _, _, said = choose_plan(config, source, grid, 64 * K, free_memory(grid), lambda: file_documents(data))
     assert said[1] == f"Documents: {file_documents(data).describe(64 * K)}"
     assert not any(line.startswith("Documents") for line in chosen(tokens=64 * K)[2])
     named = read_config(None, ["model.source=llama3-8b", "plan.recipe=sweep"])
-    assert choose_plan(named, spec, grid, 64 * K, free_memory(grid), lambda: pytest.fail("asked")) == (
+    assert choose_plan(named, source, grid, 64 * K, free_memory(grid), lambda: pytest.fail("asked")) == (
         Plan(recipe="sweep"),
         MeshSection(),
         [],

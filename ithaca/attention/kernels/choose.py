@@ -29,9 +29,14 @@ def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_size
     facts = KERNEL_FACTS[name]
     reason = (kernel.refuses if computes else partial(refusal, facts))(device, dtype, head_size)
     if reason is not None:
-        usable = [other.name for other, why in _candidates(device, dtype, head_size) if why is None]
+        usable = usable_kernels(device, dtype, head_size)
         raise PlanError(f"kernel '{name}' cannot be used here: {reason}; usable are auto, {', '.join(usable)}")
     return kernel
+
+
+def usable_kernels(device: torch.device, dtype: torch.dtype, head_size: int) -> tuple[str, ...]:
+    """The names of the kernels that run on this device, the one that 'auto' takes first."""
+    return tuple(kernel.name for kernel, reason in _candidates(device, dtype, head_size) if reason is None)
 
 
 def explain_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int) -> str:

@@ -93,7 +93,7 @@ def open_model(path: Path, config: Config, grid: Mesh, tokens: int | None, chose
     if run.begun() and not chosen and from_first(grid.group, lambda: _ranks(run)) != str(grid.size):
         config = replace(config, plan=None, mesh=MeshSection())
     memory = free_memory(grid)
-    plan, axes, _ = from_first(grid.group, lambda: choose_plan(config, source.spec, grid, length, memory))
+    plan, axes, _ = from_first(grid.group, lambda: choose_plan(config, source, grid, length, memory))
     grid = mesh(**vars(axes), device=grid.device.type) if axes != MeshSection() else grid
     model = apply(source, plan, grid)
     step = load_checkpoint(model, run, best) if run.begun() else None
