@@ -98,7 +98,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     # For examples/longer: the same tokens, and a rope for 256K
     "needles-28m": _config(
-        "llama", 1024, 512, 1408, 10, 4, 2, theta=1e7, context=262144, head_dim=128, tie_word_embeddings=True
+        "llama",
+        1024,
+        512,
+        1408,
+        10,
+        4,
+        2,
+        theta=1e7,
+        context=262144,
+        head_dim=128,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
     ),
     "tiny": _config("llama", 256, 256, 704, 4, 8, 2, theta=100000.0, context=65536, tie_word_embeddings=True),
 }
