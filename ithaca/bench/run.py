@@ -78,11 +78,11 @@ def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line:
     """Measure every row that is not there yet, and print a line of each."""
     chosen = _choose(tasks, options.only)
     origin = {"machine": here.machine, "commit": options.commit or commit(), "command": command()}
-    order = [task.name for task in tasks]
-    left = 0
     if options.predict:
         gpu = here.machine["predicted_for"]
         print(f"Predictions are for {gpu}, where libraries take memory beside tensors that a CPU's do not")
+    order = [task.name for task in tasks]
+    left = 0
     for task in chosen:
         found = store.rows.get(task.name)
         if options.predict and found and found.answer:  # a prediction never replaces a measurement
