@@ -155,7 +155,7 @@ def evaluate(
             metavar="TASK", help="Also run a task: needle, keys, values, tracking, copy, repeat; or all of them."
         ),
     ] = None,
-    count: Annotated[int, typer.Option(help="Samples of each task at each length.")] = 50,
+    count: Annotated[int | None, typer.Option(help="Samples of each task at each length. Default: 50.")] = None,
     out: Annotated[Path | None, typer.Option(help="A folder for the tables and pictures of tasks.")] = None,
     limit: Annotated[
         str | None, typer.Option(help="Tokens of DATA that count, from the first on. Default: all.")

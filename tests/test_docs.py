@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -77,6 +78,14 @@ def test_what_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(quoted("plan")) == 9
     for words, shown in quoted("plan"):
         assert shows(shown, planned(words)), planned(words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page shows a CPU")
+def test_what_rehearse_says(nursery: Nursery, tmp_path: Path) -> None:
+    ((words, shown),) = quoted("rehearse")
+    end = nursery.command("rehearse", *shlex.split(words), folder=tmp_path)
+    assert end.code == 0, end.err
+    assert shows(shown, end.out), end.out
 
 
 @pytest.mark.full

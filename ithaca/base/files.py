@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 MOST = 64 << 20  # bytes; what a person or a program writes as TOML or JSON is far smaller
+TO_UTF8 = "if it is Latin-1, convert it with `iconv -f LATIN1 -t UTF-8`"  # iconv without -f takes that of the locale
 
 
 def read_small(path: Path, most: int = MOST) -> bytes:

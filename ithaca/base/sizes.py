@@ -71,6 +71,6 @@ def format_clock(seconds: float) -> str:
 
 
 def format_count(number: int, what: str) -> str:
-    """Return a number of things as '1 sequence', '4 sequences' or '2 passes'."""
-    plural = f"{what}es" if what.endswith("s") else f"{what}s"
+    """Return a number of things as '1 sequence', '4 sequences', '2 passes' or '3 files or records'."""
+    plural = " or ".join(f"{noun}es" if noun.endswith("s") else f"{noun}s" for noun in what.split(" or "))
     return f"{number:,} {what if number == 1 else plural}"

@@ -65,7 +65,7 @@ class Measured:
         prediction = self.prediction(self.row.plans[0])
         tokens = prediction.longest()
         if not tokens:
-            return {"longest": 0}
+            return {"longest": 0, **prediction.why_not(self.place.shortest)}
         more = prediction.limit(min(round(1.05 * tokens), self.limits.most + 1))
         found: Json = {"longest": tokens, "limit": NO_FURTHER if tokens >= self.limits.most else more}
         found |= {"peak_bytes": prediction.device_bytes(step_memory(prediction.job(tokens)))}

@@ -68,6 +68,13 @@ class Prediction:
         memory = step_memory(self.job(tokens))
         return self.beyond(memory) or ("GPU" if self.device_bytes(memory) > self.limits.cap else None)
 
+    def why_not(self, tokens: int) -> dict[str, Any]:
+        """Return what so many tokens would take, which do not fit. `libraries_bytes`: beside tensors, on a GPU."""
+        memory = step_memory(self.job(tokens))
+        libraries = 0 if self.place.on_cpu else memory.parts.get(KERNELS, 0)
+        found = {"fails": tokens, "limit": self.limit(tokens)}
+        return found | {"fails_bytes": self.device_bytes(memory), "libraries_bytes": libraries}
+
     def longest(self) -> int:
         """Return the longest context that is predicted to fit; 0 if none does."""
         return longest(lambda tokens: self.limit(tokens) is None, self.place.shortest, self.limits.most)

@@ -79,7 +79,10 @@ def make_report(folder: Path, stem: str = "results") -> dict[str, str]:
     """Return the page and its pictures by name."""
     found = sorted(_results(folder), key=lambda each: (ORDER.index(each[0]["bench"]), each[1]))
     if not found:
-        raise ConfigError(f"'{folder}' has no results of ithaca bench: run one first, as ithaca bench ladder --predict")
+        raise ConfigError(
+            f"'{folder}' has no results of ithaca bench: run one first, as ithaca bench ladder --predict, or name the "
+            "folder that has them, as ithaca bench report FOLDER"
+        )
     page = Page(stem)
     page.add(*HEAD.strip().splitlines())
     for bench in ORDER:

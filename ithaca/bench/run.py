@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaca.base.errors import ConfigError
+from ithaca.base.shell import quoted
 from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens
 from ithaca.bench.ask import Ask, Deadline, MeasureError, TimeIsUp, find_machine
 from ithaca.bench.origin import command, commit
@@ -77,6 +78,9 @@ def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line:
     """Measure every row that is not there yet, and print a line of each."""
     chosen = _choose(tasks, options.only)
     origin = {"machine": here.machine, "commit": options.commit or commit(), "command": command()}
+    if options.predict:
+        gpu = here.machine["predicted_for"]
+        print(f"Predictions are for {gpu}, where libraries take memory beside tensors that a CPU's do not")
     order = [task.name for task in tasks]
     left = 0
     for task in chosen:
@@ -96,7 +100,7 @@ def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line:
             row.origin = origin
         store.save(order)
         print(f"{task.name}: {row.error}" if row.error else line(row), flush=True)
-    print(f"Results in {store.path}; `ithaca bench report` makes a page of them")
+    print(f"Results in {store.path}; `ithaca bench report {quoted(store.path.parent)}` makes a page of them")
     if left:
         print(f"{format_count(left, 'row')} still to be measured: run the same command again, and it goes on there")
 
@@ -130,8 +134,20 @@ def longest_line(row: Stored) -> str:
     if found is None:
         return f"{row.name}: not predicted"
     if not found["longest"]:
-        return f"{row.name}: {what}nothing fits"
+        return f"{row.name}: {what}nothing fits{_why_not(row, found)}"
     return f"{row.name}: {what}{'; '.join(_longest_words(found))}"
+
+
+def _why_not(row: Stored, found: Json) -> str:
+    """Return why not even the shortest context is predicted to fit. A measured row does not have these numbers."""
+    if "fails_bytes" not in found:
+        return ""
+    tokens = format_tokens(found["fails"])
+    if found["limit"] != "GPU":
+        return f": {tokens} tokens are limited by {found['limit']}"
+    libraries = format_bytes(found["libraries_bytes"])
+    cap = format_bytes(row.question["limits"]["cap"])
+    return f": {tokens} tokens take {format_bytes(found['fails_bytes'])}, {libraries} of it libraries; --cap is {cap}"
 
 
 def _longest_words(found: Json) -> Iterable[str]:

@@ -22,6 +22,7 @@ from ithaca.evaluate.tasks import DEPTHS, HEAT, TASKS, Sample, chances, make_sam
 PASSES = 0.85  # of a score
 HALVINGS = 4  # of the longest length, where the user names one length
 SEED = 0
+COUNT = 50
 
 Found = dict[str, Any]
 
@@ -32,16 +33,24 @@ class TaskOptions:
 
     tasks: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()  # as the user named them; one: it and a few halves of it
-    count: int = 50  # samples of each task at each length
+    count: int | None = None  # samples of each task at each length; None: COUNT
     out: Path | None = None  # the folder for tables and pictures
 
+    @property
+    def samples(self) -> int:
+        """Samples of each task at each length."""
+        return COUNT if self.count is None else self.count
+
     def check(self) -> None:
-        """Raise an error for tasks, lengths and counts that there are not."""
+        """Raise an error for tasks, lengths and counts that there are not, and for options of tasks without a task."""
         for task in self.tasks:
             if task not in TASKS:
                 raise ConfigError(f"'{task}' is not a task: {', '.join(TASKS)} are, and all")
-        if self.count < 1:
-            raise ConfigError(f"--count is {self.count}: 1 or more samples are needed")
+        if self.samples < 1:
+            raise ConfigError(f"--count is {self.samples}: 1 or more samples are needed")
+        for name, given in (("--count", self.count), ("--out", self.out)):
+            if given is not None and not self.tasks:
+                raise ConfigError(f"{name} {given} is about tasks, and none is named: add --task needle (or all)")
         if len(self.lengths) > 1 and not self.tasks:
             raise ConfigError(
                 f"--tokens has {len(self.lengths)} lengths, and a loss is measured at one: name one, or a --task"
@@ -92,7 +101,7 @@ def _measure(
         rows = []
         for length in lengths:
             tell(f"Task {task}, {format_tokens(length)} tokens")
-            samples = [make_sample(task, words, length, SEED, number) for number in range(options.count)]
+            samples = [make_sample(task, words, length, SEED, number) for number in range(options.samples)]
             scored = score(model, samples, max(lengths), words.slack, watch, stopped)
             if scored is None:
                 return None

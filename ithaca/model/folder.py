@@ -82,6 +82,14 @@ def read_bytes(file: Path, most: int) -> bytes:
         raise ModelError(f"'{file}' cannot be read ({_reason(problem)})") from None
 
 
+def check_readable(file: Path) -> None:
+    """Raise ModelError if the file cannot be opened. safetensors says of one without read permission: no such file."""
+    try:
+        file.open("rb").close()
+    except OSError as problem:
+        raise ModelError(f"'{file}' cannot be read ({_reason(problem)})") from None
+
+
 def _mode(folder: Path, name: str) -> int | None:
     """What the name stands for, links followed, as `stat` gives it; None if there is nothing of that name."""
     path = folder / name

@@ -21,7 +21,7 @@ from ithaca.base.sizes import parse_tokens
 from ithaca.model.config_json import find_config
 from ithaca.model.extend import extend_rope
 from ithaca.model.families import read_spec
-from ithaca.model.folder import companions, model_file, read_json
+from ithaca.model.folder import check_readable, companions, model_file, read_json
 from ithaca.model.spec import Spec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -287,6 +287,7 @@ def _check_shapes(folder: Path, spec: Spec, found: dict[str, tuple[int, ...]]) -
 
 
 def _opened(file: Path) -> Any:
+    check_readable(file)
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as problem:

@@ -185,11 +185,12 @@ def _lines(report: dict[str, Any]) -> list[str]:
 def _about_evaluation(report: dict[str, Any]) -> list[str]:
     """Lines about what only an evaluation has."""
     where = "on the device" if report["cache"] == "device" else "in host memory"
-    lines = [
-        f"K and V of all layers: {where}",
-        f"Predicted: {format_bytes(report['peak_bytes_predicted'])}; a training step under this Plan: "
-        f"{format_bytes(report['training_peak_bytes_predicted'])}",
-    ]
+    lines = [f"K and V of all layers: {where}"]
+    if report["peak_bytes_predicted"] is not None:
+        lines.append(
+            f"Predicted: {format_bytes(report['peak_bytes_predicted'])}; a training step under this Plan: "
+            f"{format_bytes(report['training_peak_bytes_predicted'])}"
+        )
     if "reading_seconds" in report:
         reading, token = (format_seconds(report[f"{part}_seconds"]) for part in ("reading", "token"))
         lines.append(f"Reading a prompt: {reading}; each new token of its continuations: {token}")

@@ -48,7 +48,7 @@ def play_evaluation(scene: Scene, grid: Mesh) -> dict[str, Any]:
     peak = seen_peak(meter, grid.device)
     seconds = {} if scene.memory_only else _decode(model, tokens, documents)
     prepared.held.clear()
-    return describe_scene(scene, spec, model, peak) | _predicted(job, place) | seconds
+    return describe_scene(scene, spec, model, peak) | _predicted(job, place, model.mesh.gpu) | seconds
 
 
 def _decode(model: Model, tokens: Tensor, documents: Tensor | None) -> dict[str, float]:
@@ -65,14 +65,14 @@ def _decode(model: Model, tokens: Tensor, documents: Tensor | None) -> dict[str,
     return {"reading_seconds": read - began, "token_seconds": (time.perf_counter() - read) / NEW_TOKENS}
 
 
-def _predicted(job: Job, place: str) -> dict[str, Any]:
-    """The predicted peak by owner, where the cache lives, and the peak of a training step under the same Plan."""
+def _predicted(job: Job, place: str, gpu: bool) -> dict[str, Any]:
+    """Where the cache lives; the predicted peak by owner, and that of a training step under the same Plan, on a GPU."""
     predicted = evaluation_memory(job, place, CONTINUATIONS, NEW_TOKENS)
     return {
         "cache": place,
-        "peak_bytes_predicted": predicted.total,
-        "memory_predicted": predicted.parts,
+        "peak_bytes_predicted": predicted.total if gpu else None,
+        "memory_predicted": predicted.parts if gpu else None,
         "host_bytes": predicted.host,
         "disk_bytes": predicted.disk,
-        "training_peak_bytes_predicted": step_memory(job).total,
+        "training_peak_bytes_predicted": step_memory(job).total if gpu else None,
     }

@@ -52,7 +52,7 @@ class Tasks:
         return {"tasks": {"step": self.last, "asked": self.asked}} if self.last else {}
 
     def _asks(self) -> dict[str, Any]:
-        return {"tasks": [*self.options.tasks], "tokens": [*self.lengths], "count": self.options.count}
+        return {"tasks": [*self.options.tasks], "tokens": [*self.lengths], "count": self.options.samples}
 
     def asks_anew(self, step: int) -> bool:
         """Return whether a step was evaluated, but not with these tasks, lengths and samples."""
@@ -87,7 +87,7 @@ class Tasks:
         """Return what is measured and when, and what is left out."""
         when = f"every {format_count(self.every, 'step')} and at the end" if self.every else "at the end"
         at = ", ".join(map(format_tokens, self.lengths))
-        named, count = ", ".join(self.options.tasks), format_count(self.options.count, "sample")
+        named, count = ", ".join(self.options.tasks), format_count(self.options.samples, "sample")
         what = f"{named} at {at} tokens, {count} each, {when}, in {self.words.name}" if at else "none in this stage"
         return f"Tasks: {what}{self.left_out}"
 
@@ -109,10 +109,10 @@ class Tasks:
         """Return the command that runs these tasks on a run's last checkpoint."""
         named = " ".join(f"--task {task}" for task in self.options.tasks)
         at = ",".join(map(format_tokens, self.lengths))
-        return f"ithaca evaluate {quoted(folder)} {named} --tokens {at} --count {self.options.count}"
+        return f"ithaca evaluate {quoted(folder)} {named} --tokens {at} --count {self.options.samples}"
 
     def table(self, found: Sequence[Found]) -> list[str]:
-        return table(found, self.words.name, self.options.count, self.tokens)
+        return table(found, self.words.name, self.options.samples, self.tokens)
 
     def write(self, folder: Path, model: str, step: int, found: list[Found]) -> str:
         """Write tables and pictures into `folder`; return a line about it. Files that fail do not end a run."""

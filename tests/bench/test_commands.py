@@ -151,13 +151,29 @@ def test_no_command_has_more_than_ten_options() -> None:
         assert len(options) <= 10, name
 
 
-def test_report_writes_its_files_and_removes_old_pictures(nursery: Nursery, tmp_path: Path) -> None:
-    words = ["ladder", "--predict", "--commit", "c0ffee", "--out", "out", "--only", "Sweep"]
-    assert ended(nursery, tmp_path, *words).code == 0
-    (tmp_path / "page-old.svg").touch()
-    end = ended(nursery, tmp_path, "report", "out", "--out", "page.md")
+def test_a_cap_below_what_libraries_take(nursery: Nursery, tmp_path: Path) -> None:
+    """The example of docs/benchmarks.md, predicted: a CPU fits what the GPU of the prediction does not."""
+    words = ["ladder", "tiny", "--ranks", "4", "--cap", "40MB", "--host", "1GB", "--tokens", "1K", "--only", "keep o"]
+    end = ended(nursery, tmp_path, *words, "--predict", "--out", "out")
     assert end.code == 0, end.err
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "page.md", "page-ladder-llama3-8b-8x80GB.svg"}
-    rows = json.loads((tmp_path / "out" / "ladder-llama3-8b-8x80GB.json").read_text())["rows"]
+    assert end.out.startswith("Predictions are for H100-80GB, where libraries take memory")
+    why = r"1K tokens take 8\d\.\d MiB, 64 MiB of it libraries; --cap is 38\.1 MiB"
+    assert re.search(f"Sweep, keep o: predicted nothing fits: {why}", end.out), end.out
+    ((row,),) = [json.loads(file.read_text())["rows"] for file in (tmp_path / "out").iterdir()]
+    found = row["predicted"]
+    assert (found["longest"], found["fails"], found["limit"], found["libraries_bytes"]) == (0, 1024, "GPU", 64 << 20)
+    assert "| nothing fits |" in make_report(tmp_path / "out")["results.md"].replace("*", "")
+
+
+def test_report_writes_its_files_and_removes_old_pictures(nursery: Nursery, tmp_path: Path) -> None:
+    words = ["ladder", "--predict", "--commit", "c0ffee", "--out", "my out", "--only", "Sweep"]
+    first = ended(nursery, tmp_path, *words)
+    assert first.code == 0, first.err
+    (tmp_path / "page-old.svg").touch()
+    printed = re.findall(r"`ithaca bench (report .*)`", first.out)[0]
+    end = ended(nursery, tmp_path, *shlex.split(printed), "--out", "page.md")
+    assert end.code == 0, end.err
+    assert {path.name for path in tmp_path.iterdir()} == {"my out", "page.md", "page-ladder-llama3-8b-8x80GB.svg"}
+    rows = json.loads((tmp_path / "my out" / "ladder-llama3-8b-8x80GB.json").read_text())["rows"]
     assert all(row["answer"] is None for row in rows)
     assert re.search(r"^\| Sweep \| \*\d+[KM]\* \|", (tmp_path / "page.md").read_text(), re.MULTILINE)

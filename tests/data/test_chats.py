@@ -467,7 +467,7 @@ def test_processes_and_bad_conversations(folder: Path, tmp_path: Path, capsys: p
     run([tmp_path / "a.jsonl"], tmp_path / "out", folder, False, None, None, chat="turns", **how)
     said = capsys.readouterr().out
     assert (tmp_path / "out").read_bytes() == made[0]
-    assert "Skipped: 2 bad " in said
+    assert "Skipped: 2 bad files or records, the first of them:" in said
     assert "line 8 does not go through the chat template" in said
     assert "Chats: 30 conversations became" in said
     (tmp_path / "t.jinja").write_text("{% if %}")  # no conversation can be good

@@ -130,7 +130,7 @@ COMMANDS: dict[str, tuple[str | bytes | None, list, dict, str]] = {
             "a conversation that begins with the assistant: put a message of the user first",
         ),
     ),
-    "a template in Latin-1": (b"\xe9", [GOOD], {}, "chat_template.jinja' is not UTF-8"),
+    "a template in Latin-1": (b"\xe9", [GOOD], {}, "chat_template.jinja' is not UTF-8: .*`iconv -f LATIN1 -t UTF-8`"),
     "a large template": (
         b" " * (TEMPLATE_BYTES + 1),
         [GOOD],

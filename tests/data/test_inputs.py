@@ -501,4 +501,9 @@ def test_skip_bad_where_a_text_cannot_be_encoded(tmp_path: Path, bpe: Path) -> N
 
 def test_nothing_but_bad_records(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": 5}\n{"txt": ""}')
-    _refused([tmp_path / "a.jsonl"], tmp_path, "a.jsonl' has no token in its 2 documents", skip_bad=True)
+    why = "as --skip-bad skipped 2 bad files or records: .*line 1 has a 'text' of type int.*; .*line 2 has the fields"
+    _refused([tmp_path / "a.jsonl"], tmp_path, f"a.jsonl' has no token in its 2 documents, {why}", skip_bad=True)
+    (tmp_path / "a.jsonl").write_text(4 * '{"text": 5}\n' + '{"text": ""}')
+    _refused(
+        [tmp_path / "a.jsonl"], tmp_path, "in its 5 documents, .*4 bad.*line 1 .*line 3 .*int.*; …$", skip_bad=True
+    )

@@ -1,6 +1,8 @@
 """Folders that cannot be used, each refused with one sentence, and what a load costs the host."""
 
+import errno
 import json
+import os
 import re
 import resource
 import shutil
@@ -104,6 +106,20 @@ def test_damaged_folders(damage: str, tmp_path: Path) -> None:
     with pytest.raises(ithaca.ModelError, match=sentence) as caught:
         ithaca.load_model(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_weights_without_the_right_to_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes mean nothing to root, so the refusal is made here."""
+    folder, opens = save(make_model("llama3"), tmp_path / "in"), Path.open
+
+    def opened(path: Path, *how: str, **more: str) -> object:
+        if path.name == "model.safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opens(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", opened)
+    with pytest.raises(ithaca.ModelError, match=r"model\.safetensors' cannot be read \(Permission denied\)$"):
+        ithaca.load_model(folder)
 
 
 def test_names_that_are_no_model() -> None:

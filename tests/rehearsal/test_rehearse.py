@@ -223,6 +223,16 @@ def test_what_goes_to_a_disk_is_said(nursery: Nursery, tmp_path: Path) -> None:
     assert "Disk: 4 MiB of tapes for this rank, all layers" in lines.out
 
 
+@pytest.mark.parametrize("more", [[], ["--evaluate"]])
+def test_a_cpu_has_no_prediction(nursery: Nursery, tmp_path: Path, more: list[str]) -> None:
+    """What is predicted is for a GPU, with its libraries and its allocator."""
+    words = ["tiny", "--ranks", "2", "--tokens", "256", "--layers", "1", "--memory-only", *more]
+    end = nursery.command("rehearse", *words, folder=tmp_path)
+    assert end.code == 0, end.err
+    assert "Memory at its peak" in end.out
+    assert "redicted" not in end.out
+
+
 def test_a_gpu_that_is_in_no_table_is_rehearsed_on_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time is not predicted, and there is no peak to divide by; on a known GPU it is the GPU's own."""
     scene = Scene(model="tiny", plan=Plan(recipe="sweep"), tokens=2048, axes=Axes(ulysses=2))

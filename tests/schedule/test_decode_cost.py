@@ -86,6 +86,8 @@ def test_what_a_rank_holds(nursery: Nursery, tmp_path: Path, name: str, place: s
         assert held[STATES] == predicted.parts[STATES] + counters
     assert held.get(GATHERED, 0) <= predicted.parts.get(GATHERED, 0)
     assert found["host_bytes"] == predicted.host
+    predictions = ("peak_bytes_predicted", "memory_predicted", "training_peak_bytes_predicted")
+    assert [found[name] for name in predictions] == [None, None, None]  # those of a GPU
     own = LAYERS * job.tiles.length * 2 * spec.kv_heads * spec.head_size * 2
     assert cache_tapes(job, place).bytes_of(job.tiles.length) == own
     assert predicted.host >= own if place == "host" else held[KEYS] >= own

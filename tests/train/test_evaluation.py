@@ -297,6 +297,11 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "an option of training": (given("run", "t.tokens", "--set", "train.steps=3"), "changes nothing in an evaluation"),
     "no such option": (given("run", "t.tokens", "--set", "plan.chunkz=3"), "'plan.chunkz' is not an option"),
     "a chunk without sweep": (given("run", "t.tokens", "--set", "plan.chunk=8"), "chunk"),
+    "samples of no task": (
+        given("run", "t.tokens", "--count", "50"),
+        "--count 50 is about tasks, and none is named: add --task needle",
+    ),
+    "tables of no task": (given("run", "t.tokens", "--out", "tables"), "--out tables is about tasks"),
     "an empty prompt": (given("run", "t.tokens", "--sample", ""), "has a prompt of 0 tokens"),
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaca.base.errors import DataError, shown
-from ithaca.base.files import read_small
+from ithaca.base.files import TO_UTF8, read_small
 from ithaca.model.folder import model_file
 
 TEMPLATE_BYTES = 4 << 20  # a hundred times the longest
@@ -101,7 +101,7 @@ def _read(file: Path) -> str:
     try:
         return read_small(file, TEMPLATE_BYTES).decode()
     except UnicodeDecodeError:
-        raise DataError(f"'{file}' is not UTF-8: convert it with `iconv -t UTF-8`") from None
+        raise DataError(f"'{file}' is not UTF-8: {TO_UTF8}") from None
     except (OSError, ValueError) as problem:
         why = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
         raise DataError(

@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 
 from ithaca.base.errors import DataError
+from ithaca.base.sizes import format_count
 from ithaca.data.chat.render import Renderer
 from ithaca.data.chat.template import ChatFormat
 from ithaca.data.preparation.encode import Encoded, Encoding, added
@@ -96,12 +97,20 @@ def prepare(
         now = partial.now
         if now.documents == 0:
             partial.discard()
-            raise DataError(
-                f"'{paths[0]}' has no token in its {now.empty + now.bad} documents: name files with text or tokens"
-            )
+            raise _nothing_left(paths[0], now)
         header = partial.finish(encoding.fingerprint, encoding.vocab if encoding.tokenizer else now.largest + 1)
     notes, others = tuple(inputs.notes), tuple(inputs.skipped)
     return Prepared(out, header, notes, others, now.empty, now.bad, now.first_bad, now.forced, now)
+
+
+def _nothing_left(path: Path, now: Journal) -> DataError:
+    """Return the error about inputs without a token, with what --skip-bad would have said about those it skipped."""
+    text = f"'{path}' has no token in its {now.empty + now.bad} documents"
+    if not now.bad:
+        return DataError(f"{text}: name files with text or tokens")
+    skipped = format_count(now.bad, "bad file or record")
+    reasons = "; ".join([*now.first_bad, *(["…"] if now.bad > len(now.first_bad) else [])])
+    return DataError(f"{text}, as --skip-bad skipped {skipped}: {reasons}")
 
 
 def _check_vacant(out: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from ithaca.base.errors import DataError, first_line
+from ithaca.base.files import TO_UTF8
 
 CHUNK = 1 << 20
 SKIP_HINT = "; --skip-bad goes on without it"
@@ -62,4 +63,4 @@ def chunks(stream: BinaryIO) -> Iterator[bytes]:
 
 def not_utf8(where: str, offset: int, byte: int) -> BadFile:
     """Return the error about a byte that is not UTF-8."""
-    return BadFile(f"{where} is not UTF-8 at byte offset {offset} (0x{byte:02x}): convert it with `iconv -t UTF-8`")
+    return BadFile(f"{where} is not UTF-8 at byte offset {offset} (0x{byte:02x}): {TO_UTF8}")

@@ -151,7 +151,7 @@ def _tasks(
         "language": words.name,
         "tasks": found,
         "effective_length": min((task["effective_length"] or 0 for task in found), default=0) or None,
-        "table": table(found, words.name, options.tasks.count, reach),
+        "table": table(found, words.name, options.tasks.samples, reach),
     }
 
 
