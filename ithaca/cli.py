@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ithaca import __version__
-from ithaca.base.errors import ConfigError, PlanError
+from ithaca.base.errors import ConfigError, PlanError, read_option
 from ithaca.bench.commands import bench
 from ithaca.cli_errors import run_app
 from ithaca.rehearsal import options as scene
@@ -182,14 +182,14 @@ def evaluate(
     from ithaca.evaluate.tasks import TASKS
     from ithaca.train.evaluation.command import Options, start
 
-    lengths = tuple(map(parse_tokens, tokens.split(","))) if tokens else ()
+    lengths = tuple(read_option("--tokens", parse_tokens, word) for word in tokens.split(",")) if tokens else ()
     names = tuple(dict.fromkeys(name for given in task or () for name in (TASKS if given == "all" else (given,))))
     options = Options(
         model=model,
         data=data,
         tokens=max(lengths, default=None),
         tasks=TaskOptions(tasks=names, lengths=lengths, count=count, out=out),
-        limit=parse_tokens(limit) if limit else None,
+        limit=read_option("--limit", parse_tokens, limit) if limit else None,
         best=best,
         overrides=tuple(set_ or ()),
         samples=tuple(sample or ()),
@@ -248,8 +248,9 @@ def mesh(
     from ithaca.planner.command import run_mesh
     from ithaca.planner.hardware import Machine
 
-    machine = Machine(nodes=nodes, gpus=gpus, inside=parse_bytes(inside), across=parse_bytes(across))
-    run_mesh(model, machine, parse_tokens(tokens), recipe, share, json)
+    rates = (read_option(name, parse_bytes, rate) for name, rate in (("--inside", inside), ("--across", across)))
+    machine = Machine(nodes=nodes, gpus=gpus, inside=next(rates), across=next(rates))
+    run_mesh(model, machine, read_option("--tokens", parse_tokens, tokens), recipe, share, json)
 
 
 @app.command()
@@ -322,11 +323,11 @@ def rehearse(
     json: scene.Json = False,
 ) -> None:
     """Run one rank of a large job on this machine's device: memory by owner, time by part."""
-    from ithaca.base.sizes import parse_bytes, parse_tokens
+    from ithaca.base.sizes import parse_tokens, read_memory
     from ithaca.rehearsal.command import run
 
-    limit = parse_bytes(cap) if cap else None
-    length = parse_tokens(tokens)
+    limit = read_memory("--cap", cap) if cap else None
+    length = read_option("--tokens", parse_tokens, tokens)
     words = set_ or []
     run(model, ranks, length, layers, recipe, words, limit, memory_only, bare, hardware, json, documents, evaluate)
 
@@ -348,11 +349,12 @@ def profile(
     json: scene.Json = False,
 ) -> None:
     """Show where the memory and the time of a step go: a table, a page for the browser, a trace for Perfetto."""
-    from ithaca.base.sizes import parse_bytes, parse_tokens
+    from ithaca.base.sizes import parse_tokens, read_memory
     from ithaca.profile.command import run
 
-    limit = parse_bytes(cap) if cap else None
-    run(model, ranks, parse_tokens(tokens), layers, recipe, set_ or [], limit, hardware, documents, out, json)
+    limit = read_memory("--cap", cap) if cap else None
+    length = read_option("--tokens", parse_tokens, tokens)
+    run(model, ranks, length, layers, recipe, set_ or [], limit, hardware, documents, out, json)
 
 
 @app.command()
@@ -389,3 +391,7 @@ def doctor(
 def main() -> None:
     """Run the command line."""
     run_app(app)
+
+
+if __name__ == "__main__":  # python -m ithaca.cli
+    main()

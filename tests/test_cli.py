@@ -1,13 +1,14 @@
 """Whatever a user mistypes is one sentence on stderr."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ithaca import cli
+from ithaca import __version__, cli
 from ithaca.base.errors import ConfigError, DataError, IthacaError, LostRankError, ModelError, PlanError, RunError
 from ithaca.cli import main
 from tests.nursery import Ended
@@ -53,6 +54,12 @@ def test_no_word_at_all_shows_the_help(say: Say) -> None:
     assert "Usage:" in end.out + end.err
     assert "error" not in end.err
     assert say("--version").code == 0
+
+
+@pytest.mark.parametrize("module", ["ithaca", "ithaca.cli"])
+def test_as_a_module(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"ithaca {__version__}\n"), done.stderr
 
 
 def test_a_name_that_the_system_refuses(say: Say) -> None:

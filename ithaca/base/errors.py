@@ -7,7 +7,10 @@ Ithaca is an assertion, never one of these.
 import difflib
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+Read = TypeVar("Read")
 
 
 class IthacaError(Exception):
@@ -48,6 +51,16 @@ class LostRankError(RunError):
     def __init__(self, text: str, ranks: list[int]):
         super().__init__(text)
         self.ranks = ranks
+
+
+def read_option(option: str, read: Callable[[Any], Read], value: object) -> Read:
+    """What `read` makes of an option's value. A mistake is raised with the option in front, unless it names it."""
+    try:
+        return read(value)
+    except (ConfigError, DataError) as problem:
+        if option in str(problem):
+            raise
+        raise type(problem)(f"{option}: {problem}") from None
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

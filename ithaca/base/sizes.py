@@ -3,8 +3,9 @@
 import math
 import re
 
-from ithaca.base.errors import ConfigError
+from ithaca.base.errors import ConfigError, read_option
 
+LEAST_BYTES = 1e6  # of a memory or a disk; less was meant in another unit
 MOST_SECONDS = 30 * 86400  # the longest timeout; torch counts nanoseconds, which would overflow later
 
 _TOKEN_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -33,6 +34,14 @@ def parse_bytes(text: str | int) -> int:
     return int(count)
 
 
+def read_memory(option: str, text: str) -> int:
+    """The bytes that an option gives a memory or a disk, as 80GB. A number without its unit is an error."""
+    size = read_option(option, parse_bytes, text)
+    if size < LEAST_BYTES:
+        raise ConfigError(f"{option} {text} is less than 1MB: give a size with its unit, e.g. {option} 64GB")
+    return size
+
+
 def format_tokens(tokens: int) -> str:
     """65536 -> '64K'; a number that no unit divides is written out."""
     for unit, size in (("M", 2**20), ("K", 2**10)):
@@ -55,6 +64,12 @@ def format_bytes(count: float) -> str:
     return f"{format_number(count)} TiB"
 
 
+def spell_bytes(count: int) -> str:
+    """Bytes as `parse_bytes` reads them, exactly: 80 000 000 000 -> '80GB', 5 · 10^6 -> '5MB', 2^30 -> '1GiB'."""
+    units = sorted(_BYTE_UNITS.items(), key=lambda unit: -unit[1])
+    return next(f"{count // size}{name.replace('IB', 'iB')}" for name, size in units if count % size == 0)
+
+
 def format_seconds(seconds: float) -> str:
     """Seconds in a suitable unit: '90 s', '12.5 min', '3 h', '41 days'."""
     for unit, length in (("s", 60), ("min", 60), ("h", 24)):
@@ -68,6 +83,14 @@ def format_clock(seconds: float) -> str:
     """Seconds as a clock shows them: '0:07', '12:30', '1:04:00'."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def nearest_divisors(number: int, near: int, most: int = 3) -> str:
+    """The divisors of a number that are nearest to another, in words: '1, 2 or 4'."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    divisors = sorted({*small, *(number // size for size in small)}, key=lambda size: abs(size - near))
+    *others, last = map(str, sorted(divisors[:most]))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def format_count(number: int, what: str) -> str:

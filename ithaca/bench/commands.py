@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ithaca.base.errors import read_option
 from ithaca.rehearsal import options as scene
 
 if TYPE_CHECKING:
@@ -167,22 +168,22 @@ def _options(out: Path, only: list[str] | None, seconds: float | None, predict: 
 
 
 def _limits(ranks: int, cap: str | None, host: str, most: str = "16M", timed: str = "0") -> "Limits":
-    from ithaca.base.sizes import parse_bytes, parse_tokens
+    from ithaca.base.sizes import parse_tokens, read_memory
     from ithaca.bench.rows import Limits
 
     return Limits(
         ranks=ranks,
-        cap=parse_bytes(cap or "80GB"),
-        host=parse_bytes(host),
-        most=parse_tokens(most),
-        timed=0 if timed == "0" else parse_tokens(timed),
+        cap=read_memory("--cap", cap or "80GB"),
+        host=read_memory("--host", host),
+        most=read_option("--most", parse_tokens, most),
+        timed=0 if timed == "0" else read_option("--tokens", parse_tokens, timed),
     )
 
 
 def _lengths(text: str) -> list[int]:
     from ithaca.base.sizes import parse_tokens
 
-    return [parse_tokens(word) for word in text.split(",")]
+    return [read_option("--tokens", parse_tokens, word) for word in text.split(",")]
 
 
 def _start(name: str, model: str, limits: "Limits", options: "Options", tokens: str = "") -> None:

@@ -4,15 +4,17 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from ithaca.base.aliases import ALIASES, suggest_option
-from ithaca.base.errors import ConfigError, suggestion
+from ithaca.base.errors import ConfigError, PlanError, read_option, shown, suggestion
 from ithaca.config.sections import AUTO, Config, options_of
 from ithaca.plans.plan import Plan
+from ithaca.plans.recipes import RECIPES
 
 Section = TypeVar("Section")
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a table", list: "a list"}
 
 
 def build(section: type[Section], content: dict[str, Any], where: str) -> Section:
@@ -25,7 +27,8 @@ def build(section: type[Section], content: dict[str, Any], where: str) -> Sectio
             raise ConfigError(f"'{where}{key}' is not an option: {_suggest(key, value, fields)}")
         name = f"{where}{key}"
         read = read_plan if name == "plan" else fields[key].metadata.get("read")
-        values[key] = _read(read, value, name) if read else _typed(kinds[key], value, name)
+        what = fields[key].metadata.get("what")
+        values[key] = read_option(name, read, value) if read else _typed(kinds[key], value, name, what)
     return section(**values)
 
 
@@ -50,6 +53,8 @@ def _suggest(key: str, value: Any, here: Iterable[str]) -> str:
 
 
 def read_plan(table: Any) -> Plan | None:
+    if isinstance(table, dict) and "recipe" not in table:
+        _check_default_recipe(table)
     if not isinstance(table, dict) or table.get("recipe") != AUTO:
         return _typed(Plan, table, "plan")
     others = [name for name in table if name != "recipe"]
@@ -61,16 +66,20 @@ def read_plan(table: Any) -> Plan | None:
     return None
 
 
-def _read(read: Callable[[Any], Any], value: Any, name: str) -> Any:
-    try:
-        return read(value)
-    except ConfigError as problem:
-        if f"{name}." in str(problem):
-            raise  # the message names the option already
-        raise ConfigError(f"{name}: {problem}") from None
+def _check_default_recipe(options: dict[str, Any]) -> None:
+    """Raise an error for an option of other recipes than the one that a Plan has if none is named."""
+    default = Plan().recipe
+    for name in options:
+        recipes = [recipe for recipe, entry in RECIPES.items() if name in entry.options]
+        if recipes and default not in recipes:
+            raise PlanError(
+                f"plan.{name}={options[name]} needs a recipe, and plan.recipe is not set: '{default}', the default, "
+                f"has no {name}; set plan.recipe={' or '.join(recipes)}"
+            )
 
 
-def _typed(kind: Any, value: Any, name: str) -> Any:
+def _typed(kind: Any, value: Any, name: str, what: str | None = None) -> Any:
+    """Return a value of a type, or raise an error; `what` it has to be, if more is to be said than its type."""
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             example = suggest_option(name, value, {}) if name in ("model", "data") else f"write {name}.option=value"
@@ -80,6 +89,7 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
     if float in kinds and type(value) is int:
         return float(value)
     if type(value) not in kinds:
-        wanted = " or ".join(option.__name__ for option in kinds if option is not types.NoneType)
-        raise ConfigError(f"'{name}' is {value!r}, of type {type(value).__name__}: {wanted} is needed")
+        wanted = what or " or ".join(WORDS[option] for option in kinds if option is not types.NoneType)
+        given = str(value).lower() if isinstance(value, bool) else shown(value)  # as users write it
+        raise ConfigError(f"{name} {given} is not {wanted}")
     return value

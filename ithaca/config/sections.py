@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ithaca.base.errors import ConfigError, suggestion
-from ithaca.base.sizes import MOST_SECONDS, parse_tokens
+from ithaca.base.sizes import MOST_SECONDS, nearest_divisors, parse_tokens
 from ithaca.config.stages import Stage, read_stages
 from ithaca.model.extend import parse_rope
 from ithaca.plans.plan import Plan
@@ -164,7 +164,10 @@ class TrainSection:
         if self.tokens is not None and self.tokens < 2:
             raise ConfigError(f"train.tokens is {self.tokens}: 2 or more are needed, one to predict from the other")
         if self.batch and self.micro_batch and self.batch % self.micro_batch:
-            raise ConfigError(f"train.micro_batch {self.micro_batch} does not divide train.batch {self.batch}")
+            works = nearest_divisors(self.batch, self.micro_batch)
+            raise ConfigError(
+                f"train.micro_batch {self.micro_batch} does not divide train.batch {self.batch}: {works} would"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +186,7 @@ class RunSection:
     """Where metrics go besides the run folder: `tensorboard` or `wandb`."""
     profile_step: int | None = None
     """Profile this step, and memory in the step after it, on the first rank, into the run folder. Default: none."""
-    timeout: float | None = None
+    timeout: float | None = field(default=None, metadata={"what": "a number of seconds, e.g. 600"})
     """Seconds to wait for a rank that hangs before the run stops. Default: 600 plus three expected steps."""
     share_gpus: bool = False
     """Let several ranks use one GPU, to try a run of many ranks on few GPUs. They take turns, so it is slow."""

@@ -108,13 +108,19 @@ def context_length(spec: Spec) -> int:
     return max(positions, int(rope.factor * rope.trained_positions)) if rope.kind == "yarn" else positions
 
 
-def beyond_context(spec: Spec, tokens: int) -> str | None:
-    """A sentence if positions up to `tokens` are beyond the model's context length; None if they are not."""
-    if tokens <= context_length(spec):
+def beyond_context(
+    spec: Spec, longest: int, tokens: int, remedy: str = "--set model.rope=auto extends it"
+) -> str | None:
+    """A sentence if positions are beyond the model's context length; None if they are not.
+
+    Positions count from the beginning of a document: `longest` is the longest one in a context of `tokens`.
+    """
+    if longest <= context_length(spec):
         return None
+    what = "the context" if longest == tokens else "the longest document"
     return (
-        f"the context has {tokens} tokens, but the model's rope is made for {context_length(spec)} "
-        "(max_position_embeddings in config.json), and later positions are new to it: --set model.rope=auto extends it"
+        f"{what} has {longest:,} tokens, but the model's rope is made for {context_length(spec):,} "
+        f"(max_position_embeddings in config.json), and later positions are new to it: {remedy}"
     )
 
 

@@ -111,8 +111,9 @@ def _portable(problem: Exception | None) -> tuple[type[IthacaError], str] | None
 
 
 def _elsewhere(rank: int, problem: tuple[type[IthacaError], str]) -> IthacaError:
+    """Another rank's error. A mistake in input that the first rank found is not about a rank: it often looks alone."""
     kind, text = problem
-    return kind(f"rank {rank}: {text}")
+    return kind(text) if rank == 0 and not issubclass(kind, RunError) else kind(f"rank {rank}: {text}")
 
 
 def _gather(group: dist.ProcessGroup, item: Any) -> list[Any]:

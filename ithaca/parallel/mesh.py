@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ithaca.base.errors import PlanError
+from ithaca.base.sizes import nearest_divisors
 from ithaca.base.torch_private import abort_groups
 from ithaca.parallel.agree import same_everywhere
 from ithaca.parallel.axes import Axes
@@ -195,13 +196,24 @@ def _fitted(asked: dict[str, int | None], world: int) -> Axes:
     others = axes.size // axes.shard
     if asked["shard"] is None:
         if world % others:
-            fitting = ", ".join(str(count) for count in range(1, world + 1) if world % count == 0)
-            raise PlanError(f"{axes} needs {others} ranks, which do not divide the job's {world}: {fitting} would")
+            fitting = nearest_divisors(world, others)
+            raise PlanError(
+                f"{_options(axes)} needs {others} ranks, which do not divide the job's {world}: {fitting} would, and "
+                f"so would a job of {others} (--ranks {others})"
+            )
         return replace(axes, shard=world // others)
     if axes.size != world:
-        fitting = f"; shard={world // others} would fit" if world % others == 0 else ""
-        raise PlanError(f"{axes} needs {axes.size} ranks, but the job has {world}{fitting}")
+        fitting = f", and so would mesh.shard={world // others}" if world % others == 0 else ""
+        raise PlanError(
+            f"{_options(axes)} needs {axes.size} ranks, but the job has {world}: a job of {axes.size} "
+            f"(--ranks {axes.size}) would fit{fitting}"
+        )
     return axes
+
+
+def _options(axes: Axes) -> str:
+    """The axes with more than one rank, as a configuration names them: 'mesh.ring=2 × mesh.ulysses=4'."""
+    return " × ".join(f"mesh.{name}={size}" for name, size in vars(axes).items() if size > 1)
 
 
 def describe_crossing(mesh: Mesh, rings: bool) -> list[str]:

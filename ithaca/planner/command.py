@@ -5,10 +5,11 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
-from ithaca.base.errors import ModelError, PlanError
+from ithaca.base.errors import ModelError, PlanError, read_option
 from ithaca.base.misuse import check_type
-from ithaca.base.sizes import format_tokens, parse_bytes, parse_tokens
+from ithaca.base.sizes import format_tokens, parse_tokens, read_memory
 from ithaca.model.config_json import find_config
 from ithaca.model.extend import beyond_context
 from ithaca.model.families import read_spec
@@ -22,14 +23,14 @@ from ithaca.planner.lean import leanest
 from ithaca.planner.mesh_table import compare_meshes, mesh_lines, mesh_object
 from ithaca.planner.meshes import impossible
 from ithaca.planner.picture import check_kind, draw
-from ithaca.planner.report import Beside, Question, explain, refusal
+from ithaca.planner.refusal import refusal
+from ithaca.planner.report import Beside, Question, explain, train_line
 from ithaca.planner.search import LONGEST, Answer, binding, longest, search
 from ithaca.plans.plan import Plan
 from ithaca.schedule.variants import SHORTEST
 
 USUAL = "8xH100-80GB"
 MOST_BYTES = 1e18  # of a node's memory, and of its disk
-LEAST_BYTES = 1e6  # less was meant in another unit
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def run(
     if output.picture and output.meshes:
         raise PlanError(f"--picture {output.picture} draws no meshes: give --picture or --meshes")
     _check_together(tokens, lean, batch, output)
-    length = None if tokens == "max" else parse_tokens(tokens)
+    length = None if tokens == "max" else read_option("--tokens", parse_tokens, tokens)
     if length is not None and not SHORTEST <= length <= LONGEST:
         raise PlanError(
             f"--tokens {tokens} is out of range: give {SHORTEST} (a tile of attention) to {format_tokens(LONGEST)}"
@@ -70,13 +71,12 @@ def run(
     if recipe is not None:
         Plan(recipe=recipe)  # an unknown recipe is refused before anything is searched
     cluster = read_cluster(USUAL if gpus is None else gpus, hardware, host, disk, node_gpus)
-    packed = None if documents is None else read_documents(documents)
+    packed = None if documents is None else read_option("--documents", read_documents, documents)
     sequences = read_batch(batch, length) if batch is not None and length is not None else None
     spec = read_spec(find_config(model)[0])
     question = Question(model, spec, cluster, length, recipe, packed, batched=batch is not None)
     most = longest(question.spec, cluster, recipe)
     wanted = length or most
-    _warn_beyond(question, wanted)
     answer, beside = None, None
     if wanted and lean:
         beside = leanest(spec, cluster, wanted, recipe, packed)
@@ -93,7 +93,8 @@ def run(
         )
     if answer is None:
         _refuse(question, most, output.as_json)
-    elif output.meshes:
+    _warn_beyond(question, answer, trains=not output.meshes)
+    if output.meshes:
         _print_meshes(replace(question, tokens=wanted, recipe=answer.plan.recipe), None, output.as_json)
     else:
         _print_answer(question, answer, most, output, beside)
@@ -112,15 +113,22 @@ def _check_together(tokens: str, lean: bool, batch: str | None, output: Output) 
         raise PlanError(f"{name} shows the fastest Plans of one sequence, without {mine[0]}: give one of them")
 
 
-def _warn_beyond(question: Question, tokens: int) -> None:
-    """Warn if a folder's model is not made for documents of so many tokens. A preset has no trained weights."""
+def _warn_beyond(question: Question, answer: Answer, trains: bool) -> None:
+    """Warn if a folder's model is not made for documents of so many tokens. A preset has no trained weights.
+
+    `trains`: a command that trains so follows, if there are data for it.
+    """
+    if question.model in PRESETS:
+        return
+    tokens = answer.tokens
     reached = question.documents.longest(tokens) if question.documents else tokens
-    warning = beyond_context(question.spec, reached)
-    if warning and question.model not in PRESETS:
+    follows = trains and train_line(question, answer)
+    remedy = "the command below extends it" if follows else "ithaca train extends it with --set model.rope=auto"
+    if warning := beyond_context(question.spec, reached, tokens, remedy):
         print(f"Warning: {warning}", file=sys.stderr)
 
 
-def _refuse(question: Question, most: int, as_json: bool) -> None:
+def _refuse(question: Question, most: int, as_json: bool) -> NoReturn:
     text = refusal(question, most)
     if not as_json:
         raise PlanError(text)
@@ -211,12 +219,10 @@ def read_cluster(
 def _node_bytes(gpus: int, gpu: Gpu, host: str | None, disk: str) -> dict[str, float]:
     """Memory and disk of each node; if no memory is given, the usual memory for so many GPUs."""
     sizes = {
-        "host": gpu.ram * gpus if host is None else parse_bytes(host),
-        "disk": 0.0 if disk == "0" else parse_bytes(disk),
+        "host": gpu.ram * gpus if host is None else read_memory("--host", host),
+        "disk": 0.0 if disk == "0" else read_memory("--disk", disk),
     }
     for name, size in sizes.items():
-        if 0 < size < LEAST_BYTES:
-            raise PlanError(f"--{name} has {size:g} bytes: give a size with its unit, e.g. --{name} 64GB")
         if size > MOST_BYTES:
             given, most = (f"{number / 1e12:.7g}TB" for number in (size, MOST_BYTES))
             raise PlanError(f"--{name} {given} is out of range: give at most {most}")

@@ -126,10 +126,14 @@ def parse_gpus(text: str, known: Mapping[str, Gpu]) -> tuple[int, Gpu]:
         raise PlanError(f"--gpus {text} has {count} GPUs: give 1 or more, as 8x{name}")
     matches = [gpu for other, gpu in known.items() if name.upper() in (other.upper(), _stem(other))]
     if len(matches) > 1:
-        raise PlanError(f"GPU '{name}' could be {' or '.join(gpu.name for gpu in matches)}: name one of them")
+        raise PlanError(
+            f"--gpus {text}: GPU '{name}' could be {' or '.join(gpu.name for gpu in matches)}: name one of them"
+        )
     if not matches:
         memory = {other: gpu.memory for other, gpu in known.items()}
-        raise PlanError(f"GPU '{name}' is not known: {suggest_gpu(name, count, memory)}")
+        if re.fullmatch(r"\d{1,3}", text.strip()):  # names of GPUs have four digits
+            raise PlanError(f"--gpus {text} names no GPU: write which, as {name}xH100-80GB")
+        raise PlanError(f"--gpus {text}: GPU '{name}' is not known: {suggest_gpu(name, count, memory)}")
     return count, matches[0]
 
 

@@ -30,7 +30,7 @@ def as_object(
         "model": question.model,
         "gpus": question.gpus,
         "tokens": answer.tokens,
-        "max_tokens": longest_known(question.spec, answer, most),
+        "max_tokens": longest_known(question, answer, most),
         "limit": limit,
         "recomputed_attention_layers": answer.recomputed(question.spec),
         "plan": plan_options(answer.plan),

@@ -52,7 +52,7 @@ class Trial:
     def extends(self) -> bool:
         """Whether a document is longer than the model's rope is made for. A preset has no trained weights."""
         reached = self.documents.longest(self.tokens) if self.documents else self.tokens
-        return self.folder is not None and beyond_context(self.spec, reached) is not None
+        return self.folder is not None and beyond_context(self.spec, reached, self.tokens) is not None
 
 
 def next_lines(trial: Trial) -> list[str]:

@@ -1,4 +1,4 @@
-"""The planner's answer in words: lines to read, a refusal in one sentence.
+"""The planner's answer in words: lines to read. What does not fit is refused in refusal.py.
 
 The lines give the verdict first, then memory, time, limits and alternatives, and last the command that trains so.
 Numbers that a user can check are printed as arithmetic.
@@ -19,7 +19,7 @@ from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import MOST_GPUS, Cluster, causal_mfu
 from ithaca.planner.lean import Lean
 from ithaca.planner.next_command import Trial, next_command, next_lines, plan_settings
-from ithaca.planner.search import LEAST_MEMORY, STEP, Answer, binding, longest, search
+from ithaca.planner.search import LEAST_MEMORY, Answer, longest, search
 from ithaca.planner.slow_disk import slow_disk, slow_disk_line
 from ithaca.planner.tensor_line import tensor_lines
 from ithaca.plans.places import REBUILD, RECOMPUTE
@@ -57,8 +57,6 @@ OWNERS = {
 Beside = Lean | Batch
 
 SHOWN = 1000  # an owner with less than this part of the total is left out
-PER_PARAMETER = 16  # bytes of weight, gradient and two moments
-MOST_TRIED = 4096  # GPUs up to which a refusal looks for enough of them
 HIDDEN = 0.005  # of a step: what computing waits for less than this is called hidden
 
 
@@ -103,6 +101,7 @@ def explain(
         "",
         *_memory_lines(question, answer),
         *saved_lines(question.spec, answer),
+        *_again_lines(question, answer, most, beside),
         *_fetch_lines(question, answer),
         "",
         *_time_lines(question, answer),
@@ -183,6 +182,19 @@ def saved_lines(spec: Spec, answer: Answer) -> list[str]:
     return lines
 
 
+def _again_lines(question: Question, answer: Answer, most: int, beside: Beside | None) -> list[str]:
+    """That attention runs again because this is faster, where saving its outputs fits as well."""
+    fits_once = answer.tokens <= most and beside is None and not question.running  # a run may have set its mesh
+    if not (fits_once and _recomputes(question, answer)):
+        return []
+    return ["  faster here than saving the outputs of every layer, which also fits"]
+
+
+def _recomputes(question: Question, answer: Answer) -> bool:
+    """Whether attention runs again under a recipe that could save its outputs."""
+    return "o" in answer.plan.entry.options and answer.recomputed(question.spec) > 0
+
+
 def _fetch_lines(question: Question, answer: Answer) -> list[str]:
     """Why the chunk is large enough, if K and V live off the GPU and are fetched by later chunks."""
     found = fetched(question, answer)
@@ -247,38 +259,37 @@ def _parts(seconds: dict[str, float], step: float) -> str:
 
 
 def _limit_lines(question: Question, answer: Answer, most: int, limit: str) -> list[str]:
-    most = longest_known(question.spec, answer, most)
-    once = " if attention runs once" if answer.tokens > most else ""
+    most = longest_known(question, answer, most)
+    once = " if attention runs once" if _recomputes(question, answer) else ""
     return [
         f"Longest context{once}: {format_tokens(most)} tokens, limited by {question.name_limit(limit)}",
         *(f"  {text}" for text in alternatives(question, answer, most)),
     ]
 
 
-def longest_known(spec: Spec, answer: Answer, most: int) -> int:
+def longest_known(question: Question, answer: Answer, most: int) -> int:
     """The longest context: `most`, which is found in whole steps, or the length that was asked for and fits.
 
     If attention runs again only because this length does not fit otherwise, `most` stays the longest.
     """
-    can_save_o = "o" in answer.plan.entry.options
-    return most if can_save_o and answer.recomputed(spec) else max(most, answer.tokens)
+    return most if _recomputes(question, answer) else max(most, answer.tokens)
 
 
 def alternatives(question: Question, answer: Answer, most: int) -> list[str]:
     """The nearest other answers: a longer context, more GPUs, fewer GPUs."""
-    spec, cluster, recipe = question.spec, question.cluster, question.recipe
+    spec, cluster = question.spec, question.cluster
     found = []
-    if most > answer.tokens and (other := _search_longest(question, most)):
-        found.append(f"{format_tokens(most)} take {format_seconds(other.seconds.step)} a step")
-    if "o" in RECIPES[recipe or LEAST_MEMORY].options:  # attention can run once, and it need not
-        again = longest(spec, cluster, recipe, recomputing=True, from_=most) if most else 0
-        if again > 1.01 * most:
-            found.append(f"Up to {format_tokens(again)} if attention is recomputed in backward (slower)")
+    furthest = _search_longest(question, most) if most > answer.tokens else answer
+    if furthest and furthest is not answer:
+        found.append(f"{format_tokens(most)} take {format_seconds(furthest.seconds.step)} a step")
+    if (again := longest_recomputed(question, most)) > 1.01 * most:
+        slower = "" if furthest and furthest.recomputed(spec) else " (slower)"
+        found.append(f"Up to {format_tokens(again)} if attention is recomputed in backward{slower}")
     now = answer.seconds.step / answer.batch
     for count, more in ((2 * cluster.count, True), (cluster.count // 2, False)):
         if not 1 <= count <= MOST_GPUS or (count > cluster.node_gpus and count % cluster.node_gpus):
             continue
-        other = search(spec, cluster.resized(count), answer.tokens, recipe, documents=question.documents)
+        other = search(spec, cluster.resized(count), answer.tokens, question.recipe, documents=question.documents)
         each = other.seconds.step / other.sequences if other else 0.0
         if other and (not more or each < now):
             word = "Faster" if more else "Fewer GPUs"
@@ -287,6 +298,13 @@ def alternatives(question: Question, answer: Answer, most: int) -> list[str]:
         if not other and not more:
             found.append(f"Fewer GPUs: does not fit on {count}x{cluster.gpu.name}")
     return found
+
+
+def longest_recomputed(question: Question, most: int) -> int:
+    """The longest context if attention may run again; 0 if nothing fits, or no recipe asked for can choose that."""
+    if not most or "o" not in RECIPES[question.recipe or LEAST_MEMORY].options:
+        return 0
+    return longest(question.spec, question.cluster, question.recipe, recomputing=True, from_=most)
 
 
 def _search_longest(question: Question, most: int) -> Answer | None:
@@ -341,43 +359,3 @@ def _trial(question: Question, answer: Answer) -> Trial:
         batch=answer.batch if question.batched else None,
         micro_batch=answer.sequences if question.batched and answer.passes > 1 else None,
     )
-
-
-# A refusal
-
-
-def refusal(question: Question, most: int) -> str:
-    """Why nothing fits, with both numbers and a value that works. `most`: the longest context, 0 if there is none."""
-    spec, cluster = question.spec, question.cluster
-    name = f"{question.model} on {question.gpus}"
-    if question.tokens and most:
-        limit = binding(spec, cluster, question.recipe, most)
-        have = {"GPU": cluster.gpu.memory, "host": cluster.host, "disk": cluster.disk}[limit]
-        option = "train.tokens=" if question.running else "--tokens "
-        return (
-            f"{format_tokens(question.tokens)} tokens of {name} do not fit: {option}{format_tokens(most)} is the "
-            f"longest, limited by {format_bytes(have)} of {question.name_limit(limit)}"
-        )
-    enough = _enough(question)
-    hint = f": use {enough} GPUs" if enough else ""
-    states = PER_PARAMETER * spec.parameters() / cluster.count
-    if states > cluster.capacity:
-        return (
-            f"{name} does not fit: weights, gradients and moments alone take {format_bytes(states)} of each GPU, and "
-            f"{format_bytes(cluster.capacity)} can be used{hint}"
-        )
-    return (
-        f"{name} does not fit at any length with {format_bytes(cluster.capacity)} on each GPU, "
-        f"{format_bytes(cluster.host)} of {question.name_limit('host')} and {format_bytes(cluster.disk)} of "
-        f"{question.name_limit('disk')}{hint}"
-    )
-
-
-def _enough(question: Question) -> int | None:
-    """Twice, four times … as many GPUs, in whole nodes, on which it fits; None if there is no such number."""
-    count, node = question.cluster.count, question.cluster.node_gpus
-    while (count := 2 * count) <= MOST_TRIED:
-        count = count if count <= node else -(-count // node) * node
-        if search(question.spec, question.cluster.resized(count), question.tokens or STEP, question.recipe):
-            return count
-    return None

@@ -33,6 +33,7 @@ STEP = 2**16  # tokens: the longest context is found in whole steps
 ACCURACY = 256  # the longest context is right to one part in so many
 MORE = (1.1, 2.0)  # `binding` tries this many times the memory
 LEAST_MEMORY = "sweep"  # the recipe with which the longest contexts fit
+LEAST_STATES = "tensor"  # the one that fits on the fewest GPUs: no rank gathers a whole block
 
 
 @dataclass(frozen=True)
@@ -324,12 +325,15 @@ def longest(
     If one step does not fit, the largest half, quarter … of it that does; 0 if none. Recipes that can save attention
     outputs save all of them, unless `recomputing` allows attention to run again. `from_`: a length that fits.
     """
-    name, effort = recipe or LEAST_MEMORY, Effort.LEAST if recomputing else Effort.LEAST_ONCE
+    if recipe is None:
+        names = (LEAST_MEMORY, LEAST_STATES)
+        return next((most for name in names if (most := longest(spec, cluster, name, recomputing, from_))), 0)
+    effort = Effort.LEAST if recomputing else Effort.LEAST_ONCE
     most = 0
-    for mesh in widest_meshes(spec, cluster, name, from_):
+    for mesh in widest_meshes(spec, cluster, recipe, from_):
 
         def fits_here(tokens: int) -> bool:
-            return fits(spec, cluster, tokens, name, mesh, effort)  # noqa: B023
+            return fits(spec, cluster, tokens, recipe, mesh, effort)  # noqa: B023
 
         # A mesh is looked at only if it takes a longer context than the meshes before it
         longer = min(most + max(most // ACCURACY, min(most, STEP)), LONGEST) if most else from_

@@ -254,6 +254,7 @@ class Plan:
         if value is not None and name not in RECIPES[self.recipe].options:
             others = " or ".join(f"'{recipe}'" for recipe, entry in RECIPES.items() if name in entry.options)
             shown = str(value).lower() if isinstance(value, bool) else value  # as users write it
+            shown = format_tokens(value) if name in ("chunk", "tile") else shown
             raise PlanError(
                 f"{name}={shown} means nothing under recipe '{self.recipe}': leave it out, or use recipe {others}"
             )
@@ -306,7 +307,8 @@ class Plan:
         using = next(iter(self.on_disk), None)
         if using and self.disk is None:
             raise PlanError(
-                f"{using}='{getattr(self, using)}' needs a folder on a disk: name it, as disk='/scratch', or use 'host'"
+                f"{using}='{getattr(self, using)}' needs a folder on a disk: name it, as --set plan.disk=/scratch "
+                "(in Python disk='/scratch'), or use 'host'"
             )
         if self.disk is not None and not using:
             raise PlanError(f"disk='{self.disk}' does nothing without x='disk' or o='disk': use one, or leave it out")

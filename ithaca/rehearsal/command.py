@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ithaca.base.errors import ConfigError, PlanError, RunError
+from ithaca.base.errors import ConfigError, PlanError, RunError, read_option
 from ithaca.base.sizes import format_bytes, format_count, format_seconds, format_tokens
 from ithaca.config import read_config
 from ithaca.model.config_json import find_config
@@ -100,7 +100,7 @@ def scene_words(
         raise ConfigError("--recipe auto cannot be rehearsed: give the recipe that ithaca plan chooses, as sweep")
     mesh_given = any(item.startswith("mesh.") for item in sets)
     axes = _axes(model, ranks, tokens, config.plan, dict(vars(config.mesh)), mesh_given)
-    packed = None if documents is None else read_documents(documents)
+    packed = None if documents is None else read_option("--documents", read_documents, documents)
     bounds = None if packed is None else (0, *accumulate(packed.lengths(tokens)))
     read_gpus(hardware)  # report a mistake in this file before the step, not after it
     words = {

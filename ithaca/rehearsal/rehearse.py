@@ -22,6 +22,7 @@ from ithaca.attention.kernels.seam import Kernel
 from ithaca.base.allocator import use_expandable_segments
 from ithaca.base.errors import PlanError
 from ithaca.base.owners import ALLOCATOR, HOST, KERNELS, owned_by
+from ithaca.base.sizes import spell_bytes
 from ithaca.model.spec import Spec
 from ithaca.optimizer.adamw import make_optimizer
 from ithaca.parallel.axes import Axes
@@ -337,6 +338,6 @@ def _speed(scene: Scene, model: Model, seconds: dict[str, float]) -> dict[str, f
 
 def _cap(device: torch.device, cap: int) -> None:
     if device.type != "cuda":
-        raise PlanError(f"--cap {cap / 1e9:g}GB is for a GPU, and there is none here: leave it out")
+        raise PlanError(f"--cap {spell_bytes(cap)} is for a GPU, and there is none here: leave it out")
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(cap / total, 1.0), device)

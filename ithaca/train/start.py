@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ithaca.attention.kernels.choose import usable_kernels
-from ithaca.base.errors import DataError, PlanError
+from ithaca.base.errors import DataError, PlanError, read_option
 from ithaca.base.sizes import format_tokens
 from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import AUTO, Config, DataSection, MeshSection, TrainSection
@@ -30,7 +30,8 @@ from ithaca.parallel.agree import least, together, together_with
 from ithaca.parallel.mesh import Mesh
 from ithaca.planner.documents import Documents, file_documents
 from ithaca.planner.hardware import RUNTIME, Cluster, read_gpus
-from ithaca.planner.report import Question, explain, refusal
+from ithaca.planner.refusal import refusal
+from ithaca.planner.report import Question, explain
 from ithaca.planner.search import binding, longest, search
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.this_gpu import known_gpu
@@ -162,9 +163,9 @@ def describe_rope(config: Config, source: ModelSource, run: RunFolder) -> tuple[
     if config.model.rope:
         return [source.rope_line], []
     tokens = config.train.tokens
-    if beyond_context(source.spec, tokens):
-        tokens = _documents(config, run).longest(tokens)
-    warning = beyond_context(source.spec, tokens)
+    if not beyond_context(source.spec, tokens, tokens):
+        return [], []
+    warning = beyond_context(source.spec, _documents(config, run).longest(tokens), tokens)
     return [], [warning] if warning else []
 
 
@@ -274,8 +275,11 @@ def read_data(options: DataSection, indexes: Path) -> tuple[Data, TokenFile | No
     Without a file, the source code of Python's standard library. `indexes`: a folder for the checksums of old files.
     """
     named = options.mix or ({options.source: 1.0} if options.source else {})
-    files: dict[str, tuple[float, TokenFile]]
-    files = {name: (weight, open_synthetic(name) or open_tokens(Path(name), indexes)) for name, weight in named.items()}
+    option = "data.mix" if options.mix else "data.source"
+    files: dict[str, tuple[float, TokenFile]] = {}
+    for name, weight in named.items():
+        data = read_option(option, lambda name: open_synthetic(name) or open_tokens(Path(name), indexes), name)
+        files[name] = weight, data
     files, held = files or {LIBRARY: (1.0, standard_library())}, None
     if options.share is not None:
         both = {name: hold_out(data, options.share) for name, (_, data) in files.items()}

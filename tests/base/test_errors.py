@@ -2,7 +2,7 @@
 
 import pytest
 
-from ithaca.base.errors import shown
+from ithaca.base.errors import ConfigError, DataError, read_option, shown
 
 deep: list = []
 for _ in range(5000):
@@ -18,3 +18,14 @@ def test_shown_is_short_and_printable(value: object) -> None:
 
 def test_shown_keeps_what_is_short() -> None:
     assert [shown(value) for value in ("a", 1.0, None, ["b"])] == ["'a'", "1.0", "None", "['b']"]
+
+
+@pytest.mark.parametrize(("kind", "given"), [(ConfigError, "'x' is no number"), (DataError, "'x' cannot be read")])
+def test_a_mistake_names_its_option_once(kind: type[Exception], given: str) -> None:
+    def read(text: str) -> int:
+        raise kind(text)
+
+    assert read_option("--tokens", int, "5") == 5
+    for text in (given, f"--tokens: {given}"):
+        with pytest.raises(kind, match=f"^--tokens: {given}$"):
+            read_option("--tokens", read, text)

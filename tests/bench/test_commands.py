@@ -127,8 +127,8 @@ def ended(nursery: Nursery, folder: Path, *words: str) -> Ended:
     ("words", "sentence"),
     [
         (["ladder", "no-such-model"], "'no-such-model'"),
-        (["ladder", "tiny", "--cap", "much"], "'much' is not a number of bytes"),
-        (["dial", "tiny", "--tokens", "1K,x"], "'x' is not a number of tokens"),
+        (["ladder", "tiny", "--cap", "much"], "--cap: 'much' is not a number of bytes"),
+        (["dial", "tiny", "--tokens", "1K,x"], "--tokens: 'x' is not a number of tokens"),
         (["peers", "tiny", "--rounds", "0"], "--rounds 0 measures nothing: give 1 or more"),
         (["peers", "tiny", "--layers", "9"], "--layers 9 cannot be run: 'tiny' has 4, so 1 to 4 can"),
         (["peers", "tiny", "--path", "nowhere"], "--path nowhere is no folder"),

@@ -285,6 +285,8 @@ WRONG = {
     "no data": ([], "nothing says what to evaluate on"),
     "no such task": (["--task", "needles"], "'needles' is not a task: needle, keys"),
     "too short": (["--task", "needle", "--tokens", "7"], "--tokens 7 is too short for task 'needle'"),
+    "no length": (["--task", "needle", "--tokens", "64,1MB"], "--tokens: '1MB' is not a number of tokens"),
+    "no limit": (["t.tokens", "--limit", "some"], "--limit: 'some' is not a number of tokens"),
     "no samples": (["--task", "needle", "--count", "0"], "--count is 0: 1 or more samples"),
     "several lengths of a loss": (["t.tokens", "--tokens", "64,128"], "--tokens has 2 lengths"),
     "a limit of nothing": (["--task", "needle", "--limit", "9"], "--limit is about a token file"),

@@ -225,11 +225,14 @@ def test_a_length_beside_the_settings_does_not_win() -> None:
 def test_beyond(config: dict[str, Any], length: int) -> None:
     spec = read_spec(config)
     assert context_length(spec) == length
-    assert beyond_context(spec, length) is None
-    warning = beyond_context(spec, length + 1) or ""
-    assert f"has {length + 1} tokens" in warning
-    assert f"made for {length} " in warning
+    assert beyond_context(spec, length, 8 * length) is None
+    warning = beyond_context(spec, length + 1, length + 1) or ""
+    assert warning.startswith(f"the context has {length + 1:,} tokens")
+    assert f"made for {length:,} " in warning
     assert warning.endswith("--set model.rope=auto extends it")
+    packed = beyond_context(spec, length + 1, 8 * length, "so it is extended") or ""
+    assert packed.startswith(f"the longest document has {length + 1:,} tokens")
+    assert packed.endswith("new to it: so it is extended")
 
 
 L32 = PRESETS["llama3.2-1b"]

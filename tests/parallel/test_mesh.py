@@ -34,9 +34,14 @@ def mesh_sentence(sizes: dict[str, int]) -> str:
 @pytest.mark.parametrize(
     ("sizes", "wanted"),
     [
-        ({"shard": 3}, "shard 3 needs 3 ranks, but the job has 4; shard=4 would fit"),
-        ({"shard": 2, "ulysses": 4}, "shard 2 × ulysses 4 needs 8 ranks, but the job has 4; shard=1 would fit"),
-        ({"ulysses": 3}, "ulysses 3 needs 3 ranks, which do not divide the job's 4: 1, 2, 4 would"),
+        ({"shard": 3}, "needs 3 ranks, but the job has 4: a job of 3 (--ranks 3) would fit, and so would mesh.shard=4"),
+        ({"shard": 2, "ulysses": 4}, "mesh.shard=2 × mesh.ulysses=4 needs 8 ranks, but the job has 4: a job of 8"),
+        ({"shard": 2, "ulysses": 3}, "needs 6 ranks, but the job has 4: a job of 6 (--ranks 6) would fit"),
+        (
+            {"ulysses": 3},
+            "mesh.ulysses=3 needs 3 ranks, which do not divide the job's 4: 1, 2 or 4 would, and so would a job of 3 "
+            "(--ranks 3)",
+        ),
         ({"ring": 0}, "ring=0 is not a number of ranks: 1 or more is"),
         ({"shard": -4}, "shard=-4 is not a number of ranks"),
         ({"device": "tpu"}, "device 'tpu' is not known"),

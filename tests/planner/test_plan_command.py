@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ithaca.attention.kernels import facts
-from ithaca.base.sizes import format_tokens
+from ithaca.base.sizes import format_tokens, parse_tokens
 from ithaca.cli import main
 from ithaca.config import read_config
 from ithaca.model.presets import PRESETS
@@ -350,7 +350,14 @@ def refused(end: Ended) -> str:
     ("words", "sentence"),
     [
         (["llama3-8b", "--gpus", "8xH10-80GB"], "GPU 'H10-80GB' is not known: did you mean 'H100-80GB'?"),
-        (["llama3-8b", "--gpus", "8xA100"], "GPU 'A100' could be A100-40GB or A100-80GB: name one of them"),
+        (["llama3-8b", "--gpus", "8"], "--gpus 8 names no GPU: write which, as 8xH100-80GB"),
+        (["llama3-8b", "--host", "0"], "--host: '0' is not a number of bytes"),
+        (["llama3-8b", "--disk", "1.9"], "--disk 1.9 is less than 1MB: give a size with its unit, e.g. --disk 64GB"),
+        (["llama3-8b", "--documents", "nope.tokens"], "--documents: 'nope.tokens' cannot be read as a token file"),
+        (
+            ["llama3-8b", "--gpus", "8xA100"],
+            "--gpus 8xA100: GPU 'A100' could be A100-40GB or A100-80GB: name one of them",
+        ),
         (["llama3-8b", "--gpus", " "], "GPU ' ' is not known: known are A100-40GB"),
         (["llama3-9b"], "'llama3-9b' is neither a folder nor a preset: did you mean 'llama3-8b'?"),
         (["llama3-8b", "--recipe", "sweeep"], "recipe 'sweeep' does not exist: did you mean 'sweep'?"),
@@ -376,14 +383,14 @@ def refused(end: Ended) -> str:
             ["llama3-8b", "--tokens", "999999999G"],
             "--tokens 999999999G is out of range: give 128 (a tile of attention) to 4096M",
         ),
-        (["llama3-8b", "--tokens", "0"], "'0' is not a number of tokens: write 4096, 64K or 5M"),
-        (["llama3-8b", "--tokens", "many"], "'many' is not a number of tokens: write 4096, 64K or 5M"),
-        (["llama3-8b", "--host", "lots"], "'lots' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
-        (["llama3-8b", "--host", ""], "'' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
+        (["llama3-8b", "--tokens", "0"], "--tokens: '0' is not a number of tokens: write 4096, 64K or 5M"),
+        (["llama3-8b", "--tokens", "many"], "--tokens: 'many' is not a number of tokens: write 4096, 64K or 5M"),
+        (["llama3-8b", "--host", "lots"], "--host: 'lots' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
+        (["llama3-8b", "--host", ""], "--host: '' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
         (["llama3-8b", "--recipe", ""], "recipe '' does not exist: known are sweep, dense, ulysses"),
         (["tiny", "--host", f"17{290 * '0'}TB"], "--host 1.7e+291TB is out of range: give at most 1000000TB"),
         (["tiny", "--disk", "1000001TB"], "--disk 1000001TB is out of range: give at most 1000000TB"),
-        (["llama3-8b", "--disk", "some"], "'some' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
+        (["llama3-8b", "--disk", "some"], "--disk: 'some' is not a number of bytes: write 80GB, 1.9TB or 64GiB"),
         (
             ["tiny", "--picture", "x.jpeg"],
             "--picture x.jpeg cannot be drawn: use a name that ends with .png, .svg or .pdf",
@@ -399,7 +406,7 @@ def refused(end: Ended) -> str:
         (["tiny", "--batch", "max", "--tokens", "max"], "--batch max needs the length of a sequence: give it"),
         (
             ["tiny", "--tokens", "8K", "--host", "64"],
-            "--host has 64 bytes: give a size with its unit, e.g. --host 64GB",
+            "--host 64 is less than 1MB: give a size with its unit, e.g. --host 64GB",
         ),
         (["tiny", "--tokens", "8K", "--batch", "0"], "--batch 0 is no number of sequences: write 32 (sequences)"),
         (["tiny", "--tokens", "8K", "--batch", "all"], "--batch all is no number of sequences: write 32 (sequences)"),
@@ -460,7 +467,10 @@ def test_nothing_to_measure(say: Say, tmp_path: Path, monkeypatch: pytest.Monkey
         ('["H100-80GB"]\nmemory = "80GB"', "memory of GPU 'H100-80GB' is 80GB: write a number and its source"),
         ('["Mine-1GB"]\nmemory = [1e9, "me"]', "GPU 'Mine-1GB' has no flops: write a number and its source"),
         ('["H100-80GB"]\nram = [1e24, "me"]', "--host 8e+12TB is out of range: give at most 1000000TB"),
-        ('["H100-80GB"]\nmemory = [1e9, "me"]', "moments alone take 5.5 MiB of each GPU, and 0 B can be used"),
+        (
+            '["H100-80GB"]\nmemory = [1e9, "me"]',
+            "weights and gradients alone take 2.75 MiB of each GPU, even with the moments in host memory, and 0 B can",
+        ),
     ],
 )
 def test_hardware_that_cannot_be_used(say: Say, tmp_path: Path, content: str, sentence: str) -> None:
@@ -481,30 +491,74 @@ def test_hardware_of_one_s_own(say: Say, tmp_path: Path) -> None:
     ("model", "count", "gpu"),
     [
         pytest.param("llama3-70b", 8, "A100-40GB", marks=pytest.mark.full),
+        ("llama3-8b", 1, "RTX4090-24GB"),
         ("llama3-8b", 3, "RTX4090-24GB"),
         pytest.param("llama3-70b", 5, "A100-80GB", marks=pytest.mark.full),  # ten would not fill their nodes
     ],
 )
 def test_states_that_do_not_fit(say: Say, model: str, count: int, gpu: str) -> None:
-    """The number of GPUs that is named does hold them: ask again."""
+    """The number of GPUs that is named does hold them, and no smaller one does: ask again."""
     text = refused(say(model, "--gpus", f"{count}x{gpu}"))
-    found = re.search(r"does not fit: weights, gradients and moments alone take .*: use (\d+) GPUs", text)
+    found = re.search(r"does not fit.*: use (\d+) GPUs", text)
     assert found, text
     enough = int(found[1])
     assert enough > count
     assert answer(say(model, "--gpus", f"{enough}x{gpu}", "--json"))["fits"]
+    for fewer in range(count + 1, enough):
+        if fewer <= 8 or fewer % 8 == 0:
+            refused(say(model, "--gpus", f"{fewer}x{gpu}"))
+
+
+def test_states_are_named_if_no_plan_makes_them_smaller(say: Say) -> None:
+    """Moments may be in host memory: 8 bytes a parameter stay. Three GPUs hold these, but nothing beside them."""
+    text = refused(say("llama3-8b", "--gpus", "2xRTX4090-24GB"))
+    assert "weights and gradients alone take 29.9 GiB of each GPU, even with the moments in host memory, and" in text
+    assert "does not fit at any length with 20.1 GiB on each GPU" in refused(
+        say("llama3-8b", "--gpus", "3xRTX4090-24GB")
+    )
+
+
+def test_the_length_counts_for_the_number_of_gpus(say: Say) -> None:
+    found = re.search(r": use (\d+) GPUs", refused(say("llama3-8b", "--gpus", "1xRTX4090-24GB", "--tokens", "1M")))
+    assert found
+    enough = int(found[1])
+    assert answer(say("llama3-8b", "--gpus", f"{enough}xRTX4090-24GB", "--tokens", "1M", "--json"))["fits"]
+    refused(say("llama3-8b", "--gpus", f"{enough - 1}xRTX4090-24GB", "--tokens", "1M"))
 
 
 def test_a_length_that_does_not_fit(say: Say) -> None:
-    """The length that is named does: ask again."""
+    """Both lengths that are named do: ask again. The memory is that of the other answers."""
     end = say("llama3-8b", "--tokens", "40M", "--host", "1.2TB", "--json")
     found = json.loads(end.out)
     assert (found["fits"], found["tokens"]) == (False, 40 * 2**20)
     assert (end.code, end.err) == (2, "")  # whoever reads JSON reads it there
-    shorter = re.search(r"--tokens (\w+) is the longest, limited by 1.09 TiB of host memory \(--host\)", found["why"])
-    assert shorter, found["why"]
-    again = answer(say("llama3-8b", "--tokens", shorter[1], "--host", "1.2TB", "--json"))
-    assert again["tokens"] == found["max_tokens"]
+    named = re.search(
+        r"--tokens (\w+) is the longest if attention runs once, (\w+) if it is recomputed; "
+        r"limited by 1.04 TiB of usable host memory \(--host\)",
+        found["why"],
+    )
+    assert named, found["why"]
+    shorter, longer = (say("llama3-8b", "--tokens", tokens, "--host", "1.2TB") for tokens in named.groups())
+    assert shorter.code == longer.code == 0
+    assert all("of 1.04 TiB" in end.out for end in (shorter, longer))
+    assert f"Longest context: {named[1]} tokens" in shorter.out
+    assert parse_tokens(named[1]) == found["max_tokens"] < parse_tokens(named[2])
+
+
+def test_recomputing_where_it_is_faster(say: Say, tmp_path: Path) -> None:
+    """Hidden states of 64 features take longer to copy than attention to run again."""
+    (tmp_path / "m").mkdir()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 256, "vocab_size": 2000, "max_position_embeddings": 1024}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(PRESETS["smollm2-135m"] | sizes))
+    end = say("m")
+    assert end.code == 0, end.err
+    why = "  faster here than saving the outputs of every layer, which also fits"
+    assert f"\nAttention: recomputed in backward in 2 of 2 layers\n{why}\n" in end.out
+    longest = re.match(r"m at (\w+) tokens", end.out)
+    assert longest
+    assert f"\nLongest context if attention runs once: {longest[1]} tokens" in end.out
+    assert re.search(r"\n  Up to \w+ if attention is recomputed in backward\n", end.out)
 
 
 # Beside the answer
@@ -530,8 +584,13 @@ def test_a_context_beyond_a_folders_model_is_said(say: Say, tmp_path: Path) -> N
     (tmp_path / "in" / "config.json").write_text(json.dumps(PRESETS["smollm2-135m"]))
     wide = ("--gpus", "1xH100-80GB", "--tokens", "16K", "--recipe", "dense", "--json")
     end = say("in", *wide)
-    assert end.err.startswith("Warning: the context has 16384 tokens, but the model's rope is made for 8192 (max_")
-    assert end.err.endswith("--set model.rope=auto extends it\n")
+    assert end.err.startswith("Warning: the context has 16,384 tokens, but the model's rope is made for 8,192 (max_")
+    assert end.err.endswith("new to it: the command below extends it\n")
     assert json.loads(end.out)["tokens"] == 16384
+    assert "--set model.rope=auto " in json.loads(end.out)["train"]
+    packed = say("in", *wide, "--documents", "9K+7K").err
+    assert packed.startswith("Warning: the longest document has 9,216 tokens, but the model's rope is made for 8,192 (")
+    meshes = say("in", *wide[:-1], "--meshes").err  # no command is below
+    assert meshes.endswith("new to it: ithaca train extends it with --set model.rope=auto\n")
     assert answer(say("in", "--documents", "2x8K", *wide))["tokens"] == 16384
     assert answer(say("smollm2-135m", *wide))["tokens"] == 16384

@@ -58,7 +58,7 @@ def test_json_and_tapes_on_the_disk(nursery: Nursery, tmp_path: Path) -> None:
 
 WRONG = {
     "an unknown model": (["nowhere"], "nowhere"),
-    "no tokens": (["tiny", "--tokens", "none"], "'none' is not a number of tokens: write 4096, 64K or 5M"),
+    "no tokens": (["tiny", "--tokens", "none"], "--tokens: 'none' is not a number of tokens: write 4096, 64K or 5M"),
     "no ranks": (["tiny", *SMALL, "--ranks", "0"], "--ranks 0 cannot be rehearsed: give 1 or more"),
     "too many layers": (["tiny", *SMALL, "--layers", "9"], "the model has 4, so 1 to 4 can"),
     "an unknown recipe": (["tiny", *SMALL, "--recipe", "swep"], "did you mean 'sweep'?"),
@@ -68,7 +68,7 @@ WRONG = {
     "another recipe's option": (["tiny", *SMALL, "--recipe", "dense"], "chunk"),
     "ranks and mesh": (["tiny", *SMALL, "--set", "mesh.ulysses=3"], "but --ranks is 2"),
     "wrong documents": (["tiny", *SMALL, "--documents", "3x"], "3x"),
-    "no bytes": (["tiny", *SMALL, "--cap", "much"], "'much' is not a number of bytes"),
+    "no bytes": (["tiny", *SMALL, "--cap", "much"], "--cap: 'much' is not a number of bytes"),
     "a cap without a GPU": (["tiny", *SMALL, "--cap", "80GB"], "is for a GPU"),
     "no hardware file": (["tiny", *SMALL, "--hardware", "none.toml"], "none.toml"),
     "a file as the folder": (["tiny", *SMALL, "--out", "taken"], "--out taken is not a folder: name a new one"),

@@ -427,6 +427,9 @@ def assert_one_sentence(end: Ended) -> None:
         (["--layers", "5"], "--layers 5 cannot be rehearsed: the model has 4, so 1 to 4 can"),
         (["--ranks", "0"], "--ranks 0 cannot be rehearsed: give 1 or more"),
         (["--cap", "80GB"], "--cap 80GB is for a GPU, and there is none here: leave it out"),
+        (["--cap", "5MB"], "--cap 5MB is for a GPU, and there is none here: leave it out"),
+        (["--cap", "80"], "--cap 80 is less than 1MB: give a size with its unit, e.g. --cap 64GB"),
+        (["--tokens", "1MB"], "--tokens: '1MB' is not a number of tokens: write 4096, 64K or 5M"),
         (["--set", "train.steps=3"], "--set train.steps=3 has no effect in a rehearsal: set options of plan or mesh"),
         (
             ["--set", "mesh.ulysses=3", "--ranks", "4"],

@@ -305,12 +305,18 @@ REFUSED = [
     ({"x": "host, rebuild*0"}, "has no number of layers in 'rebuild\\*0': write rebuild\\*7"),
     ({"x": "host, rebild*3"}, "x=host, rebild\\*3 does not exist: did you mean 'rebuild'?"),
     ({"o": "rebuild"}, "o=rebuild does not exist: known are device, host, disk, recompute"),
-    ({"o": "disk"}, "o='disk' needs a folder on a disk: name it, as disk='/scratch', or use 'host'"),
+    (
+        {"o": "disk"},
+        "o='disk' needs a folder on a disk: name it, as --set plan.disk=/scratch .in Python disk=",
+    ),
     ({"x": "host, disk"}, "x='host, disk' needs a folder on a disk"),
     ({"disk": "/tmp"}, "disk='/tmp' does nothing without x='disk' or o='disk': use one, or leave it out"),
     ({"o": "disk", "disk": ""}, "disk must name a folder, e.g. '/scratch'; it is ''"),
     ({"o": "disk", "disk": "/nowhere"}, "plan.disk='/nowhere' is not a folder that a file can be made in .No such"),
-    ({"lse": "disk"}, "lse='disk' needs a folder on a disk: name it, as disk='/scratch', or use 'host'"),
+    (
+        {"lse": "disk"},
+        "lse='disk' needs a folder on a disk: name it, as --set plan.disk=/scratch .in Python disk=",
+    ),
     ({"kv": "disc", "disk": "/tmp"}, "kv=disc does not exist: did you mean 'disk'?"),
     ({"optimizer": "disk", "disk": "/tmp"}, "optimizer=disk does not exist: known are device, host"),
     (

@@ -158,7 +158,7 @@ def test_a_run_from_before_goes_on_cutting(nursery: Nursery, folder: Path, small
 WRONG = {
     "data.packing=hole": "data.packing 'hole' does not exist: did you mean 'whole'",
     "data.packing=": "data.packing '' does not exist",
-    "data.packing=3": "'data.packing' is 3, of type int: str is needed",
+    "data.packing=3": "data.packing 3 is not text",
     "data.too_long=cut": "data.too_long 'cut' does not exist",
     "data.to_long=drop": "'data.to_long' is not an option: did you mean 'too_long'",
     "data.mix=text.tokens": "data.mix is 'text.tokens', no table of token files and weights: write --set data.mix",
@@ -176,7 +176,7 @@ WRONG = {
     "data.long_share=0": "data.long_share is 0: a number above 0 and below 1 is needed",
     "data.long_share=1": "data.long_share is 1: a number above 0 and below 1",
     "data.long_share=nan": "data.long_share is nan",
-    "data.long_share=much": "'data.long_share' is 'much', of type str: float is needed",
+    "data.long_share=much": "data.long_share 'much' is not a number",
     "data.long=32K": "data.long is 32768, but data.long_share is not set: data.long_share=0.5 uses it",
     "data.long=0": "0",
     "data.long=long": "long",

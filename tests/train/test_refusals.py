@@ -27,16 +27,24 @@ def sets(*options: str) -> list[str]:
 REFUSALS: dict[str, tuple[list[str], str]] = {
     "unknown option": (sets("train.lr=1e-5"), "write train.learning_rate="),
     "unknown flag": (["--lr", "1e-5"], "write --set train.learning_rate=1e-5"),
-    "not a value": (sets("train.steps=many"), "int is needed"),
+    "no value": (sets("train.steps="), "train.steps '' is not a whole number"),
+    "not a value": (sets("train.steps=many"), "train.steps 'many' is not a whole number"),
     "unknown model": (sets("model.source=llama9"), "is neither a folder nor a preset"),
     "model of a hub": (sets("model.source=org/model"), "hf download org/model"),
     "model without weights": (sets("model.source=bare"), "holds no weights"),
-    "no data": (sets("data.source=none.tokens"), "none.tokens"),
+    "micro-batch": (sets("train.batch=4", "train.micro_batch=3"), "does not divide train.batch 4: 1, 2 or 4 would"),
+    "options without a recipe": (
+        sets("plan.chunk=64K"),
+        "plan.chunk=64K needs a recipe, and plan.recipe is not set: 'dense', the default, has no chunk; set "
+        "plan.recipe=sweep or fpdt",
+    ),
+    "no folder": (sets("plan.recipe=sweep", "plan.o=disk"), "--set plan.disk=/scratch"),
+    "no data": (sets("data.source=none.tokens"), "data.source: 'none.tokens' cannot be read as a token file"),
     "text for data": (sets("data.source=books.txt"), "books.txt"),
     "large ids": (sets("data.source=large.tokens"), "the data have token ids below 1000"),
     "another tokenizer": (sets("model.source=model", "data.source=other.tokens"), "made with another tokenizer"),
     "nothing to learn": (sets("data.source=single.tokens"), "has 0 labels"),
-    "mesh": (sets("mesh.ulysses=2", "plan.recipe=sweep"), "ulysses 2"),
+    "mesh": (sets("mesh.ulysses=2", "plan.recipe=sweep"), "mesh.ulysses=2 needs 2 ranks"),
     "recipe": (sets("plan.recipe=dense", "mesh.ring=3"), "ring"),
     "chunk": (sets("plan.recipe=sweep", "plan.chunk=64K"), "chunk=65536 is longer than"),
     "kernel": (sets("plan.recipe=dense", "plan.kernel=cudnn"), "cudnn"),
@@ -94,15 +102,18 @@ def test_nothing_is_left(nursery: Nursery, inputs: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (sets("mesh.ulysses=3"), "ulysses 3"),
+        (sets("mesh.ulysses=3"), "mesh.ulysses=3 needs 3 ranks, which do not divide the job's 2: 1 or 2 would"),
         (sets("train.batch=1", "plan.recipe=dense"), "the batch has 1 rows for 2 data ranks"),
         (sets("data.source=large.tokens"), "the data have token ids below 1000"),
+        (sets("data.source=books.txt"), "books.txt"),
     ],
 )
 def test_nothing_is_left_by_several_ranks(nursery: Nursery, inputs: Path, words: list[str], sentence: str) -> None:
+    """Every rank has the mistake or hears of it: the sentence is about none of them."""
     before = listing(inputs)
     end = nursery.command("train", "--ranks", "2", *SMALL_RUN, *words, folder=inputs)
     assert end.code == 2, end.err
+    assert "rank 0: " not in end.err
     assert sentence in end.err
     assert listing(inputs) == before
 

@@ -204,10 +204,10 @@ def test_what_is_left_when_a_run_stops_at_once(tmp_path: Path) -> None:
     [
         ("run.log_every=0", "run.log_every is 0: 1 or more is needed"),
         ("run.log_every=-3", "run.log_every is -3: 1 or more is needed"),
-        ("run.log_every=1.5", "'run.log_every' is 1.5, of type float: int is needed"),
-        ("run.log_every=often", "'run.log_every' is 'often', of type str: int is needed"),
-        ("run.log_every=true", "'run.log_every' is True, of type bool: int is needed"),
-        ("run.log_every=[10]", "'run.log_every' is [10], of type list: int is needed"),
+        ("run.log_every=1.5", "run.log_every 1.5 is not a whole number"),
+        ("run.log_every=often", "run.log_every 'often' is not a whole number"),
+        ("run.log_every=true", "run.log_every true is not a whole number"),
+        ("run.log_every=[10]", "run.log_every [10] is not a whole number"),
         ("run.log_evry=10", "'run.log_evry' is not an option: did you mean"),
     ],
 )

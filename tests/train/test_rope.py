@@ -227,9 +227,9 @@ def test_from_another_run(folder: Folder) -> None:
 # Mistakes
 MISTAKES = {
     "model.rope=yarm": "did you mean 'yarn'",
-    "model.rope=8": "'model.rope' is 8, of type int: str is needed",
-    "model.rope=true": "of type bool",
-    'model.rope={type="yarn"}': "of type dict",
+    "model.rope=8": "model.rope 8 is not text",
+    "model.rope=true": "model.rope true is not text",
+    'model.rope={type="yarn"}': "is not text",
     "model.ropes=yarn": "did you mean 'rope'",
     "model.rope=yarn, 5": "write 'yarn, factor=8'",
     "model.rope=yarn, factor=x": "gives factor as 'x': a number is needed",

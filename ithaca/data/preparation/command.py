@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ithaca.base.errors import DataError
+from ithaca.base.errors import DataError, read_option
 from ithaca.base.sizes import format_bytes, format_count, parse_tokens
 from ithaca.data.chat.template import load_format
 from ithaca.data.preparation.meter import say
@@ -42,7 +42,7 @@ def run(
         for name, value in given.items():
             if value is not None:
                 raise DataError(f"--stats reads an existing token file: leave out {name}")
-        _show(console, paths, picture, parse_tokens(tokens) if tokens else None)
+        _show(console, paths, picture, read_option("--tokens", parse_tokens, tokens) if tokens else None)
         return
     if picture is not None:
         raise DataError(
