@@ -93,7 +93,8 @@ def test_in_pieces(nursery: Nursery, tokens: Path, tmp_path: Path) -> None:
     done(nursery.job(train, config, tmp_path / "whole"))
     found = []
     for run in (RunFolder(tmp_path / "run"), RunFolder(tmp_path / "whole")):
-        assert [line["step"] for line in run.read_evaluations()] == [6, 9, 12, 15]  # the first stage is shorter than all tasks
+        # The first stage is shorter than all tasks
+        assert [line["step"] for line in run.read_evaluations()] == [6, 9, 12, 15]
         found.append([line["loss"] for line in run.read_metrics()])
     assert found[0] == found[1]
     assert (tmp_path / "run" / "evaluation" / "step-15" / "needle.png").exists()
