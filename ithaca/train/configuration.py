@@ -44,6 +44,15 @@ def read_run_config(file: Path | None, overrides: list[str], run: Path | None, o
     return read_config(file, overrides, tell_once, model=replace(model, rope="") if model else None)
 
 
+def read_again(run: Path, overrides: list[str]) -> Config:
+    """Return the configuration of a run that starts again, from its first step on."""
+    found = read_run_config(None, overrides, run, None)
+    if not found.train.stages:
+        return found
+    # Each stage there is complete; [plan] and the rope of [model] are those of the last one that had begun
+    return replace(found, plan=None, model=replace(found.model, rope=""))
+
+
 def _check_config(path: Path) -> None:
     """Raise an error if something else was given where the configuration file stands."""
     word, kind = shlex.quote(str(path)), "is no configuration file"

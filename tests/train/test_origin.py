@@ -155,6 +155,21 @@ def test_a_start_that_was_killed_before_its_first_checkpoint(
     assert losses(new) == losses(whole)[4:]
 
 
+def test_started_again_it_starts_from_there_again(nursery: Nursery, half: Path, tmp_path: Path) -> None:
+    words, new = ["train", "--run", "new", "--ranks", "1"], tmp_path / "new"
+    end = nursery.command(*words, "--from", "half", "--with-optimizer", "--set", "train.steps=4", folder=tmp_path)
+    assert end.code == 0, end.err
+    before = losses(new)
+    end = nursery.command(*words, "--fresh", folder=tmp_path)
+    assert end.code == 0, end.err
+    assert f"Started from the checkpoint of step 4 of {half.resolve()}: weights and AdamW's state\n" in end.out
+    assert losses(new) == before
+    shutil.rmtree(half)
+    end = nursery.command(*words, "--fresh", folder=tmp_path)
+    assert (end.code, losses(new)) == (2, before)
+    assert f"--from {half.resolve()} is not a run folder" in end.err
+
+
 def test_what_the_new_run_records(nursery: Nursery, config: Config, half: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     fine(nursery.job(shifted, four(config), new, Origin(half, optimizer=True)))

@@ -186,6 +186,14 @@ def test_killed_in_any_stage(nursery: Nursery, staged: Config, whole: Path, tmp_
     assert outcome(nursery, tmp_path / "run", tmp_path / "out") == outcome(nursery, whole, tmp_path / "whole")
 
 
+def test_started_again_it_has_the_ropes_of_its_stages(nursery: Nursery, whole: Path, tmp_path: Path) -> None:
+    """Not that of the last one, which [model] of its configuration has."""
+    again = Path(shutil.copytree(whole, tmp_path / "again"))
+    end = nursery.command("train", "--run", "again", "--fresh", "--ranks", "1", folder=tmp_path)
+    assert end.code == 0, end.err
+    assert outcome(nursery, again, tmp_path / "model") == outcome(nursery, whole, tmp_path / "before")
+
+
 def test_several_ranks_that_share_sequences(nursery: Nursery, staged: Config, tmp_path: Path) -> None:
     """Two ranks, by a Plan and a mesh that hold for all stages; killed in the last stage."""
     stages = staged.train.stages
