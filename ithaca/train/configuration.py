@@ -39,7 +39,7 @@ def read_run_config(file: Path | None, overrides: list[str], run: Path | None, o
         # The other run's model has its rope by now; asked for again, it would come on top. So would those of stages
         another = saved not in (None, own)
         before = ['model.rope=""'] if another else []
-        return read_config(saved, before + overrides, tell_once, saved=saved is not None, staged=not another)
+        return read_config(saved, before + overrides, tell_once, saved=saved is not None, anew=another)
     model = read_config(saved, [], tell_once, saved=True).model if origin else None
     return read_config(file, overrides, tell_once, model=replace(model, rope="") if model else None)
 
