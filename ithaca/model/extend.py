@@ -108,13 +108,16 @@ def context_length(spec: Spec) -> int:
     return max(positions, int(rope.factor * rope.trained_positions)) if rope.kind == "yarn" else positions
 
 
-def beyond_context(spec: Spec, tokens: int) -> str | None:
-    """A sentence if positions up to `tokens` are beyond the model's context length; None if they are not."""
+def beyond_context(spec: Spec, tokens: int, mend: str = "--set model.rope=auto extends it") -> str | None:
+    """A sentence if positions up to `tokens` are beyond the model's context length; None if they are not.
+
+    `mend`: what helps.
+    """
     if tokens <= context_length(spec):
         return None
     return (
         f"the context has {tokens} tokens, but the model's rope is made for {context_length(spec)} "
-        "(max_position_embeddings in config.json), and later positions are new to it: --set model.rope=auto extends it"
+        f"(max_position_embeddings in config.json), and later positions are new to it: {mend}"
     )
 
 
