@@ -1,8 +1,5 @@
 """The command line. It imports torch only in commands that need it, so `ithaca --help` answers at once."""
 
-import difflib
-import os
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -82,43 +79,34 @@ def train(
             )
     if with_optimizer and not from_:
         raise ConfigError("--with-optimizer needs --from RUN: name the run whose optimizer state to take")
-    from ithaca.train.configuration import FIRST_RUN, read_run_config
+    from ithaca.train.configuration import FIRST_RUN, read_again, read_run_config
+    from ithaca.train.named_run import check_again, check_new, holds_run
 
-    sets = [*(set_ or ()), *([] if profile_step is None else [f"run.profile_step={profile_step}"])]
-    continued = run is not None and not fresh and os.path.exists(run / "config.toml")
-    is_first_run = not (config or sets or from_ or continued)
-    is_new = not (config or from_ or continued or fresh or nodes or meet)  # `launch` says what became of the last two
-    if is_new and run and (problem := _mistyped(run, set_ or [])):
-        raise ConfigError(f"'{run}' is no run that could continue: {problem}")
+    words = set_ or []
+    sets = [*words, *([] if profile_step is None else [f"run.profile_step={profile_step}"])]
+    continued = holds_run(run) and not fresh
+    told = bool(config or from_ or nodes or meet)  # what to train; `launch` says what became of the last two
+    again = fresh and not (told or words)
+    if again:
+        check_again(run)
+    elif run and not (told or continued or fresh):
+        check_new(run, words)
+    is_first_run = not (config or sets or from_ or continued or again)
     if is_first_run:
         config, sets = FIRST_RUN, ["mesh.ulysses=1"] if ranks and ranks % 2 else []
-    resolved = read_run_config(config, sets, run if not fresh else None, from_)
+    if run and again:
+        resolved = read_again(run, sets)
+    else:
+        resolved = read_run_config(config, sets, run if not fresh else None, from_)
     from ithaca.train.launch import find_starter, launch
-    from ithaca.train.origin import Origin
+    from ithaca.train.origin import Origin, origin_again
 
-    origin = Origin(from_, with_optimizer) if from_ else None
+    origin = Origin(from_, with_optimizer) if from_ else origin_again(run) if run and again else None
     folder = launch(resolved, ranks, run, fresh, nodes, meet, origin)
     if is_first_run and not find_starter(resolved):
         from ithaca.train.evaluation.first_run import tell_first_run
 
         tell_first_run(folder, resolved, ranks)
-
-
-def _mistyped(run: Path, sets: list[str]) -> str | None:
-    """What to write in place of a run folder that is not there, if it was meant to continue; None if it may begin.
-
-    It is meant to continue if no option is set, or if there is a run of nearly that name and no option says what to
-    train: a mistyped name must not start another training. Names with other numbers are no mistake, as lr1 and lr2.
-    """
-    if any(word.partition("=")[0].strip() in ("model.source", "data.source", "data.mix") for word in sets):
-        return None
-    runs = [folder.name for folder in sorted(run.parent.iterdir())] if run.parent.is_dir() else []
-    runs = [name for name in runs if os.path.exists(run.parent / name / "config.toml")]
-    runs = [name for name in runs if re.sub(r"\d", "", name) != re.sub(r"\d", "", run.name)]
-    near = next(iter(difflib.get_close_matches(run.name, runs, n=1)), None)
-    if near:
-        return f"did you mean '{run.parent / near}'? Or, to start a run there, name a configuration or model.source"
-    return None if sets else "to start a run there, name a configuration or --set options"
 
 
 @app.command()

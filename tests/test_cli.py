@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ithaca import __version__, cli
+from ithaca import __version__
 from ithaca.base.errors import ConfigError, DataError, IthacaError, LostRankError, ModelError, PlanError, RunError
 from ithaca.cli import main
+from ithaca.train.named_run import check_new
 from tests.nursery import Ended
 
 Say = Callable[..., Ended]
@@ -90,7 +91,18 @@ def test_a_new_run_may_be_named_like_another(tmp_path: Path) -> None:
     (tmp_path / "try-1").mkdir()
     (tmp_path / "try-1/config.toml").write_text("")
     for name, more in (("try-2", []), ("tri-1", ["model.source=my-model"]), ("other", [])):
-        assert cli._mistyped(tmp_path / name, ["train.steps=4", *more]) is None
+        check_new(tmp_path / name, ["train.steps=4", *more])
+
+
+def test_nothing_starts_again_where_no_run_is(say: Say) -> None:
+    Path("other").mkdir()
+    instead = "name a configuration or --set options"
+    for name in ("runs/none", "other"):
+        end = say("train", "--run", name, "--fresh", "--ranks", "1")
+        assert (end.code, end.err) == (2, f"error: --fresh: '{name}' holds no run to start again: {instead}\n")
+    end = say("train", "--fresh")
+    assert (end.code, end.err) == (2, f"error: --fresh: no --run names the run to start again: {instead}\n")
+    assert [file.name for file in Path().rglob("*")] == ["other"]
 
 
 def test_a_name_of_two_lines_is_quoted_on_one(say: Say) -> None:

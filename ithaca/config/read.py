@@ -10,6 +10,7 @@ from ithaca.base.errors import ConfigError, IthacaError
 from ithaca.base.files import read_small
 from ithaca.config.build import build
 from ithaca.config.sections import AUTO, Config, ModelSection
+from ithaca.config.warmup import default_warmup
 from ithaca.plans.places import REBUILD
 from ithaca.plans.plan import PLACED, RECIPE_OPTIONS
 from ithaca.plans.recipes import RECIPES
@@ -33,19 +34,19 @@ def read_config(
     tell: Callable[[str], None] = _tell,
     saved: bool = False,
     model: ModelSection | None = None,
-    staged: bool = True,
+    anew: bool = False,
 ) -> Config:
     """Return the configuration of a TOML file (None: the defaults) with `key=value` overrides.
 
     `tell` gets one line for each thing the user should know: old option names, an option that is ignored. Old names in
     a file that a run has `saved` are read without notice: no user wrote them. Options of [model] that neither sets are
-    those of `model`. Without `staged`, stages in the file are left out, and [train] is that of the last one begun.
+    those of `model`. With `anew`, another run begins with the file's options, but for what follows from that run's.
     """
     content = _read_toml(file) if file else {}
     if saved:
         _keep_cutting(content)
-    if not staged:
-        _table(content, "train").pop("stages", None)
+    if anew:
+        _begin_anew(_table(content, "train"))
     given: dict[str, Any] = {}
     for override in overrides:
         _set(given, override)
@@ -141,6 +142,14 @@ def _forget_rate(content: dict[str, Any], given: dict[str, Any]) -> None:
     source = _table(given, "model").get("source")
     if source is not None and source != _table(content, "model").get("source"):
         _table(content, "train").pop("learning_rate", None)
+
+
+def _begin_anew(train: dict[str, Any]) -> None:
+    """Drop the stages of a run, so that [train] is that of the last one begun, and a warm-up that nobody has set."""
+    train.pop("stages", None)
+    steps = train.get("steps")
+    if isinstance(steps, int) and train.get("warmup") == default_warmup(steps):
+        del train["warmup"]
 
 
 def _check_stages(train: dict[str, Any], saved: bool) -> None:

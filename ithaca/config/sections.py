@@ -109,7 +109,8 @@ class TrainSection:
     schedule: str = "cosine"
     """`cosine`: the rate falls after the warm-up. `wsd`: it stays, then falls linearly at the end."""
     warmup: int | None = None
-    """Steps over which the learning rate rises. Default: 3 % of the steps, at least 4 and at most 2000."""
+    """Steps over which the learning rate rises. Default: 3 % of the steps, at least 4 and at most 2000, but
+    never more than the steps."""
     decay: float = 0.2
     """The share of the run in which the rate of `wsd` falls."""
     final_rate: float = 0.1

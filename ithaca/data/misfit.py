@@ -16,13 +16,18 @@ class Tokens(Protocol):
     def tokenizer(self) -> str: ...
 
 
-def byte_tokens(data: Tokens, folder: Path | None) -> str | None:
-    """Return a warning if the data have a token for each byte, and the model was made for those of its tokenizer."""
+def byte_tokens(data: Tokens, folder: Path | None, trains: bool = True) -> str | None:
+    """Return a warning if the data have a token for each byte, and the model was made for those of its tokenizer.
+
+    `trains`: the model is to be trained on them, not only measured.
+    """
     if data.tokenizer != "bytes" or folder is None or model_file(folder, "tokenizer.json") is None:
         return None
+    so = "the model learns them anew; to train on" if trains else "unless it was trained on such, measure it on"
+    how = "prepare them with" if trains else "prepared with"
     return (
-        f"the data have one token a byte, not those of the tokenizer in '{folder}': the model learns them anew; "
-        f"to train on your documents, prepare them with ithaca data --tokenizer {folder}"
+        f"the data have one token a byte, not those of the tokenizer in '{folder}': {so} your documents, "
+        f"{how} ithaca data --tokenizer {folder}"
     )
 
 

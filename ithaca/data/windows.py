@@ -30,6 +30,7 @@ class Windows:
         bounds = data.bounds()
         bounds = np.append(bounds[bounds < self.tokens], self.tokens)
         self.documents = len(bounds) - 1
+        self.longest = min(int(np.diff(bounds).max()), length)  # tokens of a document in one row
         self.labels = count_labels(data, self.tokens) if limit else data.header.labels
         self._spans = _lay(bounds, length)
         if self.labels == 0:

@@ -9,7 +9,7 @@ from ithaca.attention.kernels.choose import explain_kernel
 from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.data.misfit import byte_tokens
 from ithaca.train.epochs import describe_epochs
-from ithaca.train.learning_rate import describe_rate
+from ithaca.train.learning_rate import describe_rate, warn_of_warmup
 from ithaca.train.origin import describe_origin, describe_weights
 from ithaca.train.start import has_random_weights
 
@@ -35,16 +35,19 @@ def describe_run(run: "TrainingRun") -> Iterator[str]:
     )
     if run.span.count > 1:
         yield run.span.describe(run.config)
-    yield describe_epochs(options, run.data.tokens, run.rows.per_epoch)
+    what = "this stage" if run.span.count > 1 else "the run"
+    yield describe_epochs(options, run.data.tokens, run.rows.per_epoch, what)
     if problem := byte_tokens(run.data, model.source.folder):
         yield f"warning: {problem}"
-    yield describe_rate(options, model.spec.parameters(), has_random_weights(run.config, origin))
+    yield describe_rate(options, model.spec.parameters(), has_random_weights(run.config, origin), run.span)
+    if problem := warn_of_warmup(options, run.span):
+        yield f"warning: {problem}"
     yield from model.describe_ranks()
     if grid.size > 1:
         yield f"Hang timeout: {format_seconds(run.timeout)} (run.timeout)"
     if device == "cuda" and run.peak_flops is None:
         yield f"Causal MFU is not reported: the peak of {torch.cuda.get_device_name(grid.device)} is not known"
-    if origin:
+    if origin and not run.done:
         yield describe_origin(origin)
     if run.done:
         yield f"Continuing from the checkpoint of step {run.done}"

@@ -13,8 +13,13 @@ from ithaca.train.report import Progress
 from ithaca.train.run_folder import VALIDATION, RunFolder, partial_name
 
 
-def tell_conclusion(folder: RunFolder, progress: Progress, done: int, saved: int, stopped: bool) -> None:
-    """Draw the loss and say how the run ended. Raise an error if its files were taken away or cannot be written."""
+def tell_conclusion(
+    folder: RunFolder, progress: Progress, begun: int, done: int, saved: int, stopped: bool, staged: bool
+) -> None:
+    """Draw the loss and say how the run ended. Raise an error if its files were taken away or cannot be written.
+
+    `begun`, `done`: the steps before this start, and after it. `staged`: the run has stages, which no option extends.
+    """
     progress.end_live()
     complete = f"the checkpoint of step {saved} is complete"
     if lost := folder.lost():
@@ -35,7 +40,8 @@ def tell_conclusion(folder: RunFolder, progress: Progress, done: int, saved: int
     if stopped:
         progress.say(f"Stopped after step {done}. Continue with: {continue_command(folder.path)}")
     else:
-        progress.say("\n".join(_summary(folder, metrics, done)))
+        ended = _trained(metrics, done) if done > begun else _finished(folder, done, staged)
+        progress.say("\n".join((ended, *_files(folder))))
     if kind := not_a_file(folder.log):
         problem = problem or f"the log '{folder.log}' could not be written (it is {kind})"
     if problem:
@@ -54,10 +60,19 @@ def stopped_at_once(folder: RunFolder, done: int) -> str:
     return f"Stopped at once. {finished}; {kept}."
 
 
-def _summary(folder: RunFolder, metrics: list[dict[str, Any]], done: int) -> Iterator[str]:
+def _trained(metrics: list[dict[str, Any]], done: int) -> str:
     losses = [loss for _, loss in _losses(metrics)]
     learned = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no loss"
-    yield f"Done: {learned} over {format_count(done, 'step')}"
+    return f"Done: {learned} over {format_count(done, 'step')}"
+
+
+def _finished(folder: RunFolder, done: int, staged: bool) -> str:
+    all_steps = f"All {done} steps are done" if done > 1 else "The only step is done"
+    more = f"ithaca train --from {quoted(folder.path)} --run DIR" if staged else f"--set train.steps={2 * done}"
+    return f"{all_steps}, nothing was trained: {more} trains further"
+
+
+def _files(folder: RunFolder) -> Iterator[str]:
     yield f"  run folder   {folder.path}"
     if os.path.isfile(folder.picture):
         yield f"  loss curve   {folder.picture}"

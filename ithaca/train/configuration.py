@@ -39,9 +39,18 @@ def read_run_config(file: Path | None, overrides: list[str], run: Path | None, o
         # The other run's model has its rope by now; asked for again, it would come on top. So would those of stages
         another = saved not in (None, own)
         before = ['model.rope=""'] if another else []
-        return read_config(saved, before + overrides, tell_once, saved=saved is not None, staged=not another)
+        return read_config(saved, before + overrides, tell_once, saved=saved is not None, anew=another)
     model = read_config(saved, [], tell_once, saved=True).model if origin else None
     return read_config(file, overrides, tell_once, model=replace(model, rope="") if model else None)
+
+
+def read_again(run: Path, overrides: list[str]) -> Config:
+    """Return the configuration of a run that starts again, from its first step on."""
+    found = read_run_config(None, overrides, run, None)
+    if not found.train.stages:
+        return found
+    # Each stage there is complete; [plan] and the rope of [model] are those of the last one that had begun
+    return replace(found, plan=None, model=replace(found.model, rope=""))
 
 
 def _check_config(path: Path) -> None:

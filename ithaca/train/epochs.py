@@ -15,14 +15,14 @@ def count_steps(options: TrainSection, rows: int) -> int:
     return math.ceil(Fraction(repr(options.epochs)) * rows / options.batch)
 
 
-def describe_epochs(options: TrainSection, tokens: int, rows: int) -> str:
-    """Return a line about the length of an epoch, which has so many tokens and sequences, and of the run."""
+def describe_epochs(options: TrainSection, tokens: int, rows: int, what: str = "the run") -> str:
+    """Return a line about the length of an epoch, which has so many tokens and sequences, and of `what` trains."""
     assert options.batch
     assert options.steps
     steps = rows / options.batch
     epochs = options.steps / steps
     return (
-        f"Each epoch: {tokens:,} tokens, {format_count(rows, 'sequence')}, {_counted(steps, 'step')}; the run is "
+        f"Each epoch: {tokens:,} tokens, {format_count(rows, 'sequence')}, {_counted(steps, 'step')}; {what} is "
         f"{_counted(epochs, 'epoch')}"
     )
 

@@ -26,8 +26,10 @@ import torch.distributed as dist
 
 from ithaca.base.errors import ConfigError, LostRankError, RunError, first_line, shown
 from ithaca.base.shell import continue_command
+from ithaca.base.sizes import format_bytes
 from ithaca.config import Config
 from ithaca.parallel.joining import read_job
+from ithaca.tape.budget import host_budget
 from ithaca.train.conclusion import stopped_at_once
 from ithaca.train.elastic import leave
 from ithaca.train.origin import Origin, check_origin, find_origin
@@ -40,6 +42,7 @@ from ithaca.train.start import load_source
 from ithaca.train.stop import SIGNALS, show_cursor
 
 CPU_RANKS = 1024
+RANK_BYTES = 250 * 10**6  # of host memory: Python, torch and its libraries, before a rank has a model
 LOOPBACK = "127.0.0.1"
 STORE_SECONDS = 30.0  # that the launcher has to reach the store that it has opened
 RESTARTS = 3  # in a row, without a new checkpoint in between
@@ -178,7 +181,19 @@ def count_ranks(config: Config, ranks: int | None) -> int:
         )
     if count > CPU_RANKS:
         raise ConfigError(f"--ranks is {count}: 1 to {CPU_RANKS} work on a CPU")
+    if not gpus:
+        _check_host(count)
     return count
+
+
+def _check_host(count: int) -> None:
+    """Raise an error if so many processes need more memory than this machine has free, before one has a model."""
+    free = host_budget()[0]
+    if count > (most := max(free // RANK_BYTES, 1)):
+        raise ConfigError(
+            f"--ranks is {count}, which take about {format_bytes(count * RANK_BYTES)} of host memory, of which "
+            f"{format_bytes(free)} are free: --ranks {most} works"
+        )
 
 
 def _new_folder(config: Config) -> Path:

@@ -14,10 +14,10 @@ import math
 
 from ithaca.base.sizes import format_count
 from ithaca.config import TrainSection
+from ithaca.train.stages import Span
 
 WITH_WEIGHTS = 1e-5
 ANCHOR_RATE, ANCHOR_PARAMETERS, LARGEST = 3e-4, 8e9, 3e-3
-WARMUP_SHARE, SHORTEST_WARMUP, LONGEST_WARMUP = 0.03, 4, 2000
 # Options of [train] that the rate of a step depends on
 RATE_OPTIONS = {"steps", "learning_rate", "schedule", "warmup", "decay", "final_rate"}
 
@@ -32,11 +32,6 @@ def default_rate(parameters: int, random_weights: bool) -> float:
     if not random_weights:
         return WITH_WEIGHTS
     return float(f"{min(ANCHOR_RATE * (ANCHOR_PARAMETERS / parameters) ** (1 / 3), LARGEST):.1e}")
-
-
-def default_warmup(steps: int) -> int:
-    """Return the steps of the warm-up of a run that sets none."""
-    return min(max(math.ceil(WARMUP_SHARE * steps), SHORTEST_WARMUP), LONGEST_WARMUP)
 
 
 def learning_rate(options: TrainSection, step: int) -> float:
@@ -55,15 +50,29 @@ def learning_rate(options: TrainSection, step: int) -> float:
     return highest * (options.final_rate + (1 - options.final_rate) * share)
 
 
-def describe_rate(options: TrainSection, parameters: int, random_weights: bool) -> str:
-    """Return one line about the rate of a run: the highest and why, the warm-up, the schedule, the last."""
+def describe_rate(options: TrainSection, parameters: int, random_weights: bool, span: Span) -> str:
+    """Return one line about the rate of a run, or of a stage: the highest and why, warm-up, schedule, the last."""
     highest, warmup, steps = options.learning_rate, options.warmup, options.steps
     assert highest is not None
     assert warmup is not None
     assert steps is not None
-    why = "set by train.learning_rate"
+    why = "set by train.learning_rate" if span.count == 1 else f"learning_rate of stage {span.number + 1}"
     if highest == default_rate(parameters, random_weights):
         why = f"the default for {f'{parameters / 1e6:.1f}M random' if random_weights else 'trained'} weights"
     rises = f"a warm-up of {format_count(warmup, 'step')}" if warmup else "no warm-up"
+    falls = f", then {options.schedule}" if warmup < steps else ""
     last = learning_rate(options, steps - 1)
-    return f"Learning rate: at most {highest:g} ({why}); {rises}, then {options.schedule}; {last:g} in step {steps}"
+    return f"Learning rate: at most {highest:g} ({why}); {rises}{falls}; {last:g} in step {span.last}"
+
+
+def warn_of_warmup(options: TrainSection, span: Span) -> str | None:
+    """Return a warning if the rate does not reach its highest. A run may get more steps later, so it is no error."""
+    warmup, steps = options.warmup, options.steps
+    assert warmup is not None
+    assert steps is not None
+    if warmup <= steps:
+        return None
+    of_run = f"train.warmup {warmup} is longer than train.steps {steps}"
+    of_stage = f"warmup {warmup} of stage {span.number + 1} is longer than its steps {steps}"
+    ends = f"the rate ends at {learning_rate(options, steps - 1):g}"
+    return f"{of_run if span.count == 1 else of_stage}: {ends}"

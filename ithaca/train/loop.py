@@ -376,6 +376,7 @@ class TrainingRun:
             if not stopped and not self.span.is_last:
                 self.progress.end_live()
                 return
-            tell_conclusion(self.folder, self.progress, self.done, self.saved, stopped)
+            staged = self.span.count > 1
+            tell_conclusion(self.folder, self.progress, self.begun, self.done, self.saved, stopped, staged)
 
         together(self.mesh.group, lambda: tell_end() if self.first else None)

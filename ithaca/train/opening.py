@@ -43,8 +43,8 @@ def open_run(config: Config, run: RunFolder, grid: Mesh, memory: FreeMemory, giv
     if axes != config.mesh:
         grid = mesh(**vars(axes), device=grid.device.type)
     data, held = open_data(config, run, grid)
-    held_out = open_validation(config, run, grid, held)
     check_data(data, grid)
+    held_out = open_validation(config, run, grid, data, held)
     span = from_first(grid.group, lambda: span_of(config, run.last_checkpoint()))
     rows = together(grid.group, lambda: open_rows(config, data, span))
     source = together(grid.group, lambda: open_source(config, described, resumed, data))

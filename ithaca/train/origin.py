@@ -43,15 +43,21 @@ def find_origin(run: RunFolder, given: Origin | None, config: Config) -> Origin 
 
     `given`: as the command line has it. A start that was killed before its first checkpoint goes on as it began.
     """
-    recorded = recorded_origin(run)
     if run.has_checkpoints():
         if given:
-            _check_same(run, given, recorded)
+            _check_same(run, given, recorded_origin(run))
         return None
     if given:
         check_origin(run, given, config)
         return given
-    return _begin_again(run, Origin(Path(recorded["run"]), recorded["optimizer"]), config) if recorded else None
+    origin = origin_again(run.path)
+    return _begin_again(run, origin, config) if origin else None
+
+
+def origin_again(path: Path) -> Origin | None:
+    """Return what a run would start from if it started again; None if it did not start from another run."""
+    recorded = recorded_origin(RunFolder(path))
+    return Origin(Path(recorded["run"]), recorded["optimizer"]) if recorded else None
 
 
 def _begin_again(run: RunFolder, origin: Origin, config: Config) -> Origin:

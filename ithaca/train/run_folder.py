@@ -35,6 +35,7 @@ from ithaca.parallel.agree import from_first, without
 from ithaca.parallel.mesh import Mesh
 
 LOCK_SECONDS = 20  # to wait for the lock: an interrupted job may hold it a little longer
+GONE_TRIES = 5  # after which a folder that is not there cannot be made, as in /proc
 SEE_SECONDS = 30.0  # to wait for a file: network file systems may cache its absence for so long
 ASK_SECONDS = 0.2
 VALIDATION = "validation_loss"  # what tells a line of a validation from that of a step
@@ -162,12 +163,16 @@ class RunFolder:
 
     def _lock(self) -> IO[str]:
         """Make the folder and lock it. The system releases the lock when this process ends."""
-        until = time.monotonic() + LOCK_SECONDS
+        until, gone = time.monotonic() + LOCK_SECONDS, 0
         while True:
-            with contextlib.suppress(FileNotFoundError):  # a start that failed has deleted its folder right now
+            try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 if file := self._try_lock():
                     return file
+            except FileNotFoundError:  # a start that failed has deleted its folder right now
+                gone += 1
+                if gone == GONE_TRIES:
+                    raise
             if time.monotonic() > until:
                 raise RunError(f"'{self.path}' is in use by another job: stop it, or name another --run")
             time.sleep(ASK_SECONDS)

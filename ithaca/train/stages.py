@@ -17,8 +17,8 @@ from typing import Any
 from ithaca.base.errors import ConfigError
 from ithaca.base.sizes import format_tokens
 from ithaca.config import Config, Stage, parse_config
+from ithaca.config.warmup import default_warmup
 from ithaca.model.source import ModelSource, describe_model, extend_model
-from ithaca.train.learning_rate import default_warmup
 
 SEEDS = 1_000_003  # between the seeds of two stages
 
@@ -51,6 +51,8 @@ class Span:
 def resolve_stages(config: Config, record: Config | None, find_rate: Callable[[], float]) -> Config:
     """Return the configuration with every stage complete, but for a Plan that the planner will choose.
 
+    Batches stay open as well if the first stage has none: its default follows from the mesh (`settle_batches`).
+
     What a stage leaves open follows from the options of the run and from the first stage. In a run that continues, all
     but rate and batch is as its record has it: there [plan] and [model] are those of one stage. `find_rate` gives the
     default learning rate.
@@ -66,18 +68,23 @@ def resolve_stages(config: Config, record: Config | None, find_rate: Callable[[]
         rate = options.learning_rate or find_rate()
         run = replace(given, learning_rate=rate, rope=config.model.rope, plan=config.plan)
         filled = [_filled(stage, run) for stage in filled]
-    first = filled[0]
-    if first.batch is None:
-        raise ConfigError("the first stage has no batch: set train.batch, its sequences in a step, as train.batch=8")
     complete = [
-        replace(
-            stage,
-            batch=stage.batch or _same_tokens(number, stage, first),
-            warmup=default_warmup(stage.steps) if stage.warmup is None else stage.warmup,
-        )
-        for number, stage in enumerate(filled, start=1)
+        replace(stage, warmup=default_warmup(stage.steps) if stage.warmup is None else stage.warmup) for stage in filled
     ]
-    return replace(config, train=replace(config.train, stages=tuple(complete)))
+    config = replace(config, train=replace(config.train, stages=tuple(complete)))
+    return settle_batches(config, complete[0].batch) if complete[0].batch else config
+
+
+def settle_batches(config: Config, batch: int) -> Config:
+    """Return the configuration with the batch of every stage; `batch`: of the first one, if it is open."""
+    if not config.train.stages:
+        return config
+    first = replace(config.train.stages[0], batch=config.train.stages[0].batch or batch)
+    stages = [
+        replace(stage, batch=stage.batch or _same_tokens(number, stage, first))
+        for number, stage in enumerate(config.train.stages, start=1)
+    ]
+    return replace(config, train=replace(config.train, stages=tuple(stages)))
 
 
 def _filled(stage: Stage, other: Stage) -> Stage:

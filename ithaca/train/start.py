@@ -15,6 +15,7 @@ from ithaca.base.errors import DataError, PlanError, read_option
 from ithaca.base.sizes import format_tokens
 from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import AUTO, Config, DataSection, MeshSection, TrainSection
+from ithaca.config.warmup import default_warmup
 from ithaca.data.holdout import hold_out
 from ithaca.data.misfit import misfit
 from ithaca.data.mixture import LIBRARY, Data, Mixture, mix, sources_of
@@ -38,9 +39,9 @@ from ithaca.rehearsal.this_gpu import known_gpu
 from ithaca.schedule.variants import SHORTEST
 from ithaca.tape.budget import host_budget
 from ithaca.train.epochs import STEPS, count_steps
-from ithaca.train.learning_rate import default_rate, default_warmup
+from ithaca.train.learning_rate import default_rate
 from ithaca.train.run_folder import RunFolder
-from ithaca.train.stages import Span, checkpoint_model, resolve_stages, stage_config, stage_seed
+from ithaca.train.stages import Span, checkpoint_model, resolve_stages, settle_batches, stage_config, stage_seed
 
 CPU_TOKENS, GPU_TOKENS = 8 * 2**10, 64 * 2**10  # default context lengths
 ENDS = 65536  # tokens at each end of the data that old checkpoints have a checksum of
@@ -96,7 +97,7 @@ def settle(
     chosen = choose_plan(config, source, grid, tokens, memory, lambda: _documents(config, run))
     sharing = chosen[1].ring * chosen[1].ulysses * chosen[1].tensor
     batch = batch or (config.train.micro_batch or 1) * (grid.size // sharing)
-    config = replace(config, train=replace(config.train, batch=batch))
+    config = settle_batches(replace(config, train=replace(config.train, batch=batch)), batch)
     steps = count_steps(config.train, _epoch_rows(config, run)) if config.train.epochs else None
     rate = default_rate(spec.parameters(), has_random_weights(config, described))
     config = replace(config, train=_settle_rate(config.train, saved, steps, rate))

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.assemble import Model
+from ithaca.base.errors import DataError
 from ithaca.base.shell import quoted
 from ithaca.base.sizes import format_count
 from ithaca.config import Config
+from ithaca.data.mixture import Data, sources_of
 from ithaca.data.reader import TokenFile
 from ithaca.data.windows import Windows
 from ithaca.parallel.agree import together
@@ -108,8 +110,11 @@ def bucket_sums(batch: Batch, losses: Tensor, edges: tuple[int, ...]) -> Tensor:
     )
 
 
-def open_validation(config: Config, run: RunFolder, grid: Mesh, held: TokenFile | None) -> Windows | None:
-    """Return the rows to validate on; None if the run does not validate. `held`: documents held out. Collective."""
+def open_validation(config: Config, run: RunFolder, grid: Mesh, data: Data, held: TokenFile | None) -> Windows | None:
+    """Return the rows to validate on; None if the run does not validate. Collective.
+
+    `data`: what it trains on. `held`: documents that are held out of these.
+    """
     options = config.data
     if not options.validation:
         return None
@@ -119,8 +124,20 @@ def open_validation(config: Config, run: RunFolder, grid: Mesh, held: TokenFile 
         name = f"the validation file '{options.validation}'"
         held = open_file(Path(options.validation), run.path, grid)
         check_data(held, grid, "data.validation")
+        _check_apart(data, held, bool(options.mix))
     tokens, limit = config.train.tokens or 0, config.run.validation_tokens
     return together(grid.group, lambda: Windows(held, tokens, limit, name))
+
+
+def _check_apart(data: Data, held: TokenFile, mixed: bool) -> None:
+    """Raise an error if the run trains on what it would validate on. Every rank has read the same of both."""
+    for source in sources_of(data):
+        if source.data.header.blocks_sha256 == held.header.blocks_sha256:
+            name = f"{source.title} of data.mix" if mixed else "data.source"
+            raise DataError(
+                f"data.validation and {name} hold the same documents: data.validation=2% holds some out, or name a "
+                "token file of others"
+            )
 
 
 class Validation:

@@ -56,6 +56,7 @@ def test_the_line() -> None:
         "Each epoch: 1,000 tokens, 15 sequences, 3.75 steps; the run is 0.8 epochs"
     )
     assert describe_epochs(TrainSection(tokens=64, batch=1, steps=1), 100, 1).endswith("1 step; the run is 1 epoch")
+    assert describe_epochs(options, 1000, 15, "this stage").endswith("; this stage is 0.8 epochs")
 
 
 def test_both_are_refused_and_the_command_line_wins(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -45,7 +45,8 @@ def place(nursery: Nursery, small_config: Config, tmp_path_factory: pytest.TempP
     for number, words in enumerate((100, 2, 20)):
         (texts / f"{number}.txt").write_text("tell me, muse " * words)
     prepare([texts], top / "t.tokens")
-    save(make_model("qwen3", torch.float64, vocab_size=256, num_hidden_layers=1), top / "model")
+    sizes = {"vocab_size": 256, "num_hidden_layers": 1, "max_position_embeddings": 2048}
+    save(make_model("qwen3", torch.float64, **sizes), top / "model")
     config = replace(
         small_config,
         data=replace(small_config.data, validation=str(top / "t.tokens")),
@@ -92,6 +93,25 @@ def test_a_folder(nursery: Nursery, place: Path) -> None:
         assert sum(row["labels"] for row in buckets) == labels
         assert sum(row["loss_sum"] for row in buckets) / labels == found["loss"]
         assert [row["loss_sum"] / row["labels"] for row in buckets] == [row["loss"] for row in buckets]
+
+
+def test_what_the_loss_may_not_be_about(nursery: Nursery, place: Path, tmp_path: Path) -> None:
+    """Tokens and lengths that are not the model's, as in training; on stderr, once, whatever the ranks."""
+    model = tmp_path / "short"
+    save(make_model("qwen3", vocab_size=256, num_hidden_layers=1, max_position_embeddings=512), model)
+    (model / "tokenizer.json").write_text("{}")
+    data, words = str(place / "t.tokens"), (*SETS, "--json", "--ranks", "2")
+    end = nursery.command("evaluate", "short", data, *words, folder=tmp_path)
+    assert end.code == 0, end.err
+    assert json.loads(end.out)["context"] == 8192
+    assert end.err.splitlines() == [
+        "warning: the data have one token a byte, not those of the tokenizer in 'short': unless it was trained on "
+        "such, measure it on your documents, prepared with ithaca data --tokenizer short",
+        "warning: the longest document has 1,400 tokens, but the model's rope is made for 512 (max_position_embeddings in "
+        "config.json), and later positions are new to it: --tokens 512 stays within it",
+    ]
+    end = nursery.command("evaluate", "short", data, *words, "--tokens", "512", folder=tmp_path)
+    assert end.err.count("warning: ") == 1
 
 
 def test_a_run(nursery: Nursery, place: Path, tmp_path: Path) -> None:

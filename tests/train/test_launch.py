@@ -7,8 +7,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from ithaca.base.errors import RunError
-from ithaca.config import Config
+from ithaca.base.errors import ConfigError, RunError
+from ithaca.config import Config, TrainSection
 from ithaca.train import launch
 from ithaca.train.run_folder import RunFolder
 
@@ -48,6 +48,17 @@ def test_failures_without_progress_end_the_run(monkeypatch: pytest.MonkeyPatch, 
     save(tmp_path, 40)  # an old checkpoint is no progress
     with pytest.raises(RunError, match="signal 9, and 3 restarts in a row made no new checkpoint: fix the cause"):
         start(monkeypatch, tmp_path, lambda _: "rank 1 was killed by signal 9")
+
+
+def test_more_ranks_than_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = Config(train=TrainSection(device="cpu"))
+    monkeypatch.setattr(launch, "host_budget", lambda: (2_600_000_000, "free memory"))
+    assert launch.count_ranks(cpu, 10) == 10
+    said = r"^--ranks is 100, which take about 23.3 GiB of host memory, of which 2.42 GiB are free: --ranks 10 works$"
+    with pytest.raises(ConfigError, match=said):
+        launch.count_ranks(cpu, 100)
+    monkeypatch.setattr(launch, "host_budget", lambda: (0, "free memory"))
+    assert launch.count_ranks(cpu, 1) == 1
 
 
 def test_ranks_of_one_node_come_from_nowhere_else() -> None:

@@ -275,6 +275,12 @@ def test_starts_that_fail_in_turn_leave_nothing(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(second.path) in ([], ["lock"])
 
 
+def test_a_place_where_no_folder_can_be_made() -> None:
+    """/proc refuses with the words that a folder has which another start deletes right now."""
+    with pytest.raises(ConfigError, match=r"^'/proc/foo' cannot be made a run folder \(No such file or directory"):
+        RunFolder(Path("/proc/foo")).hold()
+
+
 def test_the_lock_is_deleted_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the lock's file another job could begin, and what it makes would be deleted, too."""
     run, gone = RunFolder(tmp_path / "run"), list[str]()

@@ -205,7 +205,10 @@ REFUSED: dict[str, tuple[list[str], dict[str, str]]] = {
     "the environment has RANK=0, as torchrun sets it, but no WORLD_SIZE": ([], {"RANK": "0"}),
     "the environment has RANK=2 and WORLD_SIZE=2": ([], {**TORCHRUN, "RANK": "2"}),
     "--ranks 2 cannot be given under torchrun, which started 2": (["--ranks", "2"], {**TORCHRUN, "RANK": "0"}),
-    "--fresh cannot be given under torchrun": (["--run", "run", "--fresh"], {**TORCHRUN, "RANK": "0"}),
+    "--fresh cannot be given under torchrun": (
+        ["--run", "run", "--fresh", "--set", "train.steps=1"],
+        {**TORCHRUN, "RANK": "0"},
+    ),
     "--ranks 2 cannot be given under srun, which started 3": (["--ranks", "2"], slurm("2,1", 0, 0, 20001)),
     "--run is missing: under srun": ([], slurm("2,1", 0, 0, 20001)),
 }

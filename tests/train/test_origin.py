@@ -132,7 +132,7 @@ def test_after_a_kill_the_other_run_is_not_needed(
         copy = Path(shutil.copytree(new, tmp_path / f"copy of {origin is None}"))
         said = fine(nursery.job(shifted, four(config, 1), copy, origin))
         assert losses(copy) == losses(whole)[4:]
-        assert f"Started from the checkpoint of step 4 of {half.resolve()}" in said
+        assert "Started from" not in said
         assert "Continuing from the checkpoint of step 2" in said
     ends = nursery.job(show_state, config, third, Origin(copy, optimizer=True))
     assert "has True {8.0}" in ends[0].out
@@ -153,6 +153,21 @@ def test_a_start_that_was_killed_before_its_first_checkpoint(
     said = fine(nursery.job(shifted, four(config), new, None))
     assert "weights and AdamW's state\n" in said
     assert losses(new) == losses(whole)[4:]
+
+
+def test_started_again_it_starts_from_there_again(nursery: Nursery, half: Path, tmp_path: Path) -> None:
+    words, new = ["train", "--run", "new", "--ranks", "1"], tmp_path / "new"
+    end = nursery.command(*words, "--from", "half", "--with-optimizer", "--set", "train.steps=4", folder=tmp_path)
+    assert end.code == 0, end.err
+    before = losses(new)
+    end = nursery.command(*words, "--fresh", folder=tmp_path)
+    assert end.code == 0, end.err
+    assert f"Started from the checkpoint of step 4 of {half.resolve()}: weights and AdamW's state\n" in end.out
+    assert losses(new) == before
+    shutil.rmtree(half)
+    end = nursery.command(*words, "--fresh", folder=tmp_path)
+    assert (end.code, losses(new)) == (2, before)
+    assert f"--from {half.resolve()} is not a run folder" in end.err
 
 
 def test_what_the_new_run_records(nursery: Nursery, config: Config, half: Path, tmp_path: Path) -> None:
@@ -325,6 +340,8 @@ def test_the_configuration_of_the_other_run(nursery: Nursery, place: Path) -> No
     assert end.code == 0, end.err
     theirs, ours = (RunFolder(place / name).saved_config() for name in ("a", "d"))
     assert ours == replace(theirs, train=replace(theirs.train, steps=1, learning_rate=1e-4))
+    again = nursery.command("train", "--run", "d", "--ranks", "1", folder=place)
+    assert "The only step is done, nothing was trained: --set train.steps=2 trains further\n" in again.out
     end = nursery.command("train", "--from", "./a", "--run", "d", *words, "--set", "train.steps=2", folder=place)
     assert end.code == 0, end.err
     assert "Continuing from the checkpoint of step 1" in end.out

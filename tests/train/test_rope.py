@@ -45,6 +45,7 @@ class Folder:
             "data.source=d.tokens",
             "train.batch=2",
             "train.steps=2",
+            "train.warmup=1",
             f"train.tokens={NEW}",
         )
         words = [word for item in (*(first if new else ()), *sets) for word in ("--set", item)]

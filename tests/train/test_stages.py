@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -62,7 +63,7 @@ def test_what_is_open_follows_from_the_first_stage(staged: Config) -> None:
     assert config.train.stages is not None
     assert [stage.batch for stage in config.train.stages] == [4, 2, 2]  # 128 tokens in a step, unless it is said
     assert [stage.learning_rate for stage in config.train.stages] == [3e-3, 1e-3, 3e-3]
-    assert [stage.warmup for stage in config.train.stages] == [4, 2, 4]
+    assert [stage.warmup for stage in config.train.stages] == [4, 2, 2]
     assert [stage.plan is None for stage in config.train.stages] == [True, False, True]
     without = replace(staged, train=replace(staged.train, learning_rate=None))
     stages = resolve_stages(without, None, lambda: 0.5).train.stages
@@ -122,8 +123,23 @@ def test_batches_that_do_not_divide(staged: Config) -> None:
     odd = replace(staged, train=replace(staged.train, batch=3, stages=(stages[0], replace(stages[1], batch=None))))
     with pytest.raises(ConfigError, match="has 96 tokens, which sequences of 64 do not divide: set batch in stage 2, "):
         resolve_stages(odd, None, lambda: 0.5)
-    with pytest.raises(ConfigError, match="the first stage has no batch"):
-        resolve_stages(replace(staged, train=replace(staged.train, batch=None)), None, lambda: 0.5)
+
+
+def test_without_a_batch_it_follows_from_the_ranks(nursery: Nursery, staged: Config, tmp_path: Path) -> None:
+    """One sequence for each data rank in the first stage, and as many tokens in a step of the others."""
+    stages = staged.train.stages
+    assert stages is not None
+    stages = (stages[1], replace(stages[0], micro_batch=None), replace(stages[0], steps=1))
+    config, path = replace(staged, train=replace(staged.train, batch=None, stages=stages)), tmp_path / "run"
+    said = done(nursery.job(train, config, path, ranks=2))
+    assert re.findall(r"Each step: (\d sequences of \d+ tokens)", said) == [
+        "2 sequences of 64 tokens",
+        "4 sequences of 32 tokens",
+        "4 sequences of 32 tokens",
+    ]
+    assert [stage.batch for stage in RunFolder(path).saved_config().train.stages or ()] == [2, 4, 4]
+    done(nursery.job(train, config, path, ranks=1))  # on other ranks it stays what it was
+    assert [stage.batch for stage in RunFolder(path).saved_config().train.stages or ()] == [2, 4, 4]
 
 
 def killed(config: Config, path: Path, step: int) -> None:
@@ -157,6 +173,16 @@ def outcome(nursery: Nursery, run: Path, folder: Path) -> tuple[list[tuple[Any, 
     return lines, (folder / "model.safetensors").read_bytes(), json.loads((folder / "config.json").read_text())
 
 
+def test_the_first_lines_of_a_stage_are_about_it(nursery: Nursery, whole: Path) -> None:
+    said = (whole / "log.txt").read_text()
+    assert said.count("; this stage is ") == 3
+    assert "the run is" not in said
+    assert "at most 0.001 (learning_rate of stage 2); a warm-up of 2 steps, then cosine; 0.001 in step 7\n" in said
+    end = nursery.command("train", "--run", str(whole), "--ranks", "1", folder=whole.parent)
+    more = f"ithaca train --from {whole} --run DIR trains further"
+    assert f"All 9 steps are done, nothing was trained: {more}\n" in end.out
+
+
 def test_a_run_in_stages(nursery: Nursery, staged: Config, whole: Path, tmp_path: Path) -> None:
     lines, _, exported = outcome(nursery, whole, tmp_path / "out")
     assert [line[:2] for line in lines] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2), (7, 2), (8, 3), (9, 3)]
@@ -184,6 +210,14 @@ def test_killed_in_any_stage(nursery: Nursery, staged: Config, whole: Path, tmp_
     assert end.code == -signal.SIGKILL
     done(nursery.job(train, staged, tmp_path / "run"))
     assert outcome(nursery, tmp_path / "run", tmp_path / "out") == outcome(nursery, whole, tmp_path / "whole")
+
+
+def test_started_again_it_has_the_ropes_of_its_stages(nursery: Nursery, whole: Path, tmp_path: Path) -> None:
+    """Not that of the last one, which [model] of its configuration has."""
+    again = Path(shutil.copytree(whole, tmp_path / "again"))
+    end = nursery.command("train", "--run", "again", "--fresh", "--ranks", "1", folder=tmp_path)
+    assert end.code == 0, end.err
+    assert outcome(nursery, again, tmp_path / "model") == outcome(nursery, whole, tmp_path / "before")
 
 
 def test_several_ranks_that_share_sequences(nursery: Nursery, staged: Config, tmp_path: Path) -> None:

@@ -58,6 +58,11 @@ def test_a_file_then_the_folder_alone(nursery: Nursery, small_model: Path, tmp_p
     end = nursery.command("train", "--run", "run", "--ranks", "1", "--fresh", *words("train.steps=2"), folder=tmp_path)
     assert "Moved the old run to run.old1" in end.out
     assert len(losses(tmp_path / "run.old1")) == 9
+    end = nursery.command("train", "--run", "run.old1", "--ranks", "1", "--fresh", folder=tmp_path)
+    assert "Moved the old run to run.old1.old1" in end.out  # and this one starts again as it was
+    assert f"parameters, weights of {small_model}, in" in end.out
+    assert len(losses(tmp_path / "run.old1")) == 9
+    assert RunFolder(tmp_path / "run.old1").saved_config() == RunFolder(tmp_path / "run.old1.old1").saved_config()
 
 
 def test_accumulation_is_one_large_batch(nursery: Nursery, small_model: Path, tmp_path: Path) -> None:

@@ -506,6 +506,25 @@ def refused(config: Config, path: Path) -> None:
         print(error)
 
 
+@pytest.mark.parametrize("kind", ["source", "mix", "long_share"])
+def test_the_data_to_train_on_are_none_to_validate_on(
+    nursery: Nursery, small_config: Config, tmp_path: Path, kind: str
+) -> None:
+    """Under any name, and also where a run draws long and short ones apart."""
+    for name, word in (("a", "sea "), ("b", "wine "), ("again", "sea ")):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": word * n}) + "\n" for n in (10, 90)))
+        prepare([tmp_path / f"{name}.jsonl"], tmp_path / name)
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    options: dict[str, Any] = {"mix": {b: 1.0, a: 3.0}} if kind == "mix" else {"source": a}
+    options |= {"long_share": 0.5, "long": 100} if kind == "long_share" else {}
+    config = configured(small_config, str(tmp_path / "again"))
+    config = replace(config, data=replace(config.data, **options))
+    (end,) = nursery.job(refused, config, tmp_path / "run")
+    name = f"'{a}' of data.mix" if kind == "mix" else "data.source"
+    assert f"data.validation and {name} hold the same documents: data.validation=2% holds some out" in end.out
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_epoch_is_what_is_left_to_train_on(nursery: Nursery, small_config: Config, tmp_path: Path) -> None:
     for number in range(10):
         (tmp_path / f"{number}.txt").write_text("a" * 128)

@@ -6,6 +6,7 @@ Plan and on any number of ranks, but for rounding.
 
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,11 +20,12 @@ import torch
 from ithaca.assemble import save_model
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.sizes import format_count, format_tokens
+from ithaca.data.misfit import byte_tokens
 from ithaca.data.reader import TokenFile, open_tokens
 from ithaca.data.windows import Windows
 from ithaca.evaluate.language import read_language
 from ithaca.evaluate.long_context import TaskOptions, choose_lengths, measure_tasks, table, write_results
-from ithaca.model.extend import context_length
+from ithaca.model.extend import beyond_context, context_length
 from ithaca.model.families import read_spec
 from ithaca.model.folder import read_json
 from ithaca.parallel.agree import together
@@ -129,11 +131,24 @@ def _losses(
     model, grid = opened.model, opened.model.mesh
     together(grid.group, lambda: check_vocabulary(model.source, data))
     windows = together(grid.group, lambda: Windows(data, opened.tokens, options.limit))
+    for text in _warnings(opened, windows) if grid.rank == 0 else ():
+        print(f"warning: {text}", file=sys.stderr, flush=True)  # stdout may be JSON
     losses = measure(model, windows, grid.data_ranks, watch)
     assert losses is not None
     if not math.isfinite(losses.loss):
         raise RunError(f"the loss of '{options.model}' on '{options.data}' is {losses.loss}: no number")
     return as_object(options, windows, losses, _samples(options, opened, data))
+
+
+def _warnings(opened: Opened, windows: Windows) -> list[str]:
+    """Return what the loss may say nothing of: the words and the lengths that the model was made for."""
+    source = opened.model.source
+    shorter = f"--tokens {format_tokens(context_length(source.spec))} stays within it"
+    found = [
+        byte_tokens(windows.data, source.folder, trains=False),
+        beyond_context(source.spec, windows.longest, opened.tokens, shorter),
+    ]
+    return [text for text in found if text]
 
 
 def _tasks(
