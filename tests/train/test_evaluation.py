@@ -107,8 +107,8 @@ def test_what_the_loss_may_not_be_about(nursery: Nursery, place: Path, tmp_path:
     assert end.err.splitlines() == [
         "warning: the data have one token a byte, not those of the tokenizer in 'short': unless it was trained on "
         "such, measure it on your documents, prepared with ithaca data --tokenizer short",
-        "warning: the longest document has 1,400 tokens, but the model's rope is made for 512 (max_position_embeddings in "
-        "config.json), and later positions are new to it: --tokens 512 stays within it",
+        "warning: the longest document has 1,400 tokens, but the model's rope is made for 512 "
+        "(max_position_embeddings in config.json), and later positions are new to it: --tokens 512 stays within it",
     ]
     end = nursery.command("evaluate", "short", data, *words, "--tokens", "512", folder=tmp_path)
     assert end.err.count("warning: ") == 1
@@ -356,7 +356,7 @@ TRAIN_WRONG = {
     "data.validation=ones.tokens": "'ones.tokens' has 0 labels in its 5 tokens",
     "data.validation=0.99": "which leaves none to train on: 0.33 holds out one",
     "run.validate_every=-1": "run.validate_every is -1: 0 or more is needed",
-    "run.validate_every=often": "'run.validate_every' is 'often'",
+    "run.validate_every=often": "run.validate_every 'often' is not a whole number",
     "run.validation_tokens=1": "run.validation_tokens is 1: 2 or more are needed",
     "run.validation_tokens=some": "'some' is not a number of tokens",
 }
