@@ -158,7 +158,11 @@ class Job:
         """
         gathered = self.axes.ring if self.plan.sweeps else 1  # under `sweep` ring ranks gather queries, not keys
         rows = self.block_tokens * self.axes.by_heads * gathered
-        return self.kernel.workspace(q, k, q / k / gathered, rows, causal)
+        held = self.kernel.workspace(q, k, q / k / gathered, rows, causal)
+        if not self.kernel.scores:
+            return held
+        side, heads = min(rows, max(self.document_lengths)), q / (rows * self.spec.head_size * self.itemsize)
+        return held + self.kernel.scores * self.high * heads * side**2
 
     # Bytes of tensors of some tokens, all heads
     def hidden(self, tokens: int) -> int:

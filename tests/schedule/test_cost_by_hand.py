@@ -4,7 +4,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
+from ithaca.attention.documents import Pieces
+from ithaca.attention.kernels.naive import Naive
 from ithaca.base.owners import ATTENTION, BLOCKS, EXCHANGE, GATHERED, GRADIENTS
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
@@ -14,6 +17,7 @@ from ithaca.planner.hardware import AttentionRates, Cluster, Machine, read_gpus
 from ithaca.planner.search import longest, search
 from ithaca.planner.seconds import BETWEEN, LEAST, Seconds, predict_seconds
 from ithaca.plans.plan import Plan
+from ithaca.rehearsal.memory_meter import Meter
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import phases, resident, step_memory
 
@@ -248,3 +252,18 @@ def test_tapes_have_what_moments_leave_of_the_host() -> None:
     assert answer is not None
     assert answer.plan.optimizer == "host"
     assert 0.9 < answer.memory.host / (0.95 * 256e9) <= 1
+
+
+def test_scores_of_the_naive_kernel() -> None:
+    """Two documents, of which the longer one has the larger scores: what its backward holds, counted by a meter."""
+    spec = replace(QWEN, layers=1, heads=4, kv_heads=2, head_size=16)
+    job = Job(spec=spec, plan=Plan(recipe="dense", kernel="naive"), tokens=1024, documents=(768, 256), itemsize=4)
+    q, k, v = (torch.randn(1024, heads, 16) for heads in (4, 2, 2))
+    kernel, pieces, scale = Naive(), Pieces.documents((0, 768, 1024)), 0.25
+    o, lse = kernel.forward(q, k, v, pieces, scale)
+    with Meter(torch.device("cpu"), torch.float32) as meter:
+        kernel.backward(torch.randn_like(o), q, k, v, o, lse, pieces, scale)
+    scores = 4 * 4 * 768 * 768
+    assert 4 * scores < meter.peak.total() < 5.5 * scores
+    beside = job.kernel.workspace(q.nbytes, k.nbytes, 2, 1024, True)
+    assert job.workspace(q.nbytes, k.nbytes) - beside == 4 * scores
