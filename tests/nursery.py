@@ -26,6 +26,7 @@ import torch
 from torch.distributed.run import main as torchrun
 
 from ithaca.base import torch_private
+from ithaca.base.parent import end_with_parent
 from ithaca.cli import main
 from ithaca.train import launch, processes, start
 from ithaca.train.stop import SIGNALS
@@ -46,7 +47,7 @@ class Nursery:
     def __init__(self) -> None:
         fork = multiprocessing.get_context("fork")
         self._pipe, theirs = fork.Pipe()
-        self._process = fork.Process(target=_serve, args=(theirs,))
+        self._process = fork.Process(target=_serve, args=(theirs, os.getpid()))
         self._process.start()
 
     def job(
@@ -83,7 +84,9 @@ class Nursery:
         self._process.join()
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, parent: int) -> None:
+    if not end_with_parent(parent):
+        return
     _do_once()
     gc.collect()
     gc.freeze()

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ithaca.base.parent import end_with_parent
+
 SECONDS = 900  # a case that takes longer hangs, however busy the machine is
 
 
@@ -31,7 +33,8 @@ class Ranks:
         pipes = [fork.Pipe() for _ in range(world)]
         self._pipes = [here for here, _ in pipes]
         self._processes = [
-            fork.Process(target=_serve, args=(rank, world, store, pipes[rank][1]), daemon=True) for rank in range(world)
+            fork.Process(target=_serve, args=(rank, world, store, pipes[rank][1], os.getpid()), daemon=True)
+            for rank in range(world)
         ]
         for process in self._processes:
             process.start()
@@ -84,7 +87,9 @@ class Ranks:
             process.join()
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, store: str, pipe: Connection, parent: int) -> None:
+    if not end_with_parent(parent):  # a run of the tests that is killed leaves no stopped ranks
+        return
     torch.set_num_threads(1)  # before the first operation: a forked child would wait for the parent's threads
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
     while True:

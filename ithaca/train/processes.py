@@ -5,7 +5,6 @@ kills a rank that has no handlers yet. A rank that has finished ignores them. No
 """
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ithaca.base.errors import IthacaError, LostRankError, RunError, first_line
+from ithaca.base.parent import end_with_parent
 from ithaca.train.elastic import exit_now, leave
 from ithaca.train.stop import SIGNALS, Requests, heeded
 
@@ -161,10 +161,9 @@ def _raise_sentence(ranks: list[Rank]) -> None:
 
 def worker(work: Callable[[], None], environment: dict[str, str], pipe: Connection) -> None:
     """Run one rank of the job. It reports a user's mistake through the pipe."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its launcher
     launcher = multiprocessing.parent_process()
-    if launcher and launcher.pid != os.getppid():
-        exit_now(1)  # the launcher has died already
+    if launcher is not None and not end_with_parent(launcher.pid or 0):
+        exit_now(1)
     for number in heeded():
         signal.signal(number, _ignore)  # a signal after the last step must not kill a rank
     os.environ.update(environment)

@@ -9,9 +9,7 @@ waits does not count, nor does what other processes take.
 """
 
 import contextlib
-import ctypes
 import json
-import os
 import resource
 import signal
 import struct
@@ -19,13 +17,13 @@ import sys
 from collections.abc import Iterator
 from typing import IO, Any
 
+from ithaca.base.parent import end_with_parent
 from ithaca.data.chat.turns import NoSpan, Span, samples
 
 MEMORY = 512 << 20  # bytes of the process, and …
 MEMORY_FACTOR = 64  # … for each byte of the conversations that are rendered together
 TEXT = 1 << 20  # characters of one rendering, and …
 TEXT_FACTOR = 16  # … for each byte of its conversation
-_PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<Q")
 
 
@@ -45,9 +43,8 @@ def read_frame(file: IO[bytes]) -> bytes | None:
 def serve(parent: int) -> None:
     """Answer requests until the other side closes, or the process `parent` ends."""
     given, answers = sys.stdin.buffer, sys.stdout.buffer
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also in the middle of a rendering
-    if os.getppid() != parent:
-        return  # it has ended before the line above
+    if not end_with_parent(parent):  # which is also heeded in the middle of a rendering
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks, and its end is seen below
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whatever the other process does with it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

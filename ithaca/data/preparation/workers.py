@@ -6,7 +6,6 @@ are held. If a process is killed, the next result is an error; no process outliv
 """
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import queue
@@ -20,9 +19,9 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from ithaca.base.errors import IthacaError, RunError
+from ithaca.base.parent import end_with_parent
 
 Task = TypeVar("Task")
-_PR_SET_PDEATHSIG = 1
 
 
 def usable_cores() -> int:
@@ -131,9 +130,8 @@ def _quiet_fork() -> Iterator[None]:
 
 def _serve(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connection], parent: int) -> None:
     """Answer the tasks that come through the pipe until it is closed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return  # it has died already
+    if not end_with_parent(parent):
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     for other in inherited:
         other.close()
