@@ -257,7 +257,7 @@ def plan(
     batch: Annotated[
         str | None, typer.Option(help="Sequences in a step: 32, 4M-tokens, or max (as many as fit at once).")
     ] = None,
-    lean: Annotated[bool, typer.Option("--lean", help="The Plan with the least GPU memory, not the fastest.")] = False,
+    lean: Annotated[bool, typer.Option("--lean", help="The fastest Plan within 10 % of the least GPU memory.")] = False,
     recipe: Annotated[str | None, typer.Option(help="The recipe; by default the fastest that fits.")] = None,
     meshes: Annotated[
         bool, typer.Option("--meshes", help="Compare all meshes: which GPUs share a sequence, and what they send.")

@@ -13,7 +13,7 @@ def _merge(
     ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head, feature = tl.program_id(1), tl.arange(0, SIZE)
+    head, feature = tl.program_id(1).to(tl.int64), tl.arange(0, SIZE)
     mask = (row < rows)[:, None] & (feature < size)[None, :]
     old = tl.load(lse + head * lse_head + row, mask=row < rows, other=0.0)
     new = tl.load(lse_part + head * lse_part_head + row, mask=row < rows, other=0.0)

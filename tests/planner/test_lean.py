@@ -4,7 +4,7 @@ import pytest
 
 from ithaca.parallel.axes import Axes
 from ithaca.planner.hardware import Cluster
-from ithaca.planner.lean import leanest
+from ithaca.planner.lean import ROOM, leanest
 from ithaca.planner.search import fits, search
 from ithaca.schedule.variants import Effort
 from tests.planner.test_search import GPUS, TB, K, M, check, cluster, spec_of
@@ -46,14 +46,25 @@ def test_never_more_than_the_fastest(model: str, there: Cluster, tokens: int) ->
     check(found.answer, spec, there, tokens)
 
 
-def test_hardly_less_would_do() -> None:
-    """On the mesh of all GPUs; what a Plan may take more is a hundredth."""
+def test_the_least_memory() -> None:
+    """On the mesh of all GPUs."""
     spec, there = spec_of("llama3-8b"), cluster()
     found = leanest(spec, there, M)
     assert found is not None
     assert found.answer.axes == Axes(ulysses=8)
-    least = there.limited(int(0.97 * found.answer.memory.total))
-    assert not fits(spec, least, M, "sweep", (8, 1), Effort.LEAST_ONCE)
+    assert found.least <= found.answer.memory.total <= ROOM * found.least
+    assert fits(spec, there.limited(found.least), M, "sweep", (8, 1), Effort.LEAST_ONCE)
+    less = there.limited(int(0.97 * found.least))
+    assert not fits(spec, less, M, "sweep", (8, 1), Effort.LEAST_ONCE)
+
+
+def test_a_tenth_more_memory_is_far_faster() -> None:
+    spec, there = spec_of("llama3-8b"), cluster()
+    found = leanest(spec, there, 128 * K)
+    assert found is not None
+    alone = search(spec, there.limited(found.least), 128 * K, "sweep")
+    assert alone is not None
+    assert found.answer.rate > 1.3 * alone.rate
 
 
 def test_where_nothing_fits() -> None:
