@@ -31,10 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Path:
     return here
 
 
-def trained(nursery: Nursery, folder: Path, words: list[str]) -> Config:
+FEW_STEPS = ("--set", "train.steps=2")  # in the place of the default, 16
+
+
+def trained(nursery: Nursery, folder: Path, words: list[str], more: tuple[str, ...] = FEW_STEPS) -> Config:
     """Run a printed `train` command, in the folder as its user would, and return what its run folder says it did."""
     before = set((folder / "runs").glob("*"))
-    end = nursery.command(*words, folder=folder)
+    end = nursery.command(*words, *more, folder=folder)
     assert end.code == 0, (words, end.err)
     (run,) = set((folder / "runs").glob("*")) - before
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -53,7 +56,7 @@ def test_data(nursery: Nursery, folder: Path) -> None:
     (stats,), (train,) = commands(end.out, "data"), commands(end.out, "train")
     assert stats == ["data", "a b.tokens", "--stats"]
     assert nursery.command(*stats, folder=folder).code == 0
-    config = trained(nursery, folder, train)
+    config = trained(nursery, folder, train, more=())
     assert (config.model.source, config.data.source, config.train.tokens) == ("my model", "a b.tokens", 256)
 
 
