@@ -114,7 +114,8 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The Hugging Face folder to write.")],
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float32 or float64. Default: the dtype that each weight came in.")
+        str | None,
+        typer.Option(help="bfloat16, float32 or float64. Default: the dtype in which each weight was loaded."),
     ] = None,
     best: Annotated[
         bool, typer.Option("--best", help="Take the checkpoint with the lowest validation loss, not the last one.")
@@ -146,7 +147,7 @@ def evaluate(
     count: Annotated[int | None, typer.Option(help="Samples of each task at each length. Default: 50.")] = None,
     out: Annotated[Path | None, typer.Option(help="A folder for the tables and pictures of tasks.")] = None,
     limit: Annotated[
-        str | None, typer.Option(help="Tokens of DATA that count, from the first on. Default: all.")
+        str | None, typer.Option(help="Count only this many tokens of DATA, from the beginning. Default: all.")
     ] = None,
     best: Annotated[
         bool, typer.Option("--best", help="Take the checkpoint with the lowest validation loss, not the last one.")
@@ -249,7 +250,7 @@ def plan(
         typer.Option(help="Number and kind, as 8xH100-80GB (the default); with nodes, as 4x8xH100-80GB."),
     ] = None,
     tokens: Annotated[str, typer.Option(help="The context length, as 64K or 5M; max: the longest that fits.")] = "max",
-    host: Annotated[str | None, typer.Option(help="Memory of each node, as 1.9TB; by default what is usual.")] = None,
+    host: Annotated[str | None, typer.Option(help="Memory of each node, as 1.9TB. Default: the usual size.")] = None,
     disk: Annotated[str, typer.Option(help="Disk of each node for saved activations, as 28TB; 0: none.")] = "0",
     documents: Annotated[
         str | None, typer.Option(help="Packed documents, as 64x4K, 192K+64x1K or a token file. Default: one.")
@@ -258,14 +259,14 @@ def plan(
         str | None, typer.Option(help="Sequences in a step: 32, 4M-tokens, or max (as many as fit at once).")
     ] = None,
     lean: Annotated[bool, typer.Option("--lean", help="The fastest Plan within 10 % of the least GPU memory.")] = False,
-    recipe: Annotated[str | None, typer.Option(help="The recipe; by default the fastest that fits.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="The recipe. Default: the fastest that fits.")] = None,
     meshes: Annotated[
         bool, typer.Option("--meshes", help="Compare all meshes: which GPUs share a sequence, and what they send.")
     ] = False,
     hardware: Annotated[Path | None, typer.Option(help="A TOML file with more GPUs, or other numbers for one.")] = None,
     measure: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Measure this machine's GPU, write its numbers to the file, use them."),
+        typer.Option(metavar="FILE", help="Measure this machine's GPU, write the rates to this file, and use them."),
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw memory and speed over lengths into this file.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="List the speeds and reserves that are assumed.")] = False,
@@ -299,13 +300,15 @@ def rehearse(
     set_: scene.Sets = None,
     cap: scene.Cap = None,
     memory_only: Annotated[
-        bool, typer.Option("--memory-only", help="Skip the arithmetic of attention: any length in little time.")
+        bool,
+        typer.Option("--memory-only", help="Skip the arithmetic of attention, so that any length takes little time."),
     ] = False,
     bare: Annotated[
         bool, typer.Option("--bare", help="Also time the attention kernels and matrix products alone.")
     ] = False,
     evaluate: Annotated[
-        bool, typer.Option("--evaluate", help="Read a prompt of this length and decode, as tasks do, not a step.")
+        bool,
+        typer.Option("--evaluate", help="Instead of a step: read a prompt of this length and decode, as tasks do."),
     ] = False,
     hardware: scene.Hardware = None,
     json: scene.Json = False,
@@ -358,11 +361,13 @@ def doctor(
         str | None, typer.Option(metavar="DIR", help="Also measure the disk of this folder, or of several: /a,/b.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what was measured, for --hardware of ithaca plan.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the measured rates to this file, for ithaca plan --hardware."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="About a minute: smaller sizes, fewer repeats.")] = False,
     share_gpus: Annotated[
-        bool, typer.Option("--share-gpus", help="Let ranks share GPUs, to try many on few. They take turns.")
+        bool,
+        typer.Option("--share-gpus", help="Let several ranks take turns on one GPU, to test more ranks than GPUs."),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

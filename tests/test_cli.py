@@ -80,10 +80,10 @@ def test_a_mistyped_run_trains_nothing(say: Say) -> None:
     for more in ([], ["--set", "train.steps=4000"], ["--profile-step", "7"]):
         end = say("train", "--run", "runs/mien", *more)
         assert (end.code, end.out) == (2, "")
-        assert end.err == f"error: 'runs/mien' is no run that could continue: {near}\n"
+        assert end.err == f"error: 'runs/mien' has no run to continue: {near}\n"
     start = "to start a run there, name a configuration or --set options"
     end = say("train", "--run", "elsewhere/x", "--ranks", "1")
-    assert (end.code, end.err) == (2, f"error: 'elsewhere/x' is no run that could continue: {start}\n")
+    assert (end.code, end.err) == (2, f"error: 'elsewhere/x' has no run to continue: {start}\n")
     assert [file.name for file in Path().rglob("*")] == ["runs", "mine", "config.toml"]
 
 
@@ -99,9 +99,12 @@ def test_nothing_starts_again_where_no_run_is(say: Say) -> None:
     instead = "name a configuration or --set options"
     for name in ("runs/none", "other"):
         end = say("train", "--run", name, "--fresh", "--ranks", "1")
-        assert (end.code, end.err) == (2, f"error: --fresh: '{name}' holds no run to start again: {instead}\n")
+        assert (end.code, end.err) == (2, f"error: --fresh: '{name}' has no run to start again: {instead}\n")
     end = say("train", "--fresh")
-    assert (end.code, end.err) == (2, f"error: --fresh: no --run names the run to start again: {instead}\n")
+    assert (end.code, end.err) == (
+        2,
+        "error: --fresh: --run is missing: name it, or a configuration or --set options\n",
+    )
     assert [file.name for file in Path().rglob("*")] == ["other"]
 
 

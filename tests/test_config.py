@@ -91,9 +91,9 @@ def test_another_recipe_leaves_out_what_it_has_no_use_for(tmp_path: Path, capsys
     disk.write_text('[plan]\nrecipe = "sweep"\no = "disk"\ndisk = "/scratch"\n')
     assert read_config(disk, ["plan.recipe=alst"]).plan == Plan(recipe="alst")
     assert "Ignoring plan.disk=/scratch: recipe 'alst' writes nothing to disk" in capsys.readouterr().err
-    with pytest.raises(IthacaError, match="checkpoint=full means nothing under recipe 'sweep'"):
+    with pytest.raises(IthacaError, match="checkpoint=full has no effect under recipe 'sweep'"):
         read_config(file, ["plan.checkpoint=full"])
-    with pytest.raises(IthacaError, match="chunk=8K means nothing under recipe 'dense'"):
+    with pytest.raises(IthacaError, match="chunk=8K has no effect under recipe 'dense'"):
         read_config(file, ["plan.recipe=dense", "plan.chunk=8K"])
     capsys.readouterr()
     file.write_text('[plan]\ncheckpoint = "selective"\n')  # of `dense`, which was not said

@@ -126,7 +126,7 @@ def peers(
     model: scene.Model = "llama3-8b",
     layers: Annotated[int | None, typer.Option(help="Layers of the model. Default: 2, or all of a small one.")] = None,
     tokens: Lengths = "64K,256K",
-    rounds: Annotated[int, typer.Option(help="How often every side is measured, in turn.")] = 2,
+    rounds: Annotated[int, typer.Option(help="How often each side is measured; the sides take turns.")] = 2,
     path: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A folder with packages that are not installed.")
     ] = None,

@@ -33,7 +33,7 @@ def run_peers(
     if rounds < 1:
         raise ConfigError(f"--rounds {rounds} measures nothing: give 1 or more")
     if path is not None and not path.is_dir():
-        raise ConfigError(f"--path {path} is no folder: name one with packages in it")
+        raise ConfigError(f"--path {path} is not a folder: name one with packages in it")
     here = look_around(model, options)
     count = min(LAYERS, here.spec.layers) if layers is None else layers
     if not 1 <= count <= here.spec.layers:

@@ -61,7 +61,7 @@ class Here:
 def look_around(model: str, options: Options) -> Here:
     """Return the device that rows run on, or the one that they are predicted for."""
     if options.seconds is not None and options.seconds <= 0:
-        raise ConfigError(f"--seconds {options.seconds:g} is no time: give 1 or more, as --seconds 500")
+        raise ConfigError(f"--seconds {options.seconds:g} is not a time: give 1 or more, as --seconds 500")
     spec, deadline = read_spec(find_config(model)[0]), Deadline(options.seconds)
     if options.predict:
         gpu = parse_gpus(PREDICTED_FOR, read_gpus())[1]
@@ -102,7 +102,7 @@ def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line:
         print(f"{task.name}: {row.error}" if row.error else line(row), flush=True)
     print(f"Results in {store.path}; `ithaca bench report {quoted(store.path.parent)}` makes a page of them")
     if left:
-        print(f"{format_count(left, 'row')} still to be measured: run the same command again, and it goes on there")
+        print(f"{format_count(left, 'row')} still to be measured: run the same command again to continue")
 
 
 def _measure(task: Task, row: Stored, ask: Ask, origin: Json) -> bool:

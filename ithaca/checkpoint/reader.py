@@ -65,13 +65,13 @@ def read_metadata(folder: Path) -> Metadata:
     file = folder / ".metadata"
     try:
         if not file.is_file():
-            raise _WrongContentError("it is no file")
+            raise _WrongContentError("it is not a file")
         with file.open("rb") as opened:
             metadata = _metadata(_Unpickler(opened).load())
         missing = {stored.relative_path for stored in metadata.storage_data.values()}
         missing = sorted(name for name in missing if not (folder / name).is_file())
         if missing:
-            raise _WrongContentError(f"it names {missing[0]}, which is no file")
+            raise _WrongContentError(f"it names {missing[0]}, which is not a file")
         return metadata
     except _ForeignNameError as problem:
         raise RunError(
@@ -199,7 +199,7 @@ def _metadata(found: Any) -> Metadata:
                 storage_data={_index(index): _stored(place) for index, place in places.items()},
                 storage_meta=StorageMeta(),
             )
-    raise _WrongContentError("it is no list of tensors")
+    raise _WrongContentError("it is not a list of tensors")
 
 
 def _tensor(name: Any, found: Any) -> TensorStorageMetadata:
@@ -216,7 +216,7 @@ def _tensor(name: Any, found: Any) -> TensorStorageMetadata:
             if held < whole:
                 raise _WrongContentError(f"it has {held} of the {whole} elements of {shown(name)}")
             return TensorStorageMetadata(TensorProperties(_DTYPES[dtype]), torch.Size(size), parts)
-    raise _WrongContentError(f"its entry {shown(name)} is no tensor")
+    raise _WrongContentError(f"its entry {shown(name)} is not a tensor")
 
 
 def _chunk(name: str, found: Any, size: tuple[int, ...]) -> ChunkStorageMetadata:

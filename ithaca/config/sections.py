@@ -79,7 +79,7 @@ class DataSection:
                 raise ConfigError(f"data.{name} '{getattr(self, name)}' does not exist: {hint}")
         if self.source and self.mix:
             raise ConfigError(
-                f"data.source is '{self.source}' and data.mix has {len(self.mix)} token files: leave one of both out"
+                f"data.source is '{self.source}' and data.mix has {len(self.mix)} token files: leave one of them out"
             )
         if self.long_share is not None and not 0 < self.long_share < 1:
             raise ConfigError(f"data.long_share is {self.long_share:g}: a number above 0 and below 1 is needed, as 0.5")
@@ -337,7 +337,7 @@ def _read_validation(value: Any) -> str:
         return text
     if share is None or not 0 < share < 1:
         raise ConfigError(
-            f"'{value}' is no share of the documents: write a number above 0 and below 1, as 0.02, or a percentage, "
+            f"'{value}' is not a share of the documents: write a number above 0 and below 1, as 0.02, or a percentage, "
             "as 2%, or name a token file"
         )
     return repr(share)
@@ -349,7 +349,7 @@ def _read_tasks(value: Any) -> tuple[str, ...] | None:
 
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{value!r} is no list of tasks: write needle,keys, or all")
+        raise ConfigError(f"{value!r} is not a list of tasks: write needle,keys, or all")
     if names in ([], [""]):
         return None
     for name in names:

@@ -23,10 +23,10 @@ def byte_tokens(data: Tokens, folder: Path | None, trains: bool = True) -> str |
     """
     if data.tokenizer != "bytes" or folder is None or model_file(folder, "tokenizer.json") is None:
         return None
-    so = "the model learns them anew; to train on" if trains else "unless it was trained on such, measure it on"
+    so = "the model must learn bytes anew; to train on" if trains else "unless it was trained on bytes, measure it on"
     how = "prepare them with" if trains else "prepared with"
     return (
-        f"the data have one token a byte, not those of the tokenizer in '{folder}': {so} your documents, "
+        f"the data have one token a byte, not the tokens of the tokenizer in '{folder}': {so} your documents, "
         f"{how} ithaca data --tokenizer {folder}"
     )
 

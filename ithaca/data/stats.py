@@ -83,8 +83,8 @@ def table(data: TokenFile) -> Table:
     rows = {
         "documents": f"{found.documents:,}",
         "tokens": f"{found.tokens:,}",
-        "learned": f"{data.header.labels:,} ({100 * data.header.labels / found.tokens:.1f} %)",
-        "held in": f"{data.header.dtype}, {format_bytes(data.tokens * DTYPES[data.header.dtype].itemsize)}",
+        "in the loss": f"{data.header.labels:,} ({100 * data.header.labels / found.tokens:.1f} %)",
+        "stored as": f"{data.header.dtype}, {format_bytes(data.tokens * DTYPES[data.header.dtype].itemsize)}",
         "vocabulary": f"{data.vocab:,}",
         "tokenizer": data.tokenizer[: len("sha256:") + 12],
         "shortest": f"{found.least:,}",
@@ -104,7 +104,7 @@ def table(data: TokenFile) -> Table:
 
 def context_table(data: TokenFile, contexts: Sequence[int]) -> Table:
     """Return a table with a row for each context length."""
-    drawn = Table("context", "documents whole", "cut", "tokens in documents as long", "left if cut to it")
+    drawn = Table("context", "documents whole", "cut", "tokens in documents at least as long", "left if cut")
     for column in drawn.columns:
         column.justify = "right"
     for row in keep(data, contexts):
@@ -148,8 +148,8 @@ def draw(data: TokenFile, picture: Path) -> None:
 def _draw_contexts(axes: Any, data: TokenFile, edges: np.ndarray) -> None:
     kept = keep(data, [int(np.ceil(edge)) for edge in edges])
     axes.plot(edges, [100 * row.whole / data.documents for row in kept], label="documents whole")
-    axes.plot(edges, [100 * row.as_long for row in kept], label="tokens in documents as long")
-    axes.plot(edges, [100 * row.first_part for row in kept], label="tokens left if cut to it")
+    axes.plot(edges, [100 * row.as_long for row in kept], label="tokens in documents at least as long")
+    axes.plot(edges, [100 * row.first_part for row in kept], label="tokens left if cut to this length")
     axes.set_xlabel("tokens in a document, or in a context")
     axes.set_ylabel("%")
     axes.legend()

@@ -57,7 +57,7 @@ def check(options: Options) -> None:
         raise ConfigError("--device cuda needs a CUDA GPU, and there is none here: --device cpu works")
     for folder in _folders(options):
         if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
-            raise ConfigError(f"--disk {folder} is no folder that a file can be made in: name one, as --disk /tmp")
+            raise ConfigError(f"--disk {folder} is not a folder where a file can be made: name one, as --disk /tmp")
     # Only the first rank writes, and other nodes may not have the folder
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     if first and options.out and (options.out.is_dir() or not os.access(options.out.parent, os.W_OK)):

@@ -78,7 +78,7 @@ def parse_rope(text: str) -> RopeOption:
             raise option.refuse(f"has {shown(part)} for a parameter: write '{method}, factor=8'")
         if name not in METHODS[method]:
             hint = suggestion(name[:80], METHODS[method])
-            raise option.refuse(f"gives {shown(name)}, which is no parameter of '{method}': {hint}")
+            raise option.refuse(f"gives {shown(name)}, which is not a parameter of '{method}': {hint}")
         if name in given:
             raise option.refuse(f"gives {name} twice: keep one")
         given[name] = _number(option, name, value)

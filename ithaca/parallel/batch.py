@@ -289,7 +289,7 @@ def _whole_numbers(what: str, numbers: Tensor) -> Tensor:
     """int64 [B, S] of a tensor, array or list of any whole numbers, [S] being one row."""
     if numbers is None:
         raise InputError(
-            f"{what} are missing: labels=tokens learns every token, and -100 marks one that is not learned"
+            f"{what} are missing: labels=tokens counts every token in the loss, and -100 leaves a token out"
         )
     try:
         given = torch.as_tensor(numbers)

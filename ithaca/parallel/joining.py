@@ -94,11 +94,11 @@ def read_job() -> Job:
     ranks, port = os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"]
     if not (_is_number(rank) and _is_number(ranks) and int(rank) < int(ranks)):
         raise PlanError(
-            f"the environment has RANK={rank} and WORLD_SIZE={ranks}, which is no rank of a job: "
+            f"the environment has RANK={rank} and WORLD_SIZE={ranks}, which is not a rank of a job: "
             "unset both to use this machine's devices alone"
         )
     if not (_is_number(port) and int(port) < 2**16):
-        raise PlanError(f"the environment has MASTER_PORT={port}, which is no port: 1 to 65535 are, as 29500")
+        raise PlanError(f"the environment has MASTER_PORT={port}, which is not a port: 1 to 65535 are, as 29500")
     launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     names = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RUN_ID", "RESTART_COUNT"))
     attempt = "/".join(name for name in names if name)

@@ -121,7 +121,7 @@ def prepare_pass(decoder: Decoder, zero: int, first: bool, last: bool) -> None:
     # FSDP2 would give no gradient any more, and no error
     if isinstance(decoder, FSDPModule) and fsdp_backward_unfinished(decoder):
         raise RunError(
-            "the last backward pass broke off with an error, and gradients would be wrong from now on: "
+            "the last backward pass ended in an error, and gradients would be wrong from now on: "
             "apply the model anew, or start the run again from its last checkpoint"
         )
     if first:

@@ -99,7 +99,7 @@ def read_batch(text: str, tokens: int) -> int | None:
         try:
             meant = f"{format_tokens(parse_tokens(given))}-tokens"
         except ConfigError:
-            raise PlanError(f"--batch {text} is no number of sequences: {EXAMPLES}") from None
+            raise PlanError(f"--batch {text} is not a number of sequences: {EXAMPLES}") from None
         raise PlanError(f"--batch {text} could be sequences or tokens: write {meant} for tokens, or a whole number")
     return _checked(text, int(given), tokens)
 
@@ -108,12 +108,12 @@ def _sequences_of(text: str, total: str, tokens: int) -> int:
     try:
         together = parse_tokens(total)
     except ConfigError:
-        raise PlanError(f"--batch {text} is no number of tokens: write 4M-tokens") from None
+        raise PlanError(f"--batch {text} is not a number of tokens: write 4M-tokens") from None
     sequences, rest = divmod(together, tokens)
     if rest:
         nearest = max(round(together / tokens), 1)
         works = f"{format_tokens(nearest * tokens)}-tokens ({nearest} of them) works"
-        raise PlanError(f"--batch {text} is no whole number of sequences of {format_tokens(tokens)} tokens: {works}")
+        raise PlanError(f"--batch {text} is not a whole number of sequences of {format_tokens(tokens)} tokens: {works}")
     return _checked(text, sequences, tokens)
 
 

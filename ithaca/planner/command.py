@@ -61,7 +61,7 @@ def run(
     if output.picture:
         check_kind(output.picture)
     if output.picture and output.meshes:
-        raise PlanError(f"--picture {output.picture} draws no meshes: give --picture or --meshes")
+        raise PlanError(f"--picture {output.picture} and --meshes cannot be combined: give one of them")
     _check_together(tokens, lean, batch, output)
     length = None if tokens == "max" else read_option("--tokens", parse_tokens, tokens)
     if length is not None and not SHORTEST <= length <= LONGEST:
@@ -88,8 +88,8 @@ def run(
     if answer is None and sequences and most >= wanted:
         at_once = most_sequences(spec, cluster, wanted, recipe)
         raise PlanError(
-            f"{sequences} sequences of {tokens} tokens of {model} on {question.gpus} do not fit: passes that follow "
-            f"others keep their gradients; --batch {at_once} fits in one pass"
+            f"{sequences} sequences of {tokens} tokens of {model} on {question.gpus} do not fit: from the second "
+            f"pass on, gradients take memory beside a pass; --batch {at_once} fits in one pass"
         )
     if answer is None:
         _refuse(question, most, output.as_json)
@@ -110,7 +110,9 @@ def _check_together(tokens: str, lean: bool, batch: str | None, output: Output) 
     if len(mine) > 1:
         raise PlanError(f"--lean asks for the least memory, --batch {batch} for the fastest step: give one of them")
     for name in (name for name, is_given in others.items() if is_given and mine):
-        raise PlanError(f"{name} shows the fastest Plans of one sequence, without {mine[0]}: give one of them")
+        raise PlanError(
+            f"{name} compares Plans for one sequence and cannot be combined with {mine[0]}: give one of them"
+        )
 
 
 def _warn_beyond(question: Question, answer: Answer, trains: bool) -> None:

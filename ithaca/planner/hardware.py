@@ -147,7 +147,7 @@ def nearest(name: str, memory: int, known: Mapping[str, Gpu]) -> Gpu:
     letters = name.upper().replace(" ", "")
     matches = [gpu for gpu in known.values() if _stem(gpu.name) in letters]
     if not matches:
-        raise PlanError(f"'{name}' is in no table of GPUs: describe it in a file (--hardware), as hardware.toml does")
+        raise PlanError(f"'{name}' is not a known GPU: describe it in a file (--hardware), as hardware.toml does")
     longest = max(len(_stem(gpu.name)) for gpu in matches)  # 'GH200' also contains 'H200'
     return min((gpu for gpu in matches if len(_stem(gpu.name)) == longest), key=lambda gpu: abs(gpu.memory - memory))
 

@@ -70,7 +70,7 @@ def mesh_lines(question: Question, compared: Compared, impossible: Sequence[str]
         "",
         *(f"Not possible: {reason}" for reason in impossible),
         "sent: bytes that the busiest GPU sends in a step, to GPUs of its node and to other nodes, without weights",
-        "K, V: of one layer on a GPU, with their gradients; among equally fast meshes the one with least is best",
+        "K, V: memory of a layer's K and V, with their gradients; the least decides between equally fast meshes",
         f"Assumed: {gpu.inside / 1e9:g} GB/s from each GPU inside its node, {gpu.across / 1e9:g} GB/s to other nodes",
     ]
     return [*lines, "", *train_lines(question, answer)] if answer else lines

@@ -44,11 +44,11 @@ def suggest_gpu(name: str, count: int, known: Mapping[str, float]) -> str:
         return f"its compute capability is {capability}, and 8.0 is needed: {count}x{like} works"
     if wanted in foreign:
         near = _nearest(memory or float(foreign[wanted]), list(known), known)
-        return f"it is not an NVIDIA GPU, and Ithaca runs on no other; the nearest in memory is {count}x{near}"
+        return f"it is not an NVIDIA GPU, and Ithaca runs only on these; the nearest in memory is {count}x{near}"
     if like := _same_name(wanted, memory, known):
         return f"did you mean '{like}'?"
     if like := next((like for like, names in _FAMILY.items() if wanted in map(_normal, names.split())), None):
-        return f"its nearest relative is {count}x{like}; to plan for itself, describe it in a file (--hardware)"
+        return f"the nearest known GPU is {count}x{like}; to plan for your own GPU, describe it in a file (--hardware)"
     for pattern in _OTHER_ORDER:
         found = re.fullmatch(pattern, name.strip(), re.IGNORECASE)
         if found and (like := _same_name(_normal(found["name"]), _memory(found["name"]), known)):

@@ -338,7 +338,7 @@ def _assumption_lines(question: Question, answer: Answer, verbose: bool) -> list
 def train_lines(question: Question, answer: Answer) -> list[str]:
     """How to train with this answer; for a run, how to name its Plan."""
     if question.running:
-        return [f"The same Plan by name: {set_options(plan_settings(answer.plan, answer.axes))}"]
+        return [f"To name this Plan yourself: {set_options(plan_settings(answer.plan, answer.axes))}"]
     return next_lines(_trial(question, answer))
 
 

@@ -230,7 +230,7 @@ class Plan:
             raise PlanError(f"{name} must be text, e.g. '{KEPT[1]}'; it is {value}")
         if name == "x" and not self.sweeps and REBUILD in value:
             raise PlanError(
-                f"x={value} means nothing under recipe '{self.recipe}', which keeps no o to rebuild x from: "
+                f"x={value} has no effect under recipe '{self.recipe}', which keeps no o to rebuild x from: "
                 "use recipe 'sweep'"
             )
         return read_places(name, value, (*KEPT, extra) if extra else KEPT)
@@ -239,12 +239,12 @@ class Plan:
         """Tokens of a chunk of a sequence with `tokens` tokens. A longer chunk is an error unless `shorten`."""
         if self.chunks is not None:
             if self.chunks > tokens and not shorten:
-                raise PlanError(f"chunks={self.chunks} is more than the {tokens} tokens there are: {tokens} works")
+                raise PlanError(f"chunks={self.chunks} is more than the {tokens} tokens of a sequence: use {tokens}")
             return -(-tokens // self.chunks)
         if self.chunk is not None and self.chunk > tokens and not shorten:
             raise PlanError(
-                f"chunk={self.chunk} is longer than the {tokens} tokens there are: chunk={tokens} works, and so "
-                f"does none, which takes {format_tokens(CHUNK)} or what there is"
+                f"chunk={self.chunk} is longer than the {tokens} tokens of a sequence: use chunk={tokens}, or leave it "
+                f"out, which takes at most {format_tokens(CHUNK)}"
             )
         return min(self.chunk or CHUNK, tokens)
 
@@ -256,7 +256,7 @@ class Plan:
             shown = str(value).lower() if isinstance(value, bool) else value  # as users write it
             shown = format_tokens(value) if name in ("chunk", "tile") else shown
             raise PlanError(
-                f"{name}={shown} means nothing under recipe '{self.recipe}': leave it out, or use recipe {others}"
+                f"{name}={shown} has no effect under recipe '{self.recipe}': leave it out, or use recipe {others}"
             )
 
     def _check_words(self, name: str, known: tuple[str, ...]) -> None:
@@ -269,7 +269,7 @@ class Plan:
         away = next((word for word in self._words("x") if word in ("host", "disk")), None)
         if self.checkpoint == "none" and away:
             raise PlanError(
-                f"x='{away}' of recipe '{self.recipe}' means nothing with checkpoint='none', which keeps everything: "
+                f"x='{away}' of recipe '{self.recipe}' has no effect with checkpoint='none', which keeps everything: "
                 "use 'full'"
             )
         if self.checkpoint == "none" and self.tile is not None:

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face folder, or a preset as llama3-8b. Weights are not read.")]
-Ranks = Annotated[int, typer.Option(help="GPUs of the job. This process runs one of its ranks.")]
+Ranks = Annotated[int, typer.Option(help="GPUs of the job, of which one rank runs here.")]
 Tokens = Annotated[str, typer.Option(help="The context length, as 64K or 5M.")]
-Layers = Annotated[int | None, typer.Option(help="Layers to run. The memory of the others is held. Default: all.")]
+Layers = Annotated[int | None, typer.Option(help="Layers to run; the others only take their memory. Default: all.")]
 Documents = Annotated[
     str | None, typer.Option(help="Packed documents, as 64x4K, 192K+64x1K or a token file. Default: one.")
 ]

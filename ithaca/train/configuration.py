@@ -55,7 +55,7 @@ def read_again(run: Path, overrides: list[str]) -> Config:
 
 def _check_config(path: Path) -> None:
     """Raise an error if something else was given where the configuration file stands."""
-    word, kind = shlex.quote(str(path)), "is no configuration file"
+    word, kind = shlex.quote(str(path)), "is not a configuration file"
     if os.path.isfile(path):
         return
     if "=" in path.name:

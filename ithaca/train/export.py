@@ -67,9 +67,7 @@ def best_step(path: Path, files: CheckpointFolder) -> int:
         )
     for step in files.steps():
         if files.manifest(step) is None:
-            text = (
-                f"The manifest of step {step} is damaged, so its validation loss is not known and --best passes it over"
-            )
+            text = f"The manifest of step {step} is damaged, so its validation loss is not known and --best skips it"
             print(text, file=sys.stderr)  # stdout may be JSON
     return best[0]
 

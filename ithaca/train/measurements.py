@@ -26,8 +26,8 @@ def make_validation(run: "TrainingRun", held_out: Windows, manifest: dict[str, A
     validation.best = from_first(run.mesh.group, lambda: run.checkpoints.best(validation.data))
     if validation.changed and not run.config.train.stages:  # each stage has sequences of its own length
         run.warn(
-            f"the validation data have changed since the checkpoint of step {run.done}: losses on the old ones "
-            "are not compared with new ones, and the best checkpoint is chosen anew"
+            f"the validation data have changed since the checkpoint of step {run.done}: losses on the old "
+            "data are not compared with losses on the new data, and the best checkpoint is chosen anew"
         )
     return validation
 

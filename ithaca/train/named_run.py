@@ -20,8 +20,8 @@ def holds_run(run: Path | None) -> bool:
 def check_again(run: Path | None) -> None:
     """Raise an error if `--fresh` alone has no run to start again."""
     if not holds_run(run):
-        what = f"'{run}' holds no run to start again" if run else "no --run names the run to start again"
-        raise ConfigError(f"--fresh: {what}: name a configuration or --set options")
+        what = f"'{run}' has no run to start again: name" if run else "--run is missing: name it, or"
+        raise ConfigError(f"--fresh: {what} a configuration or --set options")
 
 
 def check_new(run: Path, sets: Sequence[str]) -> None:
@@ -40,4 +40,4 @@ def check_new(run: Path, sets: Sequence[str]) -> None:
     if near:
         problem = f"did you mean '{run.parent / near}'? Or, to start a run there, name a configuration or model.source"
     if problem:
-        raise ConfigError(f"'{run}' is no run that could continue: {problem}")
+        raise ConfigError(f"'{run}' has no run to continue: {problem}")

@@ -167,7 +167,7 @@ def warn_of_seen_documents(origin: Origin, config: Config) -> str | None:
         return None
     return (
         f"data.validation={now.share:g} holds out documents that '{origin.path}' may have trained on, so their loss "
-        "may be too low: a token file of other documents as data.validation shows more"
+        "may be too low: for a reliable loss, name a token file of other documents as data.validation"
     )
 
 

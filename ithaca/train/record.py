@@ -37,15 +37,15 @@ def check_record(manifest: dict[str, Any], config: Config, data: Data, model: Mo
     if difference := data_change(manifest["data"], data):
         raise ConfigError(f"the data have changed since the checkpoint of step {step}: {difference}; name a new --run")
     if difference := config.conflict(record):
-        raise ConfigError(f"the checkpoint of step {step} is of another run: {difference}")
+        raise ConfigError(f"the checkpoint of step {step} belongs to a different run: {difference}")
     if config.train.stages and step == span_of(config, step).first:
         return []  # the checkpoint is of the stage before, which had another rope and another Plan
     check_model(manifest, model.spec)
     if isinstance(manifest["data"], list):
         warnings.append(
-            f"the checkpoint of step {step} is of an older Ithaca, which recorded only counts and both ends of the "
-            "data, and of the model only the shapes of its weights: nothing tells whether the rest is the same; the "
-            "next checkpoint records all of it"
+            f"an older Ithaca wrote the checkpoint of step {step}: it recorded only the counts and both ends of the "
+            "data, and the shapes of the model's weights, so Ithaca cannot check whether the rest is the same; the "
+            "next checkpoint records everything"
         )
     if changes := config.changes(record):
         warnings.append(f"changed since the checkpoint of step {step}: {', '.join(changes)}")

@@ -87,7 +87,7 @@ class RunFolder:
         """Raise an error if the run has checkpoints and this configuration would make it another run."""
         record = self.record() if self.has_checkpoints() else None
         if record and (difference := config.conflict(record)):
-            raise ConfigError(f"'{self.path}' is another run: {difference}, another --run starts a new one")
+            raise ConfigError(f"'{self.path}' holds a different run: {difference}, another --run starts a new one")
 
     def hold(self) -> IO[str]:
         """Make the folder if it is new, and lock it for as long as the returned file stays open."""

@@ -243,7 +243,7 @@ def _cluster(grid: Mesh, copies: int, memory: FreeMemory) -> Cluster:
     if gpu is None:
         # The rates hardly change which Plan is fastest, and never whether it fits
         name, like = torch.cuda.get_device_properties(grid.device).name, read_gpus()[UNKNOWN]
-        why = f"assumed as of the {UNKNOWN}: {name} is in no table"
+        why = f"assumed to be that of the {UNKNOWN}, because {name} is not a known GPU"
         gpu = replace(like, name=name, sources=dict.fromkeys(like.sources, why))
     count, node = grid.size // copies, grid.node_ranks or grid.size
     gpus = math.gcd(count, node)
@@ -314,8 +314,8 @@ def check_data(data: Data, grid: Mesh, option: str = "data.source") -> None:
     for source in sources:
         if source.data.header.labels == 0:
             raise DataError(
-                f"{source.title} has 0 labels in its {source.data.tokens} tokens: none is learned and has a token of "
-                "its document before it; prepare documents of 2 tokens or more, with completions"
+                f"{source.title} has 0 labels in its {source.data.tokens} tokens: none counts in the loss and has a "
+                "token of its document before it; prepare documents of 2 tokens or more, with completions"
             )
 
 

@@ -94,8 +94,8 @@ class Tasks:
     def describe_loss(self, step: int, folder: Path) -> str:
         """Return what is told if a user breaks off the tasks at the end of a stage: the next one has other lengths."""
         return (
-            f"the tasks after step {step} are left out, because they were broken off at the end of a stage; before the "
-            f"run continues, `{self._command(folder)}` measures that checkpoint"
+            f"the tasks after step {step} are left out, because they were interrupted at the end of a stage; "
+            f"before the run continues, `{self._command(folder)}` runs them on that checkpoint"
         )
 
     def describe_finished(self, step: int, folder: Path) -> str:

@@ -131,7 +131,7 @@ def ended(nursery: Nursery, folder: Path, *words: str) -> Ended:
         (["dial", "tiny", "--tokens", "1K,x"], "--tokens: 'x' is not a number of tokens"),
         (["peers", "tiny", "--rounds", "0"], "--rounds 0 measures nothing: give 1 or more"),
         (["peers", "tiny", "--layers", "9"], "--layers 9 cannot be run: 'tiny' has 4, so 1 to 4 can"),
-        (["peers", "tiny", "--path", "nowhere"], "--path nowhere is no folder"),
+        (["peers", "tiny", "--path", "nowhere"], "--path nowhere is not a folder"),
         (["report", "empty"], "'empty' has no results of ithaca bench: run one first"),
         (["ladder", "--nonsense"], "--nonsense"),
     ],

@@ -231,7 +231,7 @@ def test_host_memory_is_counted_not_tried(child: Child, ladder: Ladder) -> None:
     ("words", "sentence"),
     [
         ({"only": ("Sweep", "nothing")}, "--only 'nothing' is in no row's name: the rows are Tensor parallel; "),
-        ({"seconds": 0}, "--seconds 0 is no time: give 1 or more"),
+        ({"seconds": 0}, "--seconds 0 is not a time: give 1 or more"),
         ({"limits": Limits(ranks=64)}, "--ranks 64 cannot share a sequence of 'llama3-8b' by its 32 heads"),
         ({"limits": Limits(ranks=0)}, "--ranks 0 cannot be measured: give 1 or more"),
         ({"out": Path("/proc/none")}, "--out /proc/none cannot be written"),

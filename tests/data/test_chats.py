@@ -276,7 +276,7 @@ def test_columns_of_a_table() -> None:
     assert columns(Path("a"), ["output", "input", "instruction"]) == ["instruction", "output", "input"]
     assert columns(Path("a"), ["output", "instruction", "text"], "text") == ["text"]
     assert columns(Path("a"), ["tokens", "text"]) == ["text"]
-    with pytest.raises(DataError, match=r"has 'text' and 'instruction', and only one can be learned.*--field"):
+    with pytest.raises(DataError, match=r"has 'text' and 'instruction', and only one of them can be used.*--field"):
         columns(Path("a"), ["output", "instruction", "text"])  # such a text has the prompt, which would be learned
 
 
@@ -402,10 +402,10 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     data = open_tokens(out)
     assert data.documents == 6
     share = 100 * data.header.labels / data.tokens
-    assert f"Chats: 3 conversations became 4 samples; {share:.1f} % of all tokens are learned" in lines
+    assert f"Chats: 3 conversations became 4 samples; {share:.1f} % of all tokens count in the loss" in lines
     assert any(line.startswith("Divided: 1 conversation, because the chat template writes a turn") for line in lines)
     named = f"'{tmp_path / 'chats.jsonl'}', line 3"
-    assert f"Warning: nothing is learned in 1 conversation, the first is {named}" in lines
+    assert f"Warning: no token counts in the loss in 1 conversation, the first is {named}" in lines
     learned = data.read(0, data.tokens).learned
     assert learned is not None
     bounds = data.bounds()
@@ -442,7 +442,7 @@ def test_a_run_that_was_stopped_counts_on(folder: Path, tmp_path: Path, capsys: 
         run([chats], out, folder, False, None, None, chat_template=tmp_path / "t.jinja")
         said = capsys.readouterr().out
         assert "Chats: 4 conversations became 4 samples" in said
-        assert "nothing is learned in 1 conversation, the first is" in said
+        assert "no token counts in the loss in 1 conversation, the first is" in said
     assert "Continuing" in said
     assert outs[0].read_bytes() == outs[1].read_bytes()
 
@@ -468,7 +468,7 @@ def test_processes_and_bad_conversations(folder: Path, tmp_path: Path, capsys: p
     said = capsys.readouterr().out
     assert (tmp_path / "out").read_bytes() == made[0]
     assert "Skipped: 2 bad files or records, the first of them:" in said
-    assert "line 8 does not go through the chat template" in said
+    assert "line 8 cannot be rendered by the chat template" in said
     assert "Chats: 30 conversations became" in said
     (tmp_path / "t.jinja").write_text("{% if %}")  # no conversation can be good
     with pytest.raises(DataError, match="is not a Jinja template"):

@@ -60,7 +60,7 @@ RECORDS = {
     "tools that are names": (_says(ANSWER, tools=["wind"]), r"has 'tools' \['wind'\]: a list of objects"),
     "variables that are text": (_says(ANSWER, chat_template_kwargs="x"), "has 'chat_template_kwargs' 'x'"),
     "variables that hide": (_says(ANSWER, chat_template_kwargs={"messages": []}), "without messages and tools"),
-    "text and messages": ({"text": "x", **GOOD}, "has 'text' and 'messages', and only one can be learned"),
+    "text and messages": ({"text": "x", **GOOD}, "has 'text' and 'messages', and only one of them can be used"),
     "two conversations": ({"conversations": [ASK], **GOOD}, "has 'messages' and 'conversations', and only"),
     "an unknown speaker": (
         {"conversations": [{"from": "hooman", "value": "x"}]},
@@ -71,7 +71,10 @@ RECORDS = {
     "a prompt of both kinds": ({"prompt": "x", "completion": [ANSWER]}, "has 'prompt' of type str: a list of messages"),
     "an output of numbers": ({"instruction": "x", "output": [1]}, "has a 'output' of type list: text is needed"),
     "no output": ({"instruction": "x", "output": None}, "has a 'output' of type null: text is needed"),
-    "a history of names": ({"instruction": "x", "output": "y", "history": ["a"]}, "'history' that is no list of pairs"),
+    "a history of names": (
+        {"instruction": "x", "output": "y", "history": ["a"]},
+        "'history' that is not a list of pairs",
+    ),
     "no known field": (
         {"chosen": [ASK]},
         "has the fields 'chosen': 'text', 'prompt' and 'completion', 'tokens', 'mess",
@@ -99,19 +102,19 @@ COMMANDS: dict[str, tuple[str | bytes | None, list, dict, str]] = {
     ),
     "syntax": ("a\n{% if %}", [GOOD], {}, r"chat_template.jinja' is not a Jinja template \(line 2: "),
     "an unknown tag": ("{% generate %}", [GOOD], {}, r"not a Jinja template \(line 1: Encountered unknown tag"),
-    "an unknown filter": ("{{ messages|nope }}", [GOOD], {}, "does not go through .*No filter named 'nope'"),
-    "refused": ("{{ raise_exception('no\nthanks') }}", [GOOD], {}, r"line 1 does not go through .* \(no"),
-    "an undefined name": ("{{ a.b.c }}", [GOOD], {}, r"does not go through .*'a' is undefined"),
-    "a wrong type": ("{{ 1 + 'a' }}", [GOOD], {}, "does not go through .*unsupported operand"),
-    "division": ("{{ 1 / 0 }}", [GOOD], {}, "does not go through .*division by zero"),
-    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", [GOOD], {}, "does not go through .*recursion"),
-    "the sandbox": ("{{ ''.__class__.__mro__ }}", [GOOD], {}, "does not go through .*unsafe"),
-    "the sandbox by a filter": ("{{ ''|attr('__class__') }}{{ x() }}", [GOOD], {}, "does not go through"),
+    "an unknown filter": ("{{ messages|nope }}", [GOOD], {}, "cannot be rendered by .*No filter named 'nope'"),
+    "refused": ("{{ raise_exception('no\nthanks') }}", [GOOD], {}, r"line 1 cannot be rendered by .* \(no"),
+    "an undefined name": ("{{ a.b.c }}", [GOOD], {}, r"cannot be rendered by .*'a' is undefined"),
+    "a wrong type": ("{{ 1 + 'a' }}", [GOOD], {}, "cannot be rendered by .*unsupported operand"),
+    "division": ("{{ 1 / 0 }}", [GOOD], {}, "cannot be rendered by .*division by zero"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", [GOOD], {}, "cannot be rendered by .*recursion"),
+    "the sandbox": ("{{ ''.__class__.__mro__ }}", [GOOD], {}, "cannot be rendered by .*unsafe"),
+    "the sandbox by a filter": ("{{ ''|attr('__class__') }}{{ x() }}", [GOOD], {}, "cannot be rendered by"),
     "a namespace's inside": ("{% set n = namespace(__class__=1) %}", [GOOD], {}, "cannot hold the name '__class__'"),
-    "changing messages": ("{{ messages.append(1) }}", [GOOD], {}, "does not go through .*unsafe"),
-    "a file": ("{% include '/etc/passwd' %}", [GOOD], {}, "does not go through .*loader"),
+    "changing messages": ("{{ messages.append(1) }}", [GOOD], {}, "cannot be rendered by .*unsafe"),
+    "a file": ("{% include '/etc/passwd' %}", [GOOD], {}, "cannot be rendered by .*loader"),
     "half a character": ("{{ '%c'|format(55296) }}", [GOOD], {}, "it writes half a surrogate pair"),
-    "a long range": ("{% for i in range(10**9) %}{% endfor %}", [GOOD], {}, "does not go through .*Range too big"),
+    "a long range": ("{% for i in range(10**9) %}{% endfor %}", [GOOD], {}, "cannot be rendered by .*Range too big"),
     "much text": (
         "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'sea'*99 }}{% endfor %}{% endfor %}",
         *([GOOD], {}, r"writes more than 10\d+ characters, 16 for each byte and 1 MiB"),
@@ -215,7 +218,7 @@ def test_the_name_is_that_of_the_conversation() -> None:
     renderer = Renderer(ChatFormat("'t'", {"default": template}, {}))
     found = renderer.render([good, bad, good], ["1", "2", "3"])
     assert next(found).text == "y"
-    with pytest.raises(DataError, match="2 does not go through the chat template"):
+    with pytest.raises(DataError, match="2 cannot be rendered by the chat template"):
         next(found)
     assert [made.text for made in renderer.render([good] * 2, ["4", "5"])] == ["y", "y"]  # it starts again
     renderer.close()
@@ -262,6 +265,6 @@ def test_the_command_prints_one_line_and_code_2(place: Path) -> None:
     words = [sys.executable, "-m", "ithaca", "data", "a.jsonl", "--out", "out", "--tokenizer", "."]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "400"})
     assert done.returncode == 2
-    assert "does not go through the chat template" in done.stderr + done.stdout
+    assert "cannot be rendered by the chat template" in done.stderr + done.stdout
     assert "Traceback" not in done.stderr + done.stdout
     assert len((done.stderr + done.stdout).strip().splitlines()) == 1

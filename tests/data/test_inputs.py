@@ -291,7 +291,7 @@ def _cut(path: Path, content: bytes) -> None:
     path.write_bytes(content[: len(content) // 2])
 
 
-SKIPS = "; --skip-bad goes on without it$"
+SKIPS = "; --skip-bad skips it$"
 # name: how it is made, the sentence, and whether a folder that holds it ends with the same sentence or skips it
 REFUSED: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     "a.pkl": (lambda path: path.write_bytes(pickle.dumps(RECORDS)), "a.pkl' is a pickle, which could run code", False),
@@ -328,11 +328,15 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, bool]] = {
         "is binary, with a zero byte at off",
         False,
     ),
-    "object.json": (lambda path: path.write_text('{"text": "a"}'), "object.json' is no list of objects: write", False),
-    "numbers.json": (lambda path: path.write_text("[1, 2]"), "numbers.json' is no list of objects: write", False),
+    "object.json": (
+        lambda path: path.write_text('{"text": "a"}'),
+        "object.json' is not a list of objects: write",
+        False,
+    ),
+    "numbers.json": (lambda path: path.write_text("[1, 2]"), "numbers.json' is not a list of objects: write", False),
     "lines.json": (
         lambda path: path.write_bytes(LINES),
-        "lines.json' is no list of objects: .* in a file named",
+        "lines.json' is not a list of objects: .* in a file named",
         False,
     ),
     "half.json": (lambda path: _cut(path, LIST), r"half.json' is not JSON \(.*, near byte \d+\)" + SKIPS, True),
@@ -341,7 +345,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, bool]] = {
         r"not JSON \(no ',' or ']' near b.*" + SKIPS,
         True,
     ),
-    "behind.json": (lambda path: path.write_text('[{"text": "a"}] x'), "goes on behind its list: keep one list", True),
+    "behind.json": (lambda path: path.write_text('[{"text": "a"}] x'), "has text after its list: keep one list", True),
     "bad.json": (lambda path: path.write_text('[{"text": }]'), r"bad.json' is not JSON \(Expecting value", True),
     "number.json": (
         lambda path: path.write_text('[{"text": 5}]'),

@@ -268,7 +268,9 @@ def test_out_refused(inputs: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(DataError, match="link' exists already"):
         prepare([inputs], tmp_path / "link")
-    with pytest.raises(DataError, match=r"--out .*/f/out' lies in .*/f', which is no folder: make it by `mkdir -p"):
+    with pytest.raises(
+        DataError, match=r"--out .*/f/out' lies in .*/f', which is not a folder: make it with `mkdir -p"
+    ):
         prepare([inputs], tmp_path / "f" / "out")
 
 

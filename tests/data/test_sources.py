@@ -301,13 +301,13 @@ def test_encoding_error_names_the_byte(tmp_path: Path, bpe: Path) -> None:
 
 def test_bin_refused(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.bin", b"abcde")
-    with pytest.raises(DataError, match=r"a.bin' has 5 bytes, no multiple of the 2 of --bin-dtype uint16"):
+    with pytest.raises(DataError, match=r"a.bin' has 5 bytes, not a multiple of the 2 of --bin-dtype uint16"):
         prepare([path], tmp_path / "out", bin_dtype="uint16")
     with pytest.raises(DataError, match="--bin-dtype unit16 is not known: did you mean 'uint16'"):
         prepare([path], tmp_path / "out", bin_dtype="unit16")
     for bounds in ([0, 4], [1, 5], [0, 6, 5], [5]):
         _write(tmp_path / "a.bounds.npy", np.array(bounds))
-        with pytest.raises(DataError, match=r"a.bounds.npy' is no rising list of offsets from 0 to the 5 tokens"):
+        with pytest.raises(DataError, match=r"a.bounds.npy' is not a rising list of offsets from 0 to the 5 tokens"):
             prepare([path], tmp_path / "out", bin_dtype="uint8")
 
 

@@ -58,7 +58,7 @@ def test_table(data: TokenFile) -> None:
     found = dict(rows)
     assert found["documents"] == "507"
     assert found["longest"] == "3,145,728"
-    assert found["learned"] == f"{data.tokens - 507:,} ({100 * (data.tokens - 507) / data.tokens:.1f} %)"
+    assert found["in the loss"] == f"{data.tokens - 507:,} ({100 * (data.tokens - 507) / data.tokens:.1f} %)"
     said.truncate(0)
     console.print(context_table(data, (1 << 20,)))
     row = [cell.strip() for line in said.getvalue().splitlines() if "1M" in line for cell in line.split("│")[1:-1]]

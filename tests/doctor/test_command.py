@@ -175,7 +175,7 @@ def test_a_device_that_was_not_measured(nursery: Nursery, tmp_path: Path) -> Non
 
 MISTAKES = {
     "--ranks is 0: 1 or more is needed": ["--ranks", "0"],
-    "--disk nowhere is no folder that a file can be made in: name one": ["--disk", "nowhere"],
+    "--disk nowhere is not a folder where a file can be made: name one": ["--disk", "nowhere"],
     "--out nowhere/here.toml cannot be written: name a file": ["--out", "nowhere/here.toml"],
     "'llama3-8c'": ["--model", "llama3-8c"],
     "--device gpu is not known: cpu and cuda are": ["--device", "gpu"],

@@ -86,7 +86,7 @@ def test_no_label_counts(model: ithaca.Model) -> None:
 def test_mistakes_of_a_call(model: ithaca.Model) -> None:
     tokens = torch.arange(12)
     batch = model.shard(tokens, tokens)
-    with pytest.raises(ithaca.InputError, match="labels are missing: labels=tokens learns every token"):
+    with pytest.raises(ithaca.InputError, match="labels are missing: labels=tokens counts every token"):
         model.shard(tokens, None)
     for wrong in (-5, 0, 2.5, "7", 2**63):
         with pytest.raises(ithaca.InputError, match=f"valid_tokens is '?{wrong}'?: the number .* is needed, 1 or more"):

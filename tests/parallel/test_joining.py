@@ -319,8 +319,10 @@ def test_mistakes_in_the_environment(nursery: Nursery) -> None:
         assert f"PlanError: the environment has RANK=0, as torchrun sets it, but no {name}: unset RANK" in mistake(
             nursery, **{key: value for key, value in whole.items() if key != name}
         )
-    assert "MASTER_PORT=70000, which is no port: 1 to 65535 are" in mistake(nursery, **whole | {"MASTER_PORT": "70000"})
-    assert "RANK=2 and WORLD_SIZE=2, which is no rank" in mistake(nursery, **whole | {"RANK": "2"})
+    assert "MASTER_PORT=70000, which is not a port: 1 to 65535 are" in mistake(
+        nursery, **whole | {"MASTER_PORT": "70000"}
+    )
+    assert "RANK=2 and WORLD_SIZE=2, which is not a rank" in mistake(nursery, **whole | {"RANK": "2"})
     assert "PlanError: timeout must be above 0" in mistake(nursery, seconds=0)
     with in_use() as port:
         found = mistake(nursery, **whole | {"MASTER_PORT": str(port)})

@@ -178,7 +178,7 @@ def test_a_gpu_of_another_file_is_found_by_its_driver(tmp_path: Path) -> None:
     file.write_text('["v100-32GB"]\n' + made_up())
     known = read_gpus(file)
     assert nearest("Tesla V100-SXM2-32GB", 34 * 10**9, known).name == "v100-32GB"
-    with pytest.raises(PlanError, match="'Tesla V100-SXM2-32GB' is in no table of GPUs: describe it in a file"):
+    with pytest.raises(PlanError, match="'Tesla V100-SXM2-32GB' is not a known GPU: describe it in a file"):
         nearest("Tesla V100-SXM2-32GB", 34 * 10**9, read_gpus())
 
 

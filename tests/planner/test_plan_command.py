@@ -400,7 +400,10 @@ def refused(end: Ended) -> str:
             ["tiny", "--hardware", "none.toml"],
             "'none.toml' cannot be read (No such file or directory): name a file",
         ),
-        (["tiny", "--meshes", "--picture", "x.png"], "--picture x.png draws no meshes: give --picture or --meshes"),
+        (
+            ["tiny", "--meshes", "--picture", "x.png"],
+            "--picture x.png and --meshes cannot be combined: give one of them",
+        ),
         (["tiny", "--hardware", "."], "'.' cannot be read (Is a directory): name a file"),
         (["tiny", "--batch", "8"], "--batch 8 needs the length of a sequence: give it, as --tokens 128K"),
         (["tiny", "--batch", "max", "--tokens", "max"], "--batch max needs the length of a sequence: give it"),
@@ -408,10 +411,16 @@ def refused(end: Ended) -> str:
             ["tiny", "--tokens", "8K", "--host", "64"],
             "--host 64 is less than 1MB: give a size with its unit, e.g. --host 64GB",
         ),
-        (["tiny", "--tokens", "8K", "--batch", "0"], "--batch 0 is no number of sequences: write 32 (sequences)"),
-        (["tiny", "--tokens", "8K", "--batch", "all"], "--batch all is no number of sequences: write 32 (sequences)"),
+        (["tiny", "--tokens", "8K", "--batch", "0"], "--batch 0 is not a number of sequences: write 32 (sequences)"),
+        (
+            ["tiny", "--tokens", "8K", "--batch", "all"],
+            "--batch all is not a number of sequences: write 32 (sequences)",
+        ),
         (["tiny", "--tokens", "8K", "--batch", "4M"], "--batch 4M could be sequences or tokens: write 4M-tokens for"),
-        (["tiny", "--tokens", "8K", "--batch", "xtokens"], "--batch xtokens is no number of tokens: write 4M-tokens"),
+        (
+            ["tiny", "--tokens", "8K", "--batch", "xtokens"],
+            "--batch xtokens is not a number of tokens: write 4M-tokens",
+        ),
         (["tiny", "--tokens", "3K", "--batch", "8K-tokens"], "sequences of 3K tokens: 9K-tokens (3 of them) works"),
         (["tiny", "--tokens", "8K", "--batch", "2000000"], "out of range for sequences of 8K tokens: give at most"),
         (
@@ -420,15 +429,15 @@ def refused(end: Ended) -> str:
         ),
         (
             ["tiny", "--lean", "--meshes"],
-            "--meshes shows the fastest Plans of one sequence, without --lean: give one of them",
+            "--meshes compares Plans for one sequence and cannot be combined with --lean: give one of them",
         ),
         (
             ["tiny", "--lean", "--picture", "x.png"],
-            "--picture x.png shows the fastest Plans of one sequence, without --lean: give one of them",
+            "--picture x.png compares Plans for one sequence and cannot be combined with --lean: give one of them",
         ),
         (
             ["tiny", "--tokens", "8K", "--batch", "max", "--meshes"],
-            "--meshes shows the fastest Plans of one sequence, without --batch max: give one of them",
+            "--meshes compares Plans for one sequence and cannot be combined with --batch max: give one of them",
         ),
         (
             ["llama3-8b", "--tokens", "40M", "--host", "200GB", "--lean"],

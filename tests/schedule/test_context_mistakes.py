@@ -96,9 +96,9 @@ def test_refused(ranks, folders, heads: str, options: dict, sizes: dict[str, int
     [
         ({"recipe": "untied", "heads": 0}, "heads must be a number of heads, e.g. 8; it is 0"),
         ({"recipe": "untied", "heads": "four"}, "heads must be a number of heads, e.g. 8; it is four"),
-        ({"recipe": "alst", "heads": 8}, "heads=8 means nothing under recipe 'alst': leave it out, or use recipe 's"),
-        ({"recipe": "untied", "checkpoint": "none"}, "checkpoint=none means nothing under recipe 'untied'"),
-        ({"recipe": "ulysses", "chunk": 8}, "chunk=8 means nothing under recipe 'ulysses'"),
+        ({"recipe": "alst", "heads": 8}, "heads=8 has no effect under recipe 'alst': leave it out, or use recipe 's"),
+        ({"recipe": "untied", "checkpoint": "none"}, "checkpoint=none has no effect under recipe 'untied'"),
+        ({"recipe": "ulysses", "chunk": 8}, "chunk=8 has no effect under recipe 'ulysses'"),
         ({"recipe": "ulises"}, "recipe 'ulises' does not exist: did you mean 'ulysses'"),
     ],
 )
@@ -163,7 +163,7 @@ def too_long_a_chunk(folder: Path) -> str:
 
 def test_a_chunk_is_of_the_whole_sequence(ranks, folders) -> None:
     for found in ranks(2).run(too_long_a_chunk, folders["8/2"]):
-        assert found.startswith("PlanError: chunk=64 is longer than the 37 tokens there are: chunk=37 works")
+        assert found.startswith("PlanError: chunk=64 is longer than the 37 tokens of a sequence: use chunk=37")
 
 
 def batch_of_another(folder: Path, cut_by: dict, taken_by: dict) -> str:

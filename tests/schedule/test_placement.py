@@ -321,12 +321,12 @@ REFUSED = [
     ({"optimizer": "disk", "disk": "/tmp"}, "optimizer=disk does not exist: known are device, host"),
     (
         {"recipe": "dense", "x": "disk", "disk": "/tmp", "checkpoint": "none"},
-        "x='disk' of recipe 'dense' means nothing with checkpoint",
+        "x='disk' of recipe 'dense' has no effect with checkpoint",
     ),
     ({"o": "host*7"}, "o names 7 layers, but the model has 6: name 6, or fewer, to be repeated"),
     ({"x": "host, rebuild", "o": "recompute"}, "x of layer 1 is to be rebuilt from o of layer 0, which is not kept"),
-    ({"recipe": "alst", "x": "host, rebuild"}, "x=host, rebuild means nothing under recipe 'alst'"),
-    ({"recipe": "dense", "x": "host, device", "checkpoint": "none"}, "x='host' .* means nothing with checkpoint"),
+    ({"recipe": "alst", "x": "host, rebuild"}, "x=host, rebuild has no effect under recipe 'alst'"),
+    ({"recipe": "dense", "x": "host, device", "checkpoint": "none"}, "x='host' .* has no effect with checkpoint"),
     ({"x": "host*" + "9" * 5000}, "has no number of layers in 'host"),
     ({"host_memory": 1000}, "plan.x='rebuild\\*4, host' frees 120 KiB"),
 ]

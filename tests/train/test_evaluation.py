@@ -105,8 +105,8 @@ def test_what_the_loss_may_not_be_about(nursery: Nursery, place: Path, tmp_path:
     assert end.code == 0, end.err
     assert json.loads(end.out)["context"] == 8192
     assert end.err.splitlines() == [
-        "warning: the data have one token a byte, not those of the tokenizer in 'short': unless it was trained on "
-        "such, measure it on your documents, prepared with ithaca data --tokenizer short",
+        "warning: the data have one token a byte, not the tokens of the tokenizer in 'short': unless it was trained on "
+        "bytes, measure it on your documents, prepared with ithaca data --tokenizer short",
         "warning: the longest document has 1,400 tokens, but the model's rope is made for 512 "
         "(max_position_embeddings in config.json), and later positions are new to it: --tokens 512 stays within it",
     ]
@@ -347,9 +347,9 @@ def check_refused(end: Ended, sentence: str) -> None:
 
 
 TRAIN_WRONG = {
-    "data.validation=0": "'0' is no share of the documents",
-    "data.validation=150%": "'150%' is no share of the documents",
-    "data.validation=true": "'True' is no share of the documents",
+    "data.validation=0": "'0' is not a share of the documents",
+    "data.validation=150%": "'150%' is not a share of the documents",
+    "data.validation=true": "'True' is not a share of the documents",
     "data.validation=missing.tokens": "'missing.tokens' cannot be read as a token file",
     "data.validation=texts/0.txt": "texts/0.txt' is",
     "data.validation=ids.tokens": "token ids below 1000, but the model's vocabulary is 256",

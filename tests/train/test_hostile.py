@@ -196,7 +196,7 @@ WRONG: dict[str, tuple[Callable[[Metadata], bytes], str]] = {
     "an absolute file": (altered(lambda m: put(first(m.storage_data), "relative_path", "/dev/zero")), "'/dev/zero'"),
     "a file that is not there": (
         altered(lambda m: put(first(m.storage_data), "relative_path", "__9_9.distcp")),
-        "it names __9_9.distcp, which is no file",
+        "it names __9_9.distcp, which is not a file",
     ),
     "a transformation": (
         altered(lambda m: put(first(m.storage_data), "transform_descriptors", ["zstd"])),
@@ -212,14 +212,14 @@ WRONG: dict[str, tuple[Callable[[Metadata], bytes], str]] = {
         altered(lambda m: put(first(m.state_dict_metadata).chunks[0], "offsets", torch.Size((999, 0)))),
         "lies outside of it",
     ),
-    "a shape of texts": (altered(lambda m: put(first(m.state_dict_metadata), "size", ("a", 2))), "is no tensor"),
+    "a shape of texts": (altered(lambda m: put(first(m.state_dict_metadata), "size", ("a", 2))), "is not a tensor"),
     "another dtype": (
         altered(lambda m: put(first(m.state_dict_metadata).properties, "dtype", torch.qint8)),
         "names 'torch.qint8', which a checkpoint never has",
     ),
-    "no tensors": (altered(lambda m: put(m, "state_dict_metadata", [1])), "it is no list of tensors"),
-    "another object": (lambda m: pickle.dumps(m.storage_data), "it is no list of tensors"),
-    "a number": (lambda _: pickle.dumps(7), "it is no list of tensors"),
+    "no tensors": (altered(lambda m: put(m, "state_dict_metadata", [1])), "it is not a list of tensors"),
+    "another object": (lambda m: pickle.dumps(m.storage_data), "it is not a list of tensors"),
+    "a number": (lambda _: pickle.dumps(7), "it is not a list of tensors"),
     "nothing": (lambda _: b"", "is not what a checkpoint has there"),
     "half of it": (lambda m: pickle.dumps(m)[:-99], "is not what a checkpoint has there"),
     "noise": (lambda _: bytes(range(256)), "is not what a checkpoint has there"),
@@ -271,7 +271,7 @@ def test_ten_bytes_take_no_memory(run: Path) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), limits[1]))
     try:
-        with pytest.raises(RunError, match="it is no list of tensors"):
+        with pytest.raises(RunError, match="it is not a list of tensors"):
             PlainReader(checkpoint(run))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)

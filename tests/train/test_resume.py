@@ -265,7 +265,7 @@ def test_a_checkpoint_of_an_older_version_continues_with_a_notice(folder: Folder
     as_an_old_run(folder.path / "run", folder.path / "d.tokens")
     end = folder.train("train.steps=6")
     assert end.code == 0, end.err
-    assert "the checkpoint of step 4 is of an older Ithaca, which recorded only counts and both ends" in end.out
+    assert "an older Ithaca wrote the checkpoint of step 4: it recorded only the counts and both ends" in end.out
     assert "older Ithaca" not in folder.train("train.steps=7").out
 
 

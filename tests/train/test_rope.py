@@ -152,7 +152,7 @@ def test_a_run_keeps_its_rope(folder: Folder) -> None:
     assert folder.train("model.rope=yarn, factor=6").code == 0
     refused(
         folder.train("model.rope=auto", new=False),
-        "'run' is another run: model.rope is 'auto', and its checkpoints have 'yarn, factor=6': "
+        "'run' holds a different run: model.rope is 'auto', and its checkpoints have 'yarn, factor=6': "
         "--set 'model.rope=yarn, factor=6' continues it, another --run starts a new one",
     )
     refused(folder.train("model.rope=", new=False), "model.rope is '', and its checkpoints have 'yarn, factor=6'")

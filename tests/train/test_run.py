@@ -42,7 +42,7 @@ def test_a_run_of_another_configuration(tmp_path: Path) -> None:
     for option in ("train.seed=1", "train.batch=3", "model.source=llama3-8b", "train.beta2=0.99"):
         name, _, value = option.partition("=")
         with pytest.raises(
-            ConfigError, match=rf"is another run: {name} is '?{value}.* continues it, another --run starts"
+            ConfigError, match=rf"holds a different run: {name} is '?{value}.* continues it, another --run starts"
         ):
             folder.check(read_config(None, [option]))
 

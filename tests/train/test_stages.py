@@ -269,7 +269,7 @@ def test_other_stages_are_another_run(nursery: Nursery, staged: Config, whole: P
     longer = replace(staged, train=replace(staged.train, stages=(*stages[:2], replace(stages[2], steps=5))))
     (end,) = nursery.job(train, longer, tmp_path / "run")
     assert end.code != 0
-    assert "is another run: train.stages is" in end.err
+    assert "holds a different run: train.stages is" in end.err
     words = ("train", "--run", "run", "--set", "train.learning_rate=1")
     end = nursery.command(*words, "--ranks", "1", folder=tmp_path)
     assert end.code == 2

@@ -159,7 +159,7 @@ def test_it_is_the_planner_s_answer(machine: dict[str, Any]) -> None:  # noqa: A
     assert plan == wanted.plan
     assert mesh == MeshSection(ulysses=8)
     assert said[0] == "llama3-8b at 5M tokens on 8xH100-80GB: fits with recipe 'sweep'; 8 GPUs share each sequence"
-    assert said[-1].startswith("The same Plan by name: --set plan.recipe=sweep --set plan.chunk=65536 ")
+    assert said[-1].startswith("To name this Plan yourself: --set plan.recipe=sweep --set plan.chunk=65536 ")
     assert said[-1].endswith(" --set mesh.ulysses=8 --set mesh.ring=1")
     assert not any("--host" in line or "--verbose" in line for line in said)  # which are options of ithaca plan
 
@@ -319,7 +319,7 @@ def test_a_gpu_that_nobody_has_described(machine: dict[str, Any]) -> None:
     memory = memory_of(plan, 64 * K, axes)
     assert memory.total < 32 * 10**9
     assert "on 8xNVIDIA A30: fits" in said[0]
-    assert any("assumed as of the A100-80GB: NVIDIA A30 is in no table" in line for line in said)
+    assert any("assumed to be that of the A100-80GB, because NVIDIA A30 is not a known GPU" in line for line in said)
     assert chosen("plan.recipe=sweep") == (Plan(recipe="sweep"), MeshSection(), [])
 
 

@@ -226,7 +226,7 @@ def test_a_stop_at_the_end_of_a_stage(nursery: Nursery, config: Config, tmp_path
     config = with_tasks(staged(config, 64, 128), tokens=(40, 64, 128), tasks=("repeat",), every=every)
     (end,) = nursery.job(broken, config, tmp_path / "run", 2, "stopped")
     assert end.code == 0, end.err
-    assert f"the tasks after step 2 are left out, because they were broken off at the end of a stage; before the run continues, `ithaca evaluate {tmp_path / 'run'} --task repeat --tokens 40,64 --count 5` measures that checkpoint" in end.err + end.out  # fmt: skip  # noqa: E501
+    assert f"the tasks after step 2 are left out, because they were interrupted at the end of a stage; before the run continues, `ithaca evaluate {tmp_path / 'run'} --task repeat --tokens 40,64 --count 5` runs them on that checkpoint" in end.err + end.out  # fmt: skip  # noqa: E501
     done(nursery.job(train, config, tmp_path / "run"))
     assert evaluated(tmp_path / "run") == ([4] if every == 0 else [1, 3, 4])
 
@@ -245,7 +245,7 @@ def test_the_section() -> None:
 
 WRONG = {
     "no such task": ("evaluate.tasks=needles", "'needles' is not a task: needle, keys"),
-    "no list": ("evaluate.tasks=3", "3 is no list of tasks"),
+    "no list": ("evaluate.tasks=3", "3 is not a list of tasks"),
     "no samples": ("evaluate.count=0", "evaluate.count is 0: 1 or more samples are needed"),
     "a negative number": ("evaluate.every=-1", "evaluate.every is -1: 0 or more is needed"),
     "no task": ("evaluate.tasks=", "evaluate.tokens is 64, but evaluate.tasks names none"),

@@ -86,7 +86,7 @@ def _prompt(where: str, record: dict[str, Any]) -> list[Message]:
 def _alpaca(where: str, record: dict[str, Any]) -> list[Message]:
     pairs = record.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise DataError(f'{where} has a \'history\' that is no list of pairs: write [["question", "answer"]]')
+        raise DataError(f'{where} has a \'history\' that is not a list of pairs: write [["question", "answer"]]')
     for field in ("instruction", "output"):
         if record.get(field) is None:  # an empty answer would be learned
             raise DataError(f"{where} has a '{field}' of type null: text is needed")
@@ -192,7 +192,7 @@ def _part(where: str, part: Any) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else part
-        raise DataError(f"{where} has a part {shown(kind)}: only parts of text can be learned")
+        raise DataError(f"{where} has a part {shown(kind)}: only parts of text are supported")
     return text
 
 

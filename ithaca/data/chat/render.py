@@ -130,7 +130,7 @@ class Renderer:
         return {
             "syntax": f"{template} is not a Jinja template ({why}): fix it, or name another one with --chat-template",
             "turn": f"{name}: {template} {why}",
-            "refused": f"{name} does not go through {template} ({why}): {other}",
+            "refused": f"{name} cannot be rendered by {template} ({why}): {other}",
             "length": f"{name}: {template} writes more than {answer.get('most')} characters, {TEXT_FACTOR} for each "
             f"byte and 1 MiB: {other}",
             "memory": f"{name}: {template} takes more than {memory} of memory: {other}",

@@ -102,7 +102,7 @@ def _about_chats(made: Prepared) -> list[str]:
     if not counts.conversations:
         return []
     became = f"{format_count(counts.conversations, 'conversation')} became {format_count(counts.samples, 'sample')}"
-    lines = [f"Chats: {became}; {100 * head.labels / head.tokens:.1f} % of all tokens are learned"]
+    lines = [f"Chats: {became}; {100 * head.labels / head.tokens:.1f} % of all tokens count in the loss"]
     if counts.divided:
         lines.append(
             f"Divided: {format_count(counts.divided, 'conversation')}, because the chat template writes a turn "
@@ -110,7 +110,7 @@ def _about_chats(made: Prepared) -> list[str]:
         )
     if counts.unlearned:
         lines.append(
-            f"Warning: nothing is learned in {format_count(counts.unlearned, 'conversation')}, the first is "
+            f"Warning: no token counts in the loss in {format_count(counts.unlearned, 'conversation')}, the first is "
             f"{counts.first_unlearned}"
         )
     return lines

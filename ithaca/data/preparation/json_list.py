@@ -25,7 +25,7 @@ def elements(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
         first = False
     text.expect("]", "']'")
     if text.peek():
-        raise BadFile(f"'{path}' goes on behind its list: keep one list a file")
+        raise BadFile(f"'{path}' has text after its list: keep one list a file")
 
 
 class _ListText:

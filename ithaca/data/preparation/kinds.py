@@ -88,5 +88,5 @@ def _refused_content(head: bytes, kind: str) -> str | None:
         binary = f"is binary, with a zero byte at offset {zero}: name text in UTF-8, or .jsonl, .parquet, .arrow, "
         return known or (binary + ".npy or .bin files" if zero >= 0 else None)
     if kind == "json" and not _LIST.match(head.removeprefix(codecs.BOM_UTF8)):
-        return 'is no list of objects: write [{"text": …}, …], or one object a line in a file named .jsonl'
+        return 'is not a list of objects: write [{"text": …}, …], or one object a line in a file named .jsonl'
     return None

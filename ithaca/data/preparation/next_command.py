@@ -21,7 +21,7 @@ def next_lines(path: Path, header: Header, tokenizer: Path | None) -> list[str]:
     """Return the commands that look at a token file and train on it; `tokenizer`: as the user named it."""
     look = f"Next: {shlex.join(['ithaca', 'data', str(path), '--stats'])}"
     if not header.labels:
-        return [look, "Nothing in it can be learned: documents of 2 tokens or more are needed, with completions"]
+        return [look, "No token in it counts in the loss: documents of 2 tokens or more are needed, with completions"]
     try:
         folder = _model_folder(tokenizer)
         return [look, *(_with_folder(path, header, folder) if folder else _with_preset(path, header))]

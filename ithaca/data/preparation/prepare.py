@@ -118,7 +118,7 @@ def _check_vacant(out: Path) -> None:
         raise DataError(f"--out '{out}' exists already: name another file, nothing is overwritten")
     if not out.parent.is_dir():
         raise DataError(
-            f"--out '{out}' lies in '{out.parent}', which is no folder: make it by `mkdir -p '{out.parent}'`"
+            f"--out '{out}' lies in '{out.parent}', which is not a folder: make it with `mkdir -p '{out.parent}'`"
         )
 
 

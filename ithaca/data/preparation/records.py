@@ -64,7 +64,7 @@ def _kind(where: str, names: Iterable[str], called: str = "fields") -> tuple[str
     if len(found) > 1:
         both = " and ".join(f"'{kind[0]}'" for kind in found[:2])
         raise DataError(
-            f"{where} has {both}, and only one can be learned: leave out the other, or name a text with --field"
+            f"{where} has {both}, and only one of them can be used: leave out the other, or name a text with --field"
         )
     return found[0]
 

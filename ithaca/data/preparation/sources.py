@@ -231,7 +231,7 @@ def _bin(file: Input, start: Place, reading: Reading) -> Iterator[Found]:
     count, rest = divmod(file.size, dtype.itemsize)
     if rest:
         raise DataError(
-            f"'{file.path}' has {file.size} bytes, no multiple of the {dtype.itemsize} of --bin-dtype "
+            f"'{file.path}' has {file.size} bytes, not a multiple of the {dtype.itemsize} of --bin-dtype "
             f"{reading.bin_dtype}: give the dtype it was written in"
         )
     bounds, tokens = _bounds(bounds_file(file.path), count), _part(file.path, 0, dtype)
@@ -246,7 +246,7 @@ def _bounds(path: Path, count: int) -> np.ndarray:
         return np.array([0, count])
     bounds = _load(path)
     if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != count or (bounds[1:] < bounds[:-1]).any():
-        raise BadFile(f"'{path}' is no rising list of offsets from 0 to the {count} tokens beside it")
+        raise BadFile(f"'{path}' is not a rising list of offsets from 0 to the {count} tokens beside it")
     return bounds
 
 

@@ -16,7 +16,7 @@ from ithaca.base.errors import DataError, first_line
 from ithaca.base.files import TO_UTF8
 
 CHUNK = 1 << 20
-SKIP_HINT = "; --skip-bad goes on without it"
+SKIP_HINT = "; --skip-bad skips it"
 
 
 class BadFile(DataError):

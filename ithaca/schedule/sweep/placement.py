@@ -67,7 +67,7 @@ def place(
     folder = folder or plan.disk
     plan = replace(plan, lse=plan.lse or plan.settled().lse) if plan.sweeps else plan
     if free.disk and folder is None:
-        raise PlanError(f"disk={format_bytes(free.disk)} is of no use without a folder: name one, as folder='/scratch'")
+        raise PlanError(f"disk={format_bytes(free.disk)} needs a folder: name one, as folder='/scratch'")
     _check_sweep(plan)
     Job(spec=spec, plan=plan, tokens=tokens, axes=axes).costs.layout(plan, axes, tokens, shorten=False)
     placed = fill(plan, spec, axes, tokens, free, every_choice(spec.layers), folder, ITEMSIZES[dtype])

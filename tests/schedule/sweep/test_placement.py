@@ -90,7 +90,7 @@ def test_place_uses_the_disk_last_and_before_attention_runs_again() -> None:
         placed(0, long, **little)
     with pytest.raises(PlanError, match="no room in device=40 GiB and host=60 GiB and disk=1 GiB, even"):
         placed("1GiB", long, **little)
-    with pytest.raises(PlanError, match="disk=1 GiB is of no use without a folder: name one, as folder='/scratch'"):
+    with pytest.raises(PlanError, match="disk=1 GiB needs a folder: name one, as folder='/scratch'"):
         placed("1GiB", folder=None)
 
 
