@@ -1,4 +1,4 @@
-"""The chunks of a sweep as arithmetic: how many wait for messages at a time, and which visit which. No torch."""
+"""Arithmetic on the chunks of a sweep: how many wait for messages at a time, and which visit which. No torch."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +15,7 @@ LONG = 8
 
 
 def hops(ulysses: int, ring: int) -> int:
-    """Exchanges between a chunk's projections and its attention; as many lead back."""
+    """Exchanges between a chunk's projections and its attention. As many follow its attention."""
     return (ulysses > 1) + (ring > 1)
 
 
@@ -28,7 +28,7 @@ def chunks_under_way(ulysses: int, ring: int, recomputed: bool = False) -> int:
 
 
 def chunks_sending_keys(ulysses: int, ring: int) -> int:
-    """Chunks whose K and V go with their own queries in backward: those that begin before the first one attends."""
+    """Chunks that send K and V with their own queries in backward: all that begin before the first one attends."""
     return 1 + hops(ulysses, ring)
 
 

@@ -1,4 +1,4 @@
-"""What blocks that run over all local tokens take: kept tensors, tensors at their peaks, messages, FLOPs. No torch.
+"""The costs of blocks that run over all local tokens: kept tensors, tensors at peaks, messages, FLOPs. No torch.
 
 Between blocks, per local token in units of a hidden state d: `none` about 17 d; `selective` x and o, 2 d and the
 log-sum-exp; `full` x, 1 d, on the device or elsewhere. Within a block everything is of all local tokens T:
@@ -126,7 +126,7 @@ def _everything(job: "Job") -> int:
 
 
 def one_round(job: "Job") -> bool:
-    """Whether all heads are attended with at once."""
+    """Whether attention runs with all heads at once."""
     return len(job.rounds) == len(job.rounds[0]) == 1
 
 
@@ -170,7 +170,7 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
 
 
 def _peaks_in_rounds(job: "Job", states: int) -> dict[str, Counter[str]]:
-    """The same if a few heads are attended with at a time."""
+    """`peaks` with head rounds."""
     T, split = job.block_tokens, job.rounds[0][0]
     own = job.own_queries(split)
     sent = T * len(split.q_heads) * job.spec.head_size * job.itemsize
@@ -306,7 +306,7 @@ def _layer_launches(job: "Job") -> float:
 
 
 def _copies(job: "Job", places: Iterable[str]) -> StepCopies:
-    """Every saved x goes there and comes back once."""
+    """Every x in these places is copied out once and back once."""
     words = job.plan.placement(job.spec.layers).x
     size = sum(words.count(place) for place in places) * job.hidden(local_tokens(job))
     return StepCopies(Copies(out=size), Copies(into=size))

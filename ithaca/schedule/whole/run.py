@@ -73,7 +73,7 @@ class _Checkpointed(torch.autograd.Function):
         kept = (o, *lses) if call.checkpoint == "selective" else ()
         if call.tapes is None:
             kept = (x, *kept)
-        elif call.tapes.kept:
+        elif call.tapes.training:
             _put(call.tapes.x(call.layer), x)
         ctx.save_for_backward(*weights, *kept)
         ctx.call, ctx.names = call, names
