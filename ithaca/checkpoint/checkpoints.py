@@ -40,7 +40,7 @@ from ithaca.checkpoint.reader import PlainReader, fill
 from ithaca.checkpoint.shard import for_dcp
 from ithaca.checkpoint.snapshot import WEIGHT, Snapshot, local_bytes, training_state
 from ithaca.parallel.agree import from_first, on_this_node, together
-from ithaca.parallel.hangs import lost_touch
+from ithaca.parallel.hangs import is_collective_error
 from ithaca.tape.budget import host_budget
 
 COPY_SHARE = 0.9  # of the free host memory: a run can do without the copy, but not without what comes after it
@@ -274,7 +274,7 @@ class Checkpoints:
         except (Exception, dcp.api.CheckpointException) as problem:  # any error means that nothing was written
             found = cause(problem)
             self._problem = step, first_line(found), isinstance(found, FolderLostError)
-            self._lost = problem if lost_touch(problem) else None
+            self._lost = problem if is_collective_error(problem) else None
             if self._rank == 0 and not self._lost_folder():
                 shutil.rmtree(partial, ignore_errors=True)
 

@@ -21,7 +21,7 @@ from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.balance import describe_work
 from ithaca.parallel.batch import Batch, check_rows
-from ithaca.parallel.hangs import Roll, lost_touch, set_timeout, step_seconds, timeout
+from ithaca.parallel.hangs import Roll, is_collective_error, set_timeout, step_seconds, timeout
 from ithaca.parallel.mesh import Mesh
 from ithaca.schedule.marks import OPTIMIZER, StepMarks, make_marks
 from ithaca.train.announce import describe_run
@@ -183,7 +183,7 @@ class TrainingRun:
         except torch.OutOfMemoryError as error:
             raise RunError(explain_out_of_memory(self.model, *self.pass_size(), error)) from None
         except RuntimeError as error:
-            if lost_touch(error):
+            if is_collective_error(error):
                 self.stop.ignore()
                 self.checkpoints.abandon()
             raise

@@ -31,7 +31,7 @@ from ithaca.config import Config, parse_config, read_config
 from ithaca.data.version1 import is_index
 from ithaca.model.save import write_description, write_dtypes
 from ithaca.model.source import DTYPES_FILE, ModelSource
-from ithaca.parallel.agree import from_first, without
+from ithaca.parallel.agree import from_first, ranks_without
 from ithaca.parallel.mesh import Mesh
 
 LOCK_SECONDS = 20  # to wait for the lock: an interrupted job may hold it a little longer
@@ -339,7 +339,7 @@ def check_shared(run: RunFolder, lock: IO[str] | None, grid: Mesh) -> None:
     if not grid.several_nodes:
         return
     word = from_first(grid.group, lambda: leave_word(lock) if lock else "")
-    if blind := without(grid.group, sees_word(run.lock, word)):
+    if blind := ranks_without(grid.group, sees_word(run.lock, word)):
         raise ConfigError(
             f"the run folder '{run.path}' is not the same on all ranks (rank {blind[0]} does not see what rank 0 "
             "wrote): --run must lie on a disk that all nodes share"
