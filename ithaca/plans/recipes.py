@@ -21,8 +21,8 @@ class Recipe:
     schedule: str  # the folder in schedule/ that runs it and says what it costs
     options: Mapping[str, Any]  # each with its default; None: follows from the batch, or from the model
     ulysses: bool  # Ulysses ranks can share a sequence
-    ring: bool  # ring ranks can
-    tensor: bool = False  # tensor ranks do, in the place of Ulysses ranks
+    ring: bool  # ring ranks can share a sequence
+    tensor: bool = False  # tensor ranks can, in place of Ulysses ranks
     head_rounds: bool = False  # attention takes a few query heads at a time, also if the Plan names no `heads`
     tiled: bool = False  # the MLP runs in tiles if the Plan names none; their size follows from the model
     tries: tuple[Mapping[str, Any], ...] = ()
