@@ -116,7 +116,7 @@ def _check_together(tokens: str, lean: bool, batch: str | None, output: Output) 
 def _warn_beyond(question: Question, answer: Answer, trains: bool) -> None:
     """Warn if a folder's model is not made for documents of so many tokens. A preset has no trained weights.
 
-    `trains`: a command that trains so follows, if there are data for it.
+    `trains`: the output ends with a command that trains, if there are data for it.
     """
     if question.model in PRESETS:
         return

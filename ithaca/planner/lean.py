@@ -16,7 +16,7 @@ from ithaca.planner.search import LEAST_MEMORY, Answer, fits, search, widest_mes
 from ithaca.schedule.variants import Effort
 
 ACCURACY = 2**26  # bytes, of the least memory
-ROOM = 1.01  # times the least memory: what a Plan may take that is faster for it
+ROOM = 1.01  # a faster Plan may take this many times the least memory
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Lean:
     fastest: Answer
 
     def lines(self) -> list[str]:
-        """What the least memory costs."""
+        """A line that compares memory and time with those of the fastest Plan."""
         mine, other = (format_bytes(answer.memory.total) for answer in (self.answer, self.fastest))
         now, then = (answer.seconds.step / answer.batch for answer in (self.answer, self.fastest))
         return [
@@ -48,7 +48,7 @@ class Lean:
 def leanest(
     spec: Spec, cluster: Cluster, tokens: int, recipe: str | None = None, documents: Documents | None = None
 ) -> Lean | None:
-    """Both Plans for this length; None if nothing fits."""
+    """The Plan with the least GPU memory and the fastest, for this length; None if nothing fits."""
     fastest = search(spec, cluster, tokens, recipe, documents=documents)
     if fastest is None:
         return None
@@ -60,7 +60,7 @@ def leanest(
 
 
 def _least_memory(spec: Spec, cluster: Cluster, tokens: int, recipe: str, enough: int) -> int:
-    """Bytes of a GPU with which a Plan fits, and hardly any with less; `enough`: of a Plan that fits."""
+    """The fewest bytes of a GPU with which a Plan fits, to `ACCURACY`; `enough`: bytes with which one fits."""
     meshes = widest_meshes(spec, cluster, recipe, tokens)
 
     def fit(size: int, effort: Effort) -> bool:
