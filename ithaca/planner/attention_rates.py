@@ -55,7 +55,7 @@ def kernel_rates(gpu: Gpu, kernel: str) -> AttentionRates:
 
 
 def ragged_share(lengths: tuple[int, ...]) -> float:
-    """The share of attention's FLOPs that `cudnn+flash` leaves to flash: of lengths, the remainder after whole buckets."""
+    """The share of attention's FLOPs that `cudnn+flash` leaves to flash: remainders of lengths after whole buckets."""
     found = counted(lengths)
     if len(found) == 1:
         return 0.0
