@@ -79,7 +79,7 @@ class Language(Protocol):
 
 
 class Synthetic:
-    """Ids of a vocabulary that nobody has named."""
+    """The ids of a vocabulary without words."""
 
     slack = 0
 
