@@ -1,4 +1,4 @@
-"""What the planner's formulas say of a row: memory at a length, the longest context, seconds of a step. No torch."""
+"""The planner's predictions for a row: memory at a length, the longest context, seconds of a step. No torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ class Prediction:
         return memory.total - sum(memory.parts.get(owner, 0) for owner in own)
 
     def beyond(self, memory: Memory) -> str | None:
-        """Return what of the node, beside its GPUs, is too little; None if all of it is enough."""
+        """Return 'host' or 'disk' if the node has too little of it; None if it has enough of both."""
         host, disk = memory.host * self.limits.ranks, memory.disk * self.limits.ranks
         if host > (1 - KEPT_BACK) * self.limits.host:
             return "host"
