@@ -33,7 +33,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """The name as errors have it."""
+        """The name in errors."""
         return f"'{self.name}'" if self.data.path else self.name
 
 

@@ -81,9 +81,9 @@ class _Renderer:
         except MemoryError:
             yield {"problem": "memory", "why": ""}
         except Exception as problem:  # a template can raise whatever Python can
-            yield self._told(problem, most)
+            yield self._described(problem, most)
 
-    def _told(self, problem: Exception, most: int) -> dict[str, Any]:
+    def _described(self, problem: Exception, most: int) -> dict[str, Any]:
         kind = {"TooLong": "length", "TemplateSyntaxError": "syntax"}.get(type(problem).__name__, "refused")
         line = getattr(problem, "lineno", None)
         why = str(problem) or type(problem).__name__
