@@ -110,7 +110,7 @@ class Exam:
             dist.all_reduce(torch.zeros(1), group=self.grid.group)
 
     def tell(self, topic: str, own: Found) -> list[Found] | None:
-        """Send `own` to the first rank, which returns the values of all. The others return None once it has read them."""
+        """Send `own` to the first rank, which returns those of all ranks. The others return None when they are read."""
         if self.grid.size == 1:
             return [own]
         store, prefix, ranks = job_store(), f"ithaca/doctor/{self.label}/{topic}/", list(range(self.grid.size))
