@@ -182,7 +182,7 @@ def mlp_tiles(job: "Job") -> int:
     return -(-job.block_tokens // job.tile)
 
 
-@lru_cache(maxsize=64)  # the planner's search asks for the same ones many times
+@lru_cache(maxsize=64)  # the planner's search asks for the same values many times
 def counted(lengths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """(length, number of documents) pairs. A long sequence may have a million documents of a few lengths."""
     return tuple(Counter(lengths).items())

@@ -50,7 +50,7 @@ class ForwardContext:
     ring: Ring
     rounds: Rounds
     tapes: Pass | None  # None: the Plan needs none
-    visits: int | None = None  # a rehearsal of memory makes so many visits at either end of a walk; None: all
+    visits: int | None = None  # a rehearsal of memory makes this many visits at either end of a walk; None: all
     mark: Mark = no_mark
     cache: KVCache | None = None  # saves K and V of every block, for tokens that will be added
     tensor: TensorRanks | None = None  # None: ranks hold whole weights

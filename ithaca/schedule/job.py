@@ -45,7 +45,7 @@ Bytes = Counter[str]  # by owner (base/owners.py)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one rank of a job runs in a step."""
+    """One rank's part of a job's step."""
 
     spec: Spec
     plan: Plan
@@ -196,7 +196,7 @@ class Job:
         return 3 * self.tile * self.spec.mlp * self.itemsize + 3 * self.hidden(self.tile)
 
     def projection_bytes(self, split: HeadSplit | None = None) -> int:
-        """What a projection leaves for its backward pass: the normed x; with norms of q and k, these as well."""
+        """Bytes that a projection keeps for its backward pass: the normed x; with norms of q and k, these as well."""
         split = split or self.split
         heads = len(split.q_heads) + len(split.kv_heads) if self.spec.qk_norm else 0
         return self.hidden(self.block_tokens) + self.block_tokens * heads * self.spec.head_size * self.itemsize

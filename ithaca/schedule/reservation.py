@@ -59,7 +59,7 @@ class Reservation:
         self._cache: tuple[TapeSpec, Tapes] | None = None
 
     def job(self, tokens: int) -> Job:
-        """This rank's part of a pass over so many tokens of the ranks that share a sequence."""
+        """This rank's part of a pass over this many tokens of the ranks that share a sequence."""
         rank = self._mesh.head_rank
         axes, itemsize = self._axes, self._dtype.itemsize
         return Job(spec=self._spec, plan=self._plan, tokens=tokens, axes=axes, itemsize=itemsize, rank=rank)

@@ -304,7 +304,7 @@ def table_parameters(job: Job) -> Parameters:
     return _parameters(job.rank_spec, job.axes.parameter, block=False)
 
 
-@lru_cache(maxsize=256)  # the planner's search asks for the same ones many times
+@lru_cache(maxsize=256)  # the planner's search asks for the same values many times
 def _parameters(spec: Spec, ranks: int, block: bool) -> Parameters:
     shapes = spec.block_shapes() if block else {name: shape for name, shape in spec.shapes() if ".layers." not in name}
     unit = {name: shape for name, shape in shapes.items() if block or spec.tied or "embed" not in name}

@@ -188,7 +188,7 @@ def _needs_placement(plan: Plan) -> bool:
     return plan.sweeps and not plan.entry.tries
 
 
-@lru_cache(maxsize=64)  # the search asks for the same ones many times
+@lru_cache(maxsize=64)  # the search asks for the same values many times
 def _choices(effort: Effort, layers: int) -> list[Saved]:
     if effort is Effort.FEW:
         return some_choices(layers)

@@ -1,4 +1,4 @@
-"""What a block of the sweep needs beside its weights, in each of its head rounds."""
+"""The arguments of a block of the sweep beside its weights, in each of its head rounds."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ class Rotations:
 
 @dataclass(frozen=True)
 class SweepCall:
-    """What one block needs beside its weights."""
+    """The arguments of one block beside its weights."""
 
     spec: Spec
     layer: int

@@ -33,7 +33,7 @@ def chunks_sending_keys(ulysses: int, ring: int) -> int:
 
 
 def is_long(chunks: int) -> bool:
-    """Whether a pass over so many chunks frees the head's gradient before the last block goes backward."""
+    """Whether a pass over this many chunks frees the head's gradient before the last block goes backward."""
     return chunks >= LONG
 
 
@@ -55,7 +55,7 @@ def visits_of(job: "Job") -> Visits:
     return _visits(job.document_lengths, job.layout.chunks.size)
 
 
-@lru_cache(maxsize=64)  # the planner's search asks for the same ones many times
+@lru_cache(maxsize=64)  # the planner's search asks for the same values many times
 def _visits(lengths: tuple[int, ...], size: int) -> Visits:
     start = count = rows = 0
     for length in lengths:

@@ -244,7 +244,7 @@ def reading(job: "Job") -> dict[str, Counter[str]]:
 
 
 def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:
-    """What a block sends, forward and backward, if the sequence is one document."""
+    """The messages of a block, forward and backward, if the sequence is one document."""
     rounds, last_layer = head_passes(job), layer == job.spec.layers - 1
     recomputed = job.plan.placement(job.spec.layers).o[layer] == RECOMPUTE
     forward: list[Message] = []

@@ -47,7 +47,7 @@ def x_fits_o(spec: Spec) -> bool:
     return spec.heads * spec.head_size >= spec.hidden
 
 
-@lru_cache(maxsize=4096)  # the planner's search asks for the same ones many times
+@lru_cache(maxsize=4096)  # the planner's search asks for the same values many times
 def plan_rebuilds(placement: Placement, roomy: bool) -> Mapping[int, Rebuild]:
     """The rebuilds of a backward pass, by layer; `roomy`: the tape of an o can hold an x."""
     rebuilds: dict[int, Rebuild] = {}

@@ -61,13 +61,13 @@ def kept(job: "Job", layers: range) -> int:
 
 
 def _everything(job: "Job") -> int:
-    """What autograd keeps: x, both norms, the sum with the output projection; q, k, v, o, lse; gate, up, product."""
+    """Bytes that autograd keeps: x, norms, the sum with the output projection; q, k, v, o, lse; gate, up, product."""
     size = 3 * job.hidden(job.block_tokens) + _projection_bytes(job) + 3 * _wide(job, job.block_tokens)
     return size + 2 * job.own_queries() + 2 * job.own_keys() + job.own_lse()
 
 
 def _projection_bytes(job: "Job") -> int:
-    """What the projections leave for their backward pass: the normed x; with norms of q and k, these as well."""
+    """Bytes that projections keep for their backward pass: the normed x; with norms of q and k, these as well."""
     return job.hidden(job.block_tokens) + (job.own_queries() + job.own_keys() if job.spec.qk_norm else 0)
 
 
@@ -128,7 +128,7 @@ def reading(job: "Job") -> dict[str, Counter[str]]:
 
 
 def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:
-    """What a block sends, forward and backward; the last one with the embedding and the loss."""
+    """The messages of a block, forward and backward; of the last block with those of embedding and loss."""
     forward, backward = whole.over_ring(job)
     if job.axes.tensor == 1:
         return forward, backward

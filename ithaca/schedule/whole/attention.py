@@ -34,7 +34,7 @@ from ithaca.schedule.round_heads import put_heads, take_heads
 
 @dataclass(frozen=True)
 class Attention:
-    """What a block's attention needs beside its weights and its input."""
+    """A block's attention, with all that it needs beside weights and input."""
 
     spec: Spec
     kernel: Kernel

@@ -117,7 +117,7 @@ def kept(job: "Job", layers: range) -> int:
 
 
 def _everything(job: "Job") -> int:
-    """What autograd keeps: x, both norms, the sum with the output projection; q, k, v, o, lse; gate, up, product."""
+    """Bytes that autograd keeps: x, norms, the sum with the output projection; q, k, v, o, lse; gate, up, product."""
     T = job.block_tokens
     size = 3 * job.hidden(T) + job.projection_bytes() + 3 * T * job.spec.mlp * job.itemsize
     size += 2 * job.own_queries() + 2 * job.own_keys() + job.own_lse()
@@ -205,7 +205,7 @@ def reading(job: "Job") -> dict[str, Counter[str]]:
 
 
 def ring_bytes(job: "Job") -> int:
-    """What a ring adds to attention: the sum of dq in fp32, and what travels."""
+    """Bytes that a ring adds to attention: the sum of dq in fp32, and the blocks that travel."""
     return 2 * job.own_queries() + _travelling_bytes(job, job.own_keys()) if job.axes.ring > 1 else 0
 
 
@@ -221,7 +221,7 @@ def _travelling_bytes(job: "Job", k: int) -> int:
 
 
 def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:  # noqa: ARG001
-    """What a block sends, forward and backward."""
+    """The messages of a block, forward and backward."""
     forward, backward = _over_ulysses(job) if job.axes.ulysses > 1 else ([], [])
     around = over_ring(job)
     return [*forward, *around[0]], [*backward, *around[1]]

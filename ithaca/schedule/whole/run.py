@@ -29,7 +29,7 @@ from ithaca.tape.tape import Tape
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What one block needs beside its weights and its input."""
+    """The arguments of one block beside its weights and its input."""
 
     attention: Attention
     layer: int
