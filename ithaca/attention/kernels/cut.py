@@ -15,7 +15,7 @@ from ithaca.attention.documents import Pieces
 from ithaca.attention.visits import Visit
 
 
-@lru_cache(maxsize=256)  # every layer asks for the same ones
+@lru_cache(maxsize=256)  # every layer asks for the same pieces
 def cut_pieces(pieces: Pieces, bucket: int, longest: int) -> tuple[Visit, ...]:
     """Visits that together cover these pieces; only remainders are `ragged`. `longest` is a multiple of `bucket`."""
     assert pieces.q_bounds[0] == pieces.k_bounds[0] == 0, "rows or keys before all pieces"
