@@ -37,7 +37,7 @@ class TapeSpec:
         return Tiles(local.length * self.ranks, local.size * self.ranks)
 
     def bytes_of(self, tokens: int) -> int:
-        """Bytes of all these tapes for so many tokens of each rank."""
+        """Bytes of all these tapes for this many tokens of each rank."""
         return len(self.layers) * tokens * self.ranks * self.row
 
     @property
@@ -116,7 +116,7 @@ class Stretch:
     stride: int  # from one tile to the next
 
     def place(self, index: int) -> int:
-        """Where a tile begins in the file."""
+        """The offset of a tile in the file."""
         return self.start + index * self.stride
 
 
