@@ -45,7 +45,7 @@ _FINGERPRINTS = 2**61  # fingerprints are below it, so that they and their negat
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank computes on. It holds n tokens."""
+    """One rank's part of a batch. It holds n tokens."""
 
     tokens: Tensor  # [n]
     labels: Tensor  # [n], what each token predicts, IGNORED where nothing
@@ -60,7 +60,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Counts:
-    """What every rank must know about rows that it may not hold. Counts of different rows add up."""
+    """Counts of rows, for ranks that may not hold these rows. Counts of different rows add up."""
 
     tokens: int
     valid: int  # labels that count
@@ -334,7 +334,7 @@ def count_valid(valid: object) -> int:
 
 
 def describe_no_mean(batch: Batch, valid: object) -> str:
-    """Why a batch has no mean loss over so many valid tokens."""
+    """Why a batch has no mean loss over this many valid tokens."""
     if isinstance(valid, int) and valid == batch.valid_tokens == 0:
         return (
             f"0 of the {batch.total_tokens} tokens of the batch have a label that counts, so it has no mean loss: "

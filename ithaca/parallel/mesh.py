@@ -70,7 +70,7 @@ class Mesh:
 
     @property
     def head_rank(self) -> int:
-        """This rank among those that divide the heads."""
+        """This rank's number among the ranks that divide the heads."""
         return self.rank % self.axes.by_heads
 
     @property
