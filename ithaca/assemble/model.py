@@ -140,7 +140,7 @@ class Model(nn.Module):
         return super().__getattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Model":  # noqa: ARG002
-        """Refuse `.to`, `.half()` and the like: shards would change under FSDP2 and the optimizer, without a word."""
+        """Refuse `.to`, `.half()` and the like: shards would change under FSDP2 and the optimizer, silently."""
         own = torch.empty(0, dtype=at_least_fp32(self.dtype), device=self.mesh.device)
         try:
             changed = fn(own)
@@ -335,7 +335,7 @@ class Model(nn.Module):
         self.reservation.free_cache()
 
     def check_prompts(self, tokens: int) -> None:
-        """Raise the error that `read_prompts` would raise if memory is short, for passes of so many tokens."""
+        """Raise the error that `read_prompts` would raise if memory is short, for passes of this many tokens."""
         check_decoding(self.mesh)
         self.reservation.check_cache(tokens)
 

@@ -35,7 +35,7 @@ def save_model(model: Model, folder: str | Path, dtype: str | None = None) -> No
             if writes:
                 write_folder(model.source, dtypes, tensors, folder, rename_dtype=dtype is not None)
         finally:
-            # The other ranks only take part in gathering; so does the writer for what a failed write left over
+            # The other ranks only take part in gathering, and so does the writer after a failed write
             for _ in tensors:
                 pass
 
