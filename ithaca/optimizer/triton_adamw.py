@@ -114,7 +114,7 @@ def _work(rows: list[list[int]], device: torch.device) -> _Work | None:
 
 @lru_cache(maxsize=8)
 def _programs(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """`owner` and `start` for tensors with so many elements."""
+    """`owner` and `start` for tensors with this many elements."""
     size = BLOCK * ROUNDS
     lengths = torch.tensor([-(-count // size) for count in counts])
     owner = torch.arange(len(counts)).repeat_interleave(lengths)
