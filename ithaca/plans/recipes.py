@@ -36,7 +36,7 @@ class Recipe:
         return Axes(shard=shard, ring=ring, **{kind: by_heads})
 
     def allows(self, by_heads: int, ring: int) -> bool:
-        """Whether so many Ulysses or tensor ranks × ring ranks can share a sequence."""
+        """Whether this many Ulysses or tensor ranks × ring ranks can share a sequence."""
         return (by_heads == 1 or self.ulysses or self.tensor) and (ring == 1 or self.ring)
 
 
