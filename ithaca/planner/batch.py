@@ -80,7 +80,7 @@ class Batch:
         return f"{count}, {most}{answer.rows} for each of {groups}"
 
     def as_object(self) -> dict[str, Any]:
-        """The same for `--json`, beside what every answer has."""
+        """The entries of `--json` that only a batch has."""
         return {
             "rate_over_one": self.over_one,
             "most_at_once": self.most,
@@ -89,7 +89,7 @@ class Batch:
 
 
 def read_batch(text: str, tokens: int) -> int | None:
-    """The sequences in a step that `--batch` names, of so many tokens each; None: as many as fit."""
+    """The sequences in a step that `--batch` names, of this many tokens each; None: as many as fit."""
     given = text.strip()
     if given.lower() == "max":
         return None
@@ -133,7 +133,7 @@ def plan_batch(
     recipe: str | None = None,
     documents: Documents | None = None,
 ) -> Batch | None:
-    """The fastest way to a step of so many sequences (None: the most that fit at once); None if none fits."""
+    """The fastest way to a step of this many sequences (None: the most that fit at once); None if none fits."""
 
     def planned(count: int, passes: int = 1) -> Answer | None:
         several = replace(cluster, passes=passes)

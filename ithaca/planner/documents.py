@@ -40,14 +40,14 @@ class Documents:
     _found: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def lengths(self, tokens: int) -> tuple[int, ...]:
-        """The lengths of the documents in a sequence of so many tokens."""
+        """The lengths of the documents in a sequence of this many tokens."""
         if tokens not in self._found:
             window = self._average(tokens) if self.packed else self._window(0, tokens)
             self._found[tokens] = tuple(window.tolist())
         return self._found[tokens]
 
     def longest(self, tokens: int) -> int:
-        """The most tokens that a document has in sequences of so many tokens."""
+        """The most tokens that a document has in sequences of this many tokens."""
         if self.mixed:
             return max(part.longest(tokens) for _, part in self.mixed)
         return tokens if self.packing == "joined" else min(tokens, int(np.diff(self.bounds).max()))

@@ -36,7 +36,7 @@ class Lean:
         ]
 
     def as_object(self) -> dict[str, Any]:
-        """The same for `--json`."""
+        """The entries of `--json` about the fastest Plan."""
         fastest = self.fastest
         return {
             "fastest_memory_total": fastest.memory.total,

@@ -110,7 +110,7 @@ def _heads(split: HeadSplit) -> str:
 
 
 def mesh_object(question: Question, compared: Compared, impossible: Sequence[str]) -> dict[str, Any]:
-    """The same as the object of `--json`."""
+    """The table as the object of `--json`."""
     machine, gpu = question.cluster.machine, question.cluster.gpu
     return {
         "model": question.model,

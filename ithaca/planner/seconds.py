@@ -41,7 +41,7 @@ from ithaca.plans.plan import Plan
 from ithaca.schedule.costs import Copies, Message, Peers, Work, forward_flops, loss_flops, traffic
 from ithaca.schedule.job import BF16, FP32, Job
 
-SHARDED = 10  # FSDP2's hooks in a layer take the host as long as so many operations, beside those that they launch
+SHARDED = 10  # FSDP2's hooks in a layer take the host as long as this many operations, beside those that they launch
 GRAPHED = 100  # the host for a step of a CUDA graph: the batch, two replays, gradients, clipping, the optimizer
 # GPU seconds of an operation that has nothing to do: 13,825 operations keep it busy for 0.33 s, 5,891 for 0.297 s
 LEAST = (0.33 - 0.297) / (13825 - 5891)
@@ -94,16 +94,16 @@ class Seconds:
 
     @property
     def disk(self) -> float:
-        """Of `copies`: over the disk."""
+        """The part of `copies` that goes over the disk."""
         return sum(each.disk for each in self.passes)
 
     @property
     def waits(self) -> float:
-        """Of `copies`: what the step waits for."""
+        """The part of `copies` that the step waits for."""
         return sum(each.waits for each in self.passes)
 
     def repeated(self, times: int) -> "Seconds":
-        """The seconds of a step that does all this so many times and updates once (micro-batches)."""
+        """The seconds of a step with `times` such passes and one update (micro-batches)."""
         parts = {name: times * value for name, value in vars(self).items() if name not in ("optimizer", "passes")}
         parts["step"] -= (times - 1) * self.optimizer
         forward, backward = (PassSeconds(*(times * value for value in vars(each).values())) for each in self.passes)
@@ -111,7 +111,7 @@ class Seconds:
 
 
 def predict_seconds(job: Job, gpu: Gpu, machine: Machine, disks: int = 1) -> Seconds:
-    """The time of a step of a job on some GPUs, with tapes striped over so many disks of each node."""
+    """The time of a step of a job on some GPUs, with tapes striped over this many disks of each node."""
     work = job.costs.work(job)
     forward, backward = attention_seconds(job, work, gpu)
     merging = work.merged / gpu.bandwidth
@@ -270,7 +270,7 @@ def _positions(machine: Machine, layout: Layout) -> Iterator[_RankPosition]:
     return iter(_rank_positions(machine.ranks, machine.gpus, layout.ulysses, layout.ring))
 
 
-@lru_cache(maxsize=1024)  # the planner's search asks for the same ones many times
+@lru_cache(maxsize=1024)  # the planner's search asks for the same values many times
 def _rank_positions(ranks: int, gpus: int, ulysses_ranks: int, ring_ranks: int) -> tuple[_RankPosition, ...]:
     sharing, found = ulysses_ranks * ring_ranks, []
     for start in range(0, min(ranks, lcm(gpus, sharing)), sharing):
