@@ -187,7 +187,7 @@ def count_ranks(config: Config, ranks: int | None) -> int:
 
 
 def _check_host(count: int) -> None:
-    """Raise an error if so many processes need more memory than this machine has free, before one has a model."""
+    """Raise an error if this many processes need more memory than this machine has free, before one has a model."""
     free = host_budget()[0]
     if count > (most := max(free // RANK_BYTES, 1)):
         raise ConfigError(
@@ -272,7 +272,7 @@ def run_attempt(work: Callable[[], None], count: int, attempt: int, watch: Watch
 
 
 def _environments(count: int, port: int, attempt: int) -> list[dict[str, str]]:
-    """What each rank must find in its environment to join the others in this attempt."""
+    """The environment variables by which each rank joins the others in this attempt."""
     common = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),

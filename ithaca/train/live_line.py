@@ -37,7 +37,7 @@ class Estimate:
         return Estimate(reached, now, left)
 
     def seconds(self, now: float) -> float | None:
-        """Return what is left by now."""
+        """Return the seconds that are left now."""
         return None if self.left is None else max(self.left - (now - self.at), 0.0)
 
 

@@ -115,7 +115,7 @@ class Progress:
             self._write_log(text)
 
     def _write_log(self, text: str) -> None:
-        """Log a line. A log that cannot be written does not stop the run, and is told once."""
+        """Log a line. A log that cannot be written does not stop the run; there is one warning."""
         assert self._log
         try:
             with self._lock:
@@ -165,7 +165,7 @@ class Progress:
             self.step_seconds = (now - ended) / (done - first)
 
     def _is_logged(self, done: int, now: float) -> bool:
-        """Return whether a step gets a line in the log: the first and the last, and every so many."""
+        """Return whether a step gets a line in the log: the first, the last, and some between."""
         if done in (self._first + 1, self.steps):
             return True
         if self._log_every:
@@ -189,7 +189,7 @@ class Progress:
         return self._live is not None
 
     def silence(self) -> None:
-        """Show no live line any more, and leave what is there. A signal's handler may call this."""
+        """Stop updating the live line, and leave it on the terminal. A signal's handler may call this."""
         self._live = None
 
     def place(self, text: str) -> None:

@@ -35,7 +35,7 @@ class Step:
         return all(count == 1 for count in self.tasks)
 
     def environment(self) -> dict[str, str]:
-        """What torchrun would have told this task as a rank."""
+        """The environment variables that torchrun would have set for this task as a rank."""
         return {
             "RANK": str(sum(self.tasks[: self.node]) + self.local),
             "WORLD_SIZE": str(sum(self.tasks)),

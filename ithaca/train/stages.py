@@ -108,7 +108,7 @@ def _same_tokens(number: int, stage: Stage, first: Stage) -> int:
 
 
 def span_of(config: Config, done: int) -> Span:
-    """Return the stage that comes after so many steps; after all of them, the last one."""
+    """Return the stage that comes after this many steps; after all of them, the last one."""
     stages = config.train.stages
     if not stages:
         assert config.train.steps is not None
@@ -120,7 +120,7 @@ def span_of(config: Config, done: int) -> Span:
 
 
 def stage_config(config: Config, done: int) -> Config:
-    """Return the configuration of the stage that comes after so many steps, as if it were a run of its own."""
+    """Return the configuration of the stage that comes after this many steps, as if it were a run of its own."""
     stages = config.train.stages
     if not stages:
         return config
@@ -139,7 +139,7 @@ def stage_config(config: Config, done: int) -> Config:
 
 
 def trained_length(config: Config, done: int) -> int | None:
-    """Return the longest context that a run has been trained at after so many steps; None if its record has none."""
+    """Return the longest context that a run has been trained at after this many steps; None if its record has none."""
     stages = config.train.stages
     if not stages:
         return config.train.tokens

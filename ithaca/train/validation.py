@@ -130,7 +130,7 @@ def open_validation(config: Config, run: RunFolder, grid: Mesh, data: Data, held
 
 
 def _check_apart(data: Data, held: TokenFile, mixed: bool) -> None:
-    """Raise an error if the run trains on what it would validate on. Every rank has read the same of both."""
+    """Raise an error if the run trains on its validation data. Every rank compares the same headers."""
     for source in sources_of(data):
         if source.data.header.blocks_sha256 == held.header.blocks_sha256:
             name = f"{source.title} of data.mix" if mixed else "data.source"
@@ -167,7 +167,7 @@ class Validation:
         return self.last[0] != step and (step == steps or (self._every > 0 and step % self._every == 0))
 
     def add(self, step: int, loss: float) -> bool:
-        """Take the loss after a step. Return whether it is the lowest so far, of those that training has reached."""
+        """Add the loss after a step. Return whether it is the lowest so far, not counting the one at the start."""
         self.last = step, loss
         if self.start is None:
             self.start = self.last
