@@ -16,7 +16,7 @@ from ithaca.parallel.axes import Axes
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import ONE_RANK, Job
 
-WARM = 8  # a step that builds the kernels has one token in so many
+WARM = 8  # a step that builds the kernels has one token in this many
 
 
 @dataclass(frozen=True, kw_only=True)
