@@ -43,7 +43,7 @@ def _inside(nodes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _across(nodes: tuple[str, ...]) -> list[list[int]]:
-    """For each local rank, the ranks that have it, one from each node that has so many ranks."""
+    """For each local rank, the ranks that have it, one from each node that has this many ranks."""
     inside = _inside(nodes)
     most = max(map(len, inside))
     return [[ranks[place] for ranks in inside if place < len(ranks)] for place in range(most)]
