@@ -47,7 +47,7 @@ class Limits:
     host: int = 1_900 * 10**9  # bytes of memory of the node that the ranks share
     disk: int = 28_000 * 10**9  # bytes of its disk
     most: int = 2**24  # tokens: longer contexts are not looked for
-    timed: int = 2**19  # tokens of the step that is timed, if so many fit; 0: none is
+    timed: int = 2**19  # tokens of the step that is timed, if this many fit; 0: none is
 
 
 def read_plan(options: Options) -> Plan:

@@ -122,7 +122,7 @@ def start(name: str, model: str, limits: Limits, options: Options, lengths: Sequ
 
 
 def _check_ranks(here: Here, ranks: int) -> None:
-    """Raise an error if so many ranks cannot share a sequence of this model."""
+    """Raise an error if this many ranks cannot share a sequence of this model."""
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks} cannot be measured: give 1 or more")
     if ranks > here.spec.heads:
