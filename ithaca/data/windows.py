@@ -24,7 +24,7 @@ class Windows:
     """The rows of a token file. Memory: 16 bytes a row; the document bounds are read once, in `__init__`."""
 
     def __init__(self, data: TokenFile, length: int, limit: int | None = None, name: str = ""):
-        """`limit`: only the first so many tokens of the data count. `name`: what the data are called."""
+        """`limit`: how many tokens of the data count, from the first on. `name`: of the data, for messages."""
         self.name = name or quoted(data.path)
         self.data, self.length, self.tokens = data, length, min(limit or data.tokens, data.tokens)
         bounds = data.bounds()

@@ -14,7 +14,7 @@ than two renderings are in memory at a time, and each sample is encoded once.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-GROWTH = 16  # samples may be so many times as long as their conversation, unless `--chat turns` allows more
+GROWTH = 16  # samples may be this many times as long as their conversation, unless `--chat turns` allows more
 
 Span = tuple[int, int]  # characters, from … up to
 Render = Callable[[int, bool], str]  # the text of the first n messages; True adds the generation prompt

@@ -30,7 +30,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def write_frame(file: IO[bytes], content: bytes) -> None:
-    """Write a length and so many bytes."""
+    """Write the length of the content, then the content."""
     file.write(_LENGTH.pack(len(content)))
     file.write(content)
 

@@ -46,7 +46,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Finding:
-    """How files are found."""
+    """The options by which files are found."""
 
     bin_dtype: str | None = None
     own: frozenset[Path] = frozenset()  # files that this process writes, which are skipped in folders
