@@ -146,7 +146,7 @@ def _forget_rate(content: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def _begin_anew(train: dict[str, Any]) -> None:
-    """Drop the stages of a run, so that [train] is that of the last one begun, and a warm-up that nobody has set."""
+    """Drop the stages of a run, so that [train] is that of the last one begun, and a default warm-up."""
     train.pop("stages", None)
     steps = train.get("steps")
     if isinstance(steps, int) and train.get("warmup") == default_warmup(steps):
