@@ -72,7 +72,7 @@ def end(code: int) -> NoReturn:
 
 
 def fail_usage(error: Any) -> NoReturn:
-    """Print what is wrong with the words of the command line, as typer puts it."""
+    """Print typer's error about the command line, with a suggestion if a flag is unknown."""
     if len(sys.argv) == 1:  # the help is the answer
         error.show()
         sys.exit(error.exit_code)
