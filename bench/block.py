@@ -36,7 +36,7 @@ from ithaca.parallel.axes import Axes
 from ithaca.parallel.mesh import Mesh
 from ithaca.planner.documents import parse_documents
 from ithaca.plans.plan import Plan
-from ithaca.rehearsal.rehearse import loopback_mesh, play
+from ithaca.rehearsal.rehearse import loopback_mesh, run_scene
 from ithaca.rehearsal.scene import Scene
 
 TIMES = ("seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "attention_seconds")
@@ -45,9 +45,9 @@ TIMES = ("seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", 
 def measure(scene: Scene, grid: Mesh, repeats: int) -> dict[str, Any]:
     """The report of a rehearsal, with medians of its times over `repeats` of them."""
     if scene.once:
-        _play(replace(scene, tokens=scene.warm_tokens, documents=None, bare=False), grid)
-    reports = [_play(replace(scene, bare=False), grid) for _ in range(repeats - 1)]
-    reports.append(_play(scene, grid))
+        _run_scene(replace(scene, tokens=scene.warm_tokens, documents=None, bare=False), grid)
+    reports = [_run_scene(replace(scene, bare=False), grid) for _ in range(repeats - 1)]
+    reports.append(_run_scene(scene, grid))
     report = reports[-1] | {name: statistics.median(each[name] for each in reports) for name in TIMES}
     for rate in ("tokens_per_second_per_gpu", "mfu_causal"):
         if report[rate] is not None:
@@ -65,11 +65,11 @@ def measure(scene: Scene, grid: Mesh, repeats: int) -> dict[str, Any]:
     }
 
 
-def _play(scene: Scene, grid: Mesh) -> dict[str, Any]:
+def _run_scene(scene: Scene, grid: Mesh) -> dict[str, Any]:
     gc.collect()  # modules under FSDP2 refer to each other
     if grid.gpu:
         torch.cuda.empty_cache()
-    return play(scene, grid)
+    return run_scene(scene, grid)
 
 
 def add_slopes(rows: list[dict[str, Any]]) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ithaca.plans.plan import Plan
     from ithaca.schedule.sweep.placement import place
 
-_HOMES = {
+_MODULES = {
     "Batch": "ithaca.parallel.batch",
     "ConfigError": "ithaca.base.errors",
     "DataError": "ithaca.base.errors",
@@ -74,9 +74,9 @@ __all__ = [  # noqa: RUF022 (the order of use)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ithaca' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

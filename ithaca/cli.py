@@ -85,7 +85,7 @@ def train(
     words = set_ or []
     sets = [*words, *([] if profile_step is None else [f"run.profile_step={profile_step}"])]
     continued = holds_run(run) and not fresh
-    told = bool(config or from_ or nodes or meet)  # what to train; `launch` says what became of the last two
+    told = bool(config or from_ or nodes or meet)  # what to train; `launch` says what replaces the last two
     again = fresh and not (told or words)
     if again:
         check_again(run)

@@ -1,4 +1,4 @@
-"""Run the command line; after a mistake, end by one sentence with what to write instead if something is like it."""
+"""Run the command line; end it after a mistake, by one sentence that suggests a similar option if there is one."""
 
 import errno
 import io
@@ -14,9 +14,9 @@ from ithaca.base.errors import IthacaError
 
 # typer has its own copy of click in some versions; both have this class below the one that typer exports
 USAGE_ERROR = typer.BadParameter.__mro__[1]
-# What the system says of a path that a user has named
+# Errors of the system about a path that a user has named
 REFUSALS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
-# What an option of a run is in other commands: (command, option) -> words
+# Options of a run under their names in other commands: (command, option) -> words
 OTHER_FLAGS = {("plan", "--ranks"): "--gpus {}xH100-80GB", ("data", "--run"): "--out {}"}
 
 
@@ -51,7 +51,7 @@ def _run(app: typer.Typer) -> NoReturn:
 
 
 def fail(sentence: str, code: int) -> NoReturn:
-    """Print one line, also where a name or a library's reason has several. torchrun does not try again."""
+    """Print one line, also if a name or a library's error has several. torchrun does not try again."""
     line = " ".join(sentence.split("\n")).strip()
     print("error:", line, file=sys.stderr)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -72,7 +72,7 @@ def end(code: int) -> NoReturn:
 
 
 def fail_usage(error: Any) -> NoReturn:
-    """Print what is wrong with the words of the command line, as typer puts it."""
+    """Print typer's error about the command line, with a suggestion if a flag is unknown."""
     if len(sys.argv) == 1:  # the help is the answer
         error.show()
         sys.exit(error.exit_code)

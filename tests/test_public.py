@@ -8,7 +8,7 @@ import ithaca
 def test_all_names_exist_and_are_documented() -> None:
     for name in ithaca.__all__:
         assert getattr(ithaca, name).__doc__, name
-    assert set(ithaca.__all__) == set(ithaca._HOMES)
+    assert set(ithaca.__all__) == set(ithaca._MODULES)
     assert set(ithaca.__all__) <= set(dir(ithaca))
 
 

@@ -58,7 +58,7 @@ def _run_once(model: "Model", function: Callable[..., Tensor]) -> Tensor:
 
 
 def greedy_decode(model: "Model", tokens: Tensor, count: int, documents: Tensor | None = None) -> Tensor:
-    """[count] or [B, count] on the CPU, the same on every rank: the likeliest tokens behind each prompt."""
+    """[count] or [B, count] on the CPU, the same on every rank: the likeliest tokens after each prompt."""
     mesh = model.mesh
     same_everywhere(mesh.group, "number of tokens to decode", count)
     if type(count) is not int or count < 1:
@@ -73,6 +73,6 @@ def greedy_decode(model: "Model", tokens: Tensor, count: int, documents: Tensor 
 
 
 def agree_tokens(mesh: Mesh, tokens: Tensor) -> None:
-    """Overwrite tokens by those of the first of the ranks that share this rank's sequences."""
+    """Broadcast tokens from the first of the ranks that share this rank's sequences."""
     if mesh.context_group:
         dist.broadcast(tokens, group=mesh.context_group, group_src=0)

@@ -1,4 +1,4 @@
-"""A model on its ranks: weights cut over them, a Plan to run it by, and the calls that train it."""
+"""A model on its ranks: weights sharded over them, a Plan to run it by, and the calls that train it."""
 
 import inspect
 import warnings
@@ -40,7 +40,14 @@ from ithaca.parallel.head_split import HeadSplit, describe_share, split_heads
 from ithaca.parallel.layout import Layout, batch_range
 from ithaca.parallel.mesh import Mesh, describe_crossing
 from ithaca.parallel.ring import Ring
-from ithaca.parallel.sharding import cut, discard_unreduced, free_gathered, outside_inference_mode, prepare_pass, total
+from ithaca.parallel.sharding import (
+    discard_unreduced,
+    free_gathered,
+    outside_inference_mode,
+    prepare_pass,
+    shard_parameters,
+    total,
+)
 from ithaca.parallel.tensor import TensorSpread
 from ithaca.parallel.tensor_parts import TensorPart
 from ithaca.plans.plan import Plan
@@ -53,7 +60,7 @@ from ithaca.schedule.reservation import BUSY, Reservation
 from ithaca.schedule.tensor.run import TensorRanks
 from ithaca.tape.engine import make_engine
 
-# What models of `transformers` have, and where it is here
+# Attributes of models of `transformers`, and what to use here
 ELSEWHERE = {
     "config": "model.spec has the sizes, model.source.config the config.json",
     "device": "model.mesh.device is its device",
@@ -67,7 +74,7 @@ CALL = "the model takes a Batch: batch = model.shard(tokens, labels=tokens), the
 
 @dataclass(frozen=True)
 class Substitutes:
-    """What a rehearsal puts in the place of the real thing."""
+    """What a rehearsal uses in place of the real kernel and tapes."""
 
     kernel: Callable[[Kernel], Kernel] = lambda kernel: kernel  # wraps the attention kernel
     computes: bool = True  # whether the wrapped kernel is ever called
@@ -112,7 +119,7 @@ class Model(nn.Module):
         )
         self._begins_step = True
         self._compiled: set[bool] = set()  # what the kernel is prepared for: documents alone, or rectangles as well
-        cut(self.decoder, mesh, plan.zero, self.dtype)
+        shard_parameters(self.decoder, mesh, plan.zero, self.dtype)
         self._graphs = graph_passes(self.decoder, mesh, self.dtype, self.kernel.name) if self.plan.cuda_graph else None
 
     @property
@@ -133,7 +140,7 @@ class Model(nn.Module):
         return super().__getattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Model":  # noqa: ARG002
-        """Refuse `.to`, `.half()` and the like: shards would change under FSDP2 and the optimizer, without a word."""
+        """Refuse `.to`, `.half()` and the like: shards would change under FSDP2 and the optimizer, silently."""
         own = torch.empty(0, dtype=at_least_fp32(self.dtype), device=self.mesh.device)
         try:
             changed = fn(own)
@@ -170,7 +177,8 @@ class Model(nn.Module):
     def allocate(self, rows: int, tokens: int, say: Callable[[str], None] = lambda _: None) -> None:
         """Allocate the tapes for passes over `rows` sequences of `tokens` tokens before training begins.
 
-        Otherwise a first pass does it. `say` is told the progress. Raises an error while a pass waits for its backward.
+        Otherwise the first pass does. `say` is called with the progress. Raises an error while a pass waits for its
+        backward.
         """
         pass_tokens = self._pass_tokens(rows, tokens)
         self._compile(pass_tokens, say)
@@ -247,7 +255,7 @@ class Model(nn.Module):
         A batch without a valid token has no mean: that is an InputError (`batch.valid_tokens` is the count). As one of
         several micro-batches it is allowed, and its loss and gradients are 0.
 
-        `marks` are told which part of the pass begins (schedule/marks.py).
+        `marks` collects the progress of the pass (schedule/marks.py).
         """
         valid = batch.valid_tokens if valid_tokens is None else valid_tokens
         context = self.begin_pass(batch, torch.is_grad_enabled(), valid, marks=marks)
@@ -265,13 +273,13 @@ class Model(nn.Module):
         return self.decoder(partial(loss_sum, batch=batch, context=context))
 
     def _drop_graph(self) -> None:
-        """Free the memory of a CUDA graph for passes that need as much. The next training pass captures anew."""
+        """Free the memory of the CUDA graph for other passes. The next training pass captures anew."""
         if self._graphs:
             self._graphs.drop()
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Launch operations one by one meanwhile, whatever `plan.cuda_graph` says, so that they can be watched."""
+        """Launch operations one by one in the body, whatever `plan.cuda_graph` says, so that a profiler sees them."""
         self._drop_graph()
         graphs, self._graphs = self._graphs, None
         try:
@@ -315,9 +323,9 @@ class Model(nn.Module):
         return read_prompts(self, tokens, documents)
 
     def greedy_decode(self, tokens: Tensor, count: int, documents: Tensor | None = None) -> Tensor:
-        """[count] or [B, count] on the CPU, the same on every rank: the likeliest tokens behind each prompt.
+        """[count] or [B, count] on the CPU, the same on every rank: the likeliest tokens after each prompt.
 
-        For short answers behind long prompts. There is no end token: `count` tokens are computed in any case.
+        For short answers to long prompts. There is no end token: `count` tokens are computed in any case.
         """
         self._drop_graph()
         return greedy_decode(self, tokens, count, documents)
@@ -327,7 +335,7 @@ class Model(nn.Module):
         self.reservation.free_cache()
 
     def check_prompts(self, tokens: int) -> None:
-        """Raise the error that `read_prompts` would raise if memory is short, for passes of so many tokens."""
+        """Raise the error that `read_prompts` would raise if memory is short, for passes of this many tokens."""
         check_decoding(self.mesh)
         self.reservation.check_cache(tokens)
 
@@ -346,7 +354,7 @@ class Model(nn.Module):
         missing = needed and reservation.find(tokens, training, shorten) is None
         busy = training and reservation.busy
         layout = reservation.layout(tokens)
-        # One rank has its tokens in order, whatever they were cut for
+        # One rank alone has its tokens in order under every layout
         foreign = batch.layout != layout and max(batch.layout.ranks, layout.ranks) > 1
         any_missing, any_busy, any_foreign, some, others = same_batch(
             self.mesh.group, (batch.fingerprint, count_valid(valid)), missing, busy, foreign, training, not training

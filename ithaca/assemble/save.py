@@ -16,7 +16,8 @@ from ithaca.parallel.sharding import whole_tensors
 def save_model(model: Model, folder: str | Path, dtype: str | None = None) -> None:
     """Write a Hugging Face folder that `transformers` loads. Collective; rank 0 writes.
 
-    Each weight leaves in the dtype it came in (`dtype` names another); a preset's in the dtype of the computation.
+    Each weight is written in the dtype in which it was stored (`dtype` names another); a preset's in the dtype of the
+    computation.
     """
     check_type(
         model, Model, ModelError, "save_model takes the model of ithaca.apply first: save_model(model, 'folder')"
@@ -34,7 +35,7 @@ def save_model(model: Model, folder: str | Path, dtype: str | None = None) -> No
             if writes:
                 write_folder(model.source, dtypes, tensors, folder, rename_dtype=dtype is not None)
         finally:
-            # The other ranks only take part in gathering; so does the writer for what a failed write left over
+            # The other ranks only take part in gathering, and so does the writer after a failed write
             for _ in tensors:
                 pass
 

@@ -24,7 +24,7 @@ class Pieces:
     causal: bool
     ragged: bool = True
     on_device: Tensor | None = field(default=None, compare=False)
-    """int32 bounds in place of both others, which then have the ends alone. Documents at the end may be empty."""
+    """int32 bounds that replace q_bounds and k_bounds, which then have the ends alone. Last documents may be empty."""
 
     def __post_init__(self) -> None:
         assert len(self.q_bounds) == len(self.k_bounds) >= 2
@@ -40,7 +40,7 @@ class Pieces:
     def changing(bounds: Tensor, tokens: int) -> "Pieces":
         """Causal attention within documents whose bounds are read on the device, anew in each replay of a CUDA graph.
 
-        For kernels that can (`KernelFacts.replays`).
+        Only for kernels with `KernelFacts.replays`.
         """
         return Pieces((0, tokens), (0, tokens), causal=True, on_device=bounds)
 

@@ -43,7 +43,7 @@ class Walk:
     bounds: tuple[int, ...]  # offsets of the documents
     runs: Segments | None = None  # the keys that a key tile holds; None: those of the query tile with the same number
 
-    ends: int | None = None  # a rehearsal of memory makes so many visits at either end of a walk; None: all are made
+    ends: int | None = None  # a rehearsal of memory makes this many visits at either end of a walk; None: all are made
 
     def visits(self, index: int) -> list[TileVisits]:
         visits = plan_visits(self.tiles, self.bounds, index, self.runs)

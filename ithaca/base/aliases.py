@@ -14,7 +14,7 @@ NEAR = 0.75  # how alike a mistyped name must be, as difflib measures it
 
 @dataclass(frozen=True)
 class Alias:
-    """What to write for a name from elsewhere; without settings, only why there is no such option."""
+    """The settings to write for a name of another program; without any, only why there is no such option."""
 
     settings: tuple[str, ...]
     example: str = ""  # the value if none was given, or one that cannot work

@@ -1,4 +1,4 @@
-"""What to say about a disk that does not take a file, and files that nobody can turn into something else."""
+"""The reason why a file could not be written, free space, and what kind of thing lies at a path."""
 
 import contextlib
 import errno
@@ -35,7 +35,7 @@ def is_full(problem: BaseException) -> bool:
 
 
 def reason(problem: BaseException, place: Path, needed: int | None = None) -> str:
-    """Return in one line why a file could not be written at `place`; of a full disk with the bytes that are free.
+    """Return in one line why a file could not be written at `place`; if the disk is full, with its free bytes.
 
     Call it before anything is deleted: the free bytes are those of now.
     """

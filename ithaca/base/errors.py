@@ -54,7 +54,7 @@ class LostRankError(RunError):
 
 
 def read_option(option: str, read: Callable[[Any], Read], value: object) -> Read:
-    """What `read` makes of an option's value. A mistake is raised with the option in front, unless it names it."""
+    """An option's value, read by `read`. A mistake is raised with the option's name in front, unless it has that."""
     try:
         return read(value)
     except (ConfigError, DataError) as problem:

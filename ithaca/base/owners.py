@@ -1,4 +1,4 @@
-"""Who holds bytes of a GPU: the names that predictions and measurements share, and marks that say whose a tensor is.
+"""Owners of GPU memory: the names that predictions and measurements share, and marks that give tensors an owner.
 
 Code that allocates marks itself:
 

@@ -41,7 +41,7 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 
 def job_store() -> dist.Store:
-    """The key-value store that the job's ranks met at. torch does not give it out again."""
+    """The key-value store of the job. torch has no public function that returns it."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -103,7 +103,7 @@ def fsdp_backward_unfinished(root: Any) -> bool:
 
 
 def drop_reduced(root: Any, stream: torch.cuda.Stream | None) -> None:
-    """Free the gradients that FSDP2 has sent and keeps until its next reduction; the stream waits until they arrive."""
+    """Free the gradients that FSDP2 keeps until its next reduction; the stream waits until they are reduced."""
     context = root._get_fsdp_state()._comm_ctx
     if hasattr(context, "reduce_scatter_states"):
         states, context.reduce_scatter_states = context.reduce_scatter_states, []
@@ -115,7 +115,7 @@ def drop_reduced(root: Any, stream: torch.cuda.Stream | None) -> None:
 
 
 def discard_fsdp_gradients(module: Any) -> None:
-    """Forget the gradients that FSDP2 holds back until it may reduce them. `zero_grad` does not reach them."""
+    """Drop the gradients that FSDP2 keeps unreduced. `zero_grad` does not reach them."""
     group = module._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params if group else ():
         parameter.unsharded_accumulated_grad = None

@@ -1,7 +1,7 @@
-"""Measurements in processes of their own, each stored as soon as it is there, none begun or continued after a deadline.
+"""Measurements in processes of their own. Each result is stored at once, and no measurement outlasts the deadline.
 
-The processes are forked from a server (multiprocessing's) that imports torch once: a measurement then begins within
-a second or two, with a device that nothing has touched.
+The processes are forked from a server (multiprocessing's) that imports torch once. So a measurement begins within a
+second or two, on a device that its process has not used before.
 """
 
 import multiprocessing
@@ -13,7 +13,7 @@ from ithaca.base.errors import RunError
 
 Json = dict[str, Any]
 CHILD = "ithaca.bench.child"
-LEAVING = 20  # seconds for a process to give its device back after it has said its result
+LEAVING = 20  # seconds for a process to release its device after it has sent its result
 
 
 class TimeIsUp(Exception):
@@ -56,7 +56,7 @@ def run_child(request: Json, seconds: float | None = None) -> Json:
 
 
 def _serve(request: Json, pipe: Any) -> None:
-    """In the new process, which has torch: the command's own does without."""
+    """Serve a request in the new process, which has imported torch; the command's own process has not."""
     from ithaca.bench.child import serve
 
     serve(request, pipe)
@@ -74,7 +74,7 @@ class Deadline:
 
 
 class Ask:
-    """Answers requests: from what is stored, or by measuring. `origin` is stored with each new answer."""
+    """Answers requests: from stored results, or by measuring. `origin` is stored with each new answer."""
 
     def __init__(self, stored: list[Json], save: Callable[[], None], deadline: Deadline, origin: Json):
         self._stored, self._save, self._deadline, self._origin = stored, save, deadline, origin

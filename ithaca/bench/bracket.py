@@ -14,7 +14,7 @@ WIDEST = 2.5 * PERCENT  # percent between the two lengths at the end
 
 @dataclass(frozen=True)
 class Bracket:
-    """Where the longest context lies."""
+    """The lengths between which the longest context lies."""
 
     predicted: int
     fits: int  # the longest that was seen to fit; 0: none was

@@ -1,4 +1,4 @@
-"""What runs in a process of its own: one measurement, from a request to a result, both JSON.
+"""One measurement in a process of its own, from a request to a result, both JSON.
 
 A rehearsal makes its process rank 0 of a job for good, and memory that ran out can leave a device in any state. So each
 measurement has a process, forked from a server that has imported torch and done nothing else (ask.py).
@@ -6,7 +6,7 @@ measurement has a process, forked from a server that has imported torch and done
     machine    the device and the versions that results depend on
     memory     a memory-only rehearsal of some layers under a cap, the others held: does a length fit?
     time       steps of n layers and of n / 2, timed: what one layer more takes
-    peer       a training step of somebody else's program, or of Ithaca, on one GPU (peer_sides.py)
+    peer       a training step of another program, or of Ithaca, on one GPU (peer_sides.py)
 """
 
 import gc
@@ -33,7 +33,7 @@ from ithaca.parallel.mesh import Mesh
 from ithaca.planner.hardware import RUNTIME
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.measure import compute_dtype
-from ithaca.rehearsal.rehearse import loopback_mesh, out_of_memory, play
+from ithaca.rehearsal.rehearse import loopback_mesh, out_of_memory, run_scene
 from ithaca.rehearsal.scene import Scene
 
 Json = dict[str, Any]
@@ -57,13 +57,13 @@ def serve(request: Json, pipe: Connection) -> None:
 
 
 def _end_with(pipe: Connection) -> None:
-    """End this process when the one that asked is gone: it would hold the device of the next one."""
+    """End this process when its parent is gone, because it would keep the device from the next measurement."""
     try:
         pipe.recv()
     except EOFError:
         os._exit(1)
     except OSError:
-        return  # closed here: the result is said
+        return  # closed here: the result is sent
 
 
 def machine(request: Json) -> Json:
@@ -97,7 +97,7 @@ def memory(request: Json) -> Json:
     """A memory-only rehearsal. On a CPU the meter's peak is compared with the cap."""
     scene, grid = _scene(request)
     scene = replace(scene, memory_only=True)
-    return _fitting(lambda: play(scene, grid), scene, grid, request["cap"])
+    return _fitting(lambda: run_scene(scene, grid), scene, grid, request["cap"])
 
 
 def time(request: Json) -> Json:
@@ -106,20 +106,20 @@ def time(request: Json) -> Json:
     half = replace(scene, layers=request["layers"] // 2, hold_absent=False, cap=None, once=True)
     if not request["hold"]:
         scene = replace(scene, hold_absent=False, cap=None, once=True)
-        # At full length: what a first step waits for is not the model's speed
-        warm = _fitting(lambda: play(replace(half, repeats=1), grid), half, grid, request["cap"])
+        # A step at full length, not timed: a first step also waits for compilers and allocations
+        warm = _fitting(lambda: run_scene(replace(half, repeats=1), grid), half, grid, request["cap"])
         if not warm["fits"]:
             return warm
         _free(grid)
-    report = _fitting(lambda: play(scene, grid), scene, grid, request["cap"])
+    report = _fitting(lambda: run_scene(scene, grid), scene, grid, request["cap"])
     if not report["fits"]:
         return report
     _free(grid)
-    fewer = play(half, grid)
+    fewer = run_scene(half, grid)
     taken = [report["seconds"]]
     while len(taken) <= AGAIN and disturbed(min(taken), report["layers"], fewer["seconds"], fewer["layers"]):
         _free(grid)
-        taken.append(play(scene, grid)["seconds"])
+        taken.append(run_scene(scene, grid)["seconds"])
     report |= {"seconds": min(taken), "seconds_tried": taken}
     return report | {"fewer_layers": fewer["layers"], "fewer_seconds": fewer["seconds"]}
 
@@ -152,7 +152,7 @@ def _fitting(rehearse: Callable[[], Json], scene: Scene, grid: Mesh, cap: int) -
     """The report of a rehearsal, and whether it fits."""
     try:
         report = rehearse()
-    except RuntimeError as problem:  # libraries have words of their own for it
+    except RuntimeError as problem:  # libraries have errors of their own for memory that ran out
         if not isinstance(problem, torch.OutOfMemoryError) and not any(word in str(problem) for word in NO_MEMORY):
             raise
         if grid.gpu:

@@ -18,7 +18,7 @@ from ithaca.model.spec import Spec
 from ithaca.schedule.step_memory import step_memory
 
 Json = dict[str, Any]
-NO_FURTHER = "not reached"  # what limits a context that is as long as was looked for
+NO_FURTHER = "not reached"  # the limit of a context that is as long as the longest to look at
 SHORT_STEP = 0.5  # seconds: shorter steps are timed REPEATS times, with more layers
 REPEATS, MORE_LAYERS = 5, 4
 LONG_STEP = 4.0  # seconds of the layers that run: beyond, memory is rehearsed without attention
@@ -61,7 +61,7 @@ class Measured:
 
     # The longest context
     def predict_longest(self) -> Json:
-        """What the formulas say, without a device."""
+        """The predicted longest context, its memory and its speed."""
         prediction = self.prediction(self.row.plans[0])
         tokens = prediction.longest()
         if not tokens:
@@ -107,13 +107,13 @@ class Measured:
         return answer | {name: reports[found.fits][name] for name in SIZES if found.fits}
 
     def _memory_request(self, prediction: Prediction, tokens: int) -> Json:
-        """Names the kernel that the machine was seen to run, so that its package need not be loaded again."""
+        """A request that names the kernel that the machine runs, so that its package need not be loaded again."""
         request = _request("memory", self.model, prediction, tokens, self.layers)
         return request | {"plan": ({"kernel": self.place.kernel} if self.place.kernel else {}) | request["plan"]}
 
     # One length
     def predict_at(self, tokens: int) -> Json:
-        """What the formulas say of the first Plan that fits."""
+        """The predicted memory and speed of the first Plan that fits."""
         for options in self.row.plans:
             prediction = self.prediction(options)
             if prediction.limit(tokens) is None:
@@ -140,7 +140,7 @@ class Measured:
         return answer
 
     def _at(self, ask: Measures, prediction: Prediction, tokens: int) -> Json:
-        """Memory and time in one measurement; in two if steps are long, since a step that is watched takes its time."""
+        """Memory and time in one measurement; in two if steps are long, since watching slows a step down."""
         if (prediction.seconds(tokens, links=False) or 0) * self.layers / self.spec.layers < LONG_STEP:
             return self._timed(ask, prediction, tokens, hold=True)
         found = ask(self._memory_request(prediction, tokens))

@@ -1,10 +1,10 @@
-"""One side of a comparison, in a process of its own: forward and backward of somebody else's program, or of Ithaca.
+"""One side of a comparison, in a process of its own: forward and backward of another program, or of Ithaca.
 
 All sides have the same random weights and tokens, and train every weight. Theirs hold weights and gradients in bf16, as
-people run them; Ithaca holds them in fp32 and computes in bf16. Nobody has an optimizer: its time is small at these
+people run them; Ithaca holds them in fp32 and computes in bf16. No side has an optimizer: its time is small at these
 lengths, and its memory follows from the parameters. Memory counts what is allocated beside weights and gradients.
-Packages are those that are installed, or those of a folder. One that is missing is said, with its install line, and its
-side does not run.
+Packages are those that are installed, or those of a folder. If one is missing, its side does not run, and the reason
+has the line that installs it.
 """
 
 import math
@@ -204,7 +204,7 @@ def _best_theirs(config: Json, spec: Spec, request: Json, ids: Tensor, device: t
             seconds[attention] = _timed(side, device)
         except (ImportError, ValueError, RuntimeError) as problem:  # this attention is not accepted here
             print(f"{request['side']}: {attention} cannot be used ({problem})", file=sys.stderr)
-        side = None  # its memory is given back before the next one is made
+        side = None  # its memory is freed before the next side is made
         torch.cuda.empty_cache()
     if not seconds:
         raise NotRun("not run: no attention of transformers works here")

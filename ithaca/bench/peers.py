@@ -13,7 +13,7 @@ from ithaca.base.errors import ConfigError
 from ithaca.base.sizes import format_bytes, format_seconds, format_tokens
 from ithaca.bench.ask import Ask
 from ithaca.bench.peer_names import PACKAGES
-from ithaca.bench.run import Options, Task, look_around, run
+from ithaca.bench.run import Options, Task, find_here, run
 from ithaca.bench.store import Store, Stored
 
 Json = dict[str, Any]
@@ -34,7 +34,7 @@ def run_peers(
         raise ConfigError(f"--rounds {rounds} measures nothing: give 1 or more")
     if path is not None and not path.is_dir():
         raise ConfigError(f"--path {path} is not a folder: name one with packages in it")
-    here = look_around(model, options)
+    here = find_here(model, options)
     count = min(LAYERS, here.spec.layers) if layers is None else layers
     if not 1 <= count <= here.spec.layers:
         raise ConfigError(

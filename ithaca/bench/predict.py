@@ -1,4 +1,4 @@
-"""What the planner's formulas say of a row: memory at a length, the longest context, seconds of a step. No torch."""
+"""The planner's predictions for a row: memory at a length, the longest context, seconds of a step. No torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from ithaca.tape.budget import KEPT_BACK
 
 SHORTEST = 1024  # tokens: no shorter context is looked for
 CPU_SHORTEST = 128
-FINE = 256  # a length is right to one part in so many
+FINE = 256  # a length is right to one part in this many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +57,19 @@ class Prediction:
         return memory.total - sum(memory.parts.get(owner, 0) for owner in own)
 
     def beyond(self, memory: Memory) -> str | None:
-        """Return what of the node, beside its GPUs, is too little; None if all of it is enough."""
+        """Return 'host' or 'disk' if the node has too little of it; None if it has enough of both."""
         host, disk = memory.host * self.limits.ranks, memory.disk * self.limits.ranks
         if host > (1 - KEPT_BACK) * self.limits.host:
             return "host"
         return "disk" if disk > self.limits.disk else None
 
     def limit(self, tokens: int) -> str | None:
-        """Return what is too little for so many tokens: 'GPU', 'host' or 'disk'; None if they fit."""
+        """Return which memory is too small for this many tokens: 'GPU', 'host' or 'disk'; None if they fit."""
         memory = step_memory(self.job(tokens))
         return self.beyond(memory) or ("GPU" if self.device_bytes(memory) > self.limits.cap else None)
 
     def why_not(self, tokens: int) -> dict[str, Any]:
-        """Return what so many tokens would take, which do not fit. `libraries_bytes`: beside tensors, on a GPU."""
+        """Return the bytes that tokens take that do not fit. `libraries_bytes`: beside tensors, on a GPU."""
         memory = step_memory(self.job(tokens))
         libraries = 0 if self.place.on_cpu else memory.parts.get(KERNELS, 0)
         found = {"fails": tokens, "limit": self.limit(tokens)}

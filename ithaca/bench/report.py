@@ -1,7 +1,7 @@
 """The page of all stored results, and its pictures. The same files give the same bytes. No torch.
 
-Every figure says what it is: measured, or predicted (in italics); those of others stand beside. Files of results are
-those that `ithaca bench` writes; other files of the folder are passed over.
+Every figure is marked as measured or predicted (in italics), beside the published figures of others. Only files that
+`ithaca bench` wrote are read; other files of the folder are skipped.
 """
 
 import json
@@ -128,7 +128,7 @@ def _predicted_text(row: Stored) -> str:
 
 
 def _found(row: Stored) -> tuple[Json, Callable[[str], str], str]:
-    """What a row has: the answer or the prediction, how its cells are written, and its kind."""
+    """A row's answer or its prediction, the function that writes its cells, and its kind."""
     if row.answer:
         return row.answer, str, "measured"
     return (row.predicted or {}), _italic, "predicted"
@@ -209,7 +209,7 @@ def _heading(model: str, rows: Sequence[Stored]) -> str:
 
 
 def _bounds(found: Json) -> str:
-    """'(4288K, 4672K)': what was seen to fit and what was not."""
+    """'4288K, 4672K': the longest length that was seen to fit, and the shortest that was not."""
     if "longest" not in found:
         return "–"
     if not found["longest"]:
@@ -375,7 +375,7 @@ def _peers(page: Page, model: str, _: str, rows: Sequence[Stored]) -> None:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    """The median of what was measured; None if nothing was, as memory on a CPU."""
+    """The median of the measured values; None if there are none, as of memory on a CPU."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 

@@ -1,4 +1,4 @@
-"""What a benchmark asks: rows as data, what is published beside them, and the limits that all rows share. No torch."""
+"""The rows of a benchmark as data, published figures beside them, and the limits that all rows share. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Published:
     tokens: int | None = None  # the longest context
     gigabytes: float | None = None  # of a GPU
     mfu: float | None = None  # as they count it, in percent
-    note: str = ""  # what else is said there
+    note: str = ""  # a remark of the source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Limits:
     host: int = 1_900 * 10**9  # bytes of memory of the node that the ranks share
     disk: int = 28_000 * 10**9  # bytes of its disk
     most: int = 2**24  # tokens: longer contexts are not looked for
-    timed: int = 2**19  # tokens of the step that is timed, if so many fit; 0: none is
+    timed: int = 2**19  # tokens of the step that is timed, if this many fit; 0: none is
 
 
 def read_plan(options: Options) -> Plan:

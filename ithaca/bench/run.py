@@ -1,4 +1,4 @@
-"""The engine of every benchmark: rows one after another, each stored as soon as it is measured, going on where it was.
+"""Runs every benchmark: measures rows one after another, stores each at once, and resumes a stopped run.
 
 A benchmark is a list of `Task`s. A task has a name and a question, which together are its row in the file of results;
 how to predict it, and how to measure it with what `Ask` answers.
@@ -38,7 +38,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What all benchmarks are asked with."""
+    """The options that all benchmarks have."""
 
     out: Path
     only: tuple[str, ...] = ()  # parts of names; none: all rows
@@ -58,8 +58,8 @@ class Here:
     deadline: Deadline
 
 
-def look_around(model: str, options: Options) -> Here:
-    """Return the device that rows run on, or the one that they are predicted for."""
+def find_here(model: str, options: Options) -> Here:
+    """Return the model, and the device that rows run on or are predicted for."""
     if options.seconds is not None and options.seconds <= 0:
         raise ConfigError(f"--seconds {options.seconds:g} is not a time: give 1 or more, as --seconds 500")
     spec, deadline = read_spec(find_config(model)[0]), Deadline(options.seconds)
@@ -75,7 +75,7 @@ def look_around(model: str, options: Options) -> Here:
 
 
 def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line: Callable[[Stored], str]) -> None:
-    """Measure every row that is not there yet, and print a line of each."""
+    """Measure every row that has no result yet, and print a line of each row."""
     chosen = _choose(tasks, options.only)
     origin = {"machine": here.machine, "commit": options.commit or commit(), "command": command()}
     if options.predict:
@@ -159,7 +159,7 @@ def _longest_words(found: Json) -> Iterable[str]:
 
 
 def point_line(row: Stored) -> str:
-    """The same of a row at one length."""
+    """'256K with: 74.5 GiB …' of a row at one length."""
     found, what = (row.answer, "") if row.answer else (row.predicted, "predicted ")
     if found is None or not found["fits"]:
         return f"{row.name}: {what}does not fit"

@@ -211,7 +211,7 @@ GPUS = ("A100-80GB", "H100-80GB", "H200-141GB", "B200-180GB")
 
 
 def dial_rows(ranks: int, tokens: int, heads: int) -> list[Row]:
-    """Return the settings of the dial for one length and a model with so many query heads."""
+    """Return the settings of the dial for one length and a model with this many query heads."""
     chunks = [chunk for chunk in CHUNKS if chunk <= tokens] or [tokens]
     rows = [
         Row(name=f"chunk {chunk}", adds="tokens of a chunk", plans=({"recipe": "sweep", "chunk": chunk},))

@@ -10,7 +10,7 @@ from ithaca.bench.bracket import PERCENT
 from ithaca.bench.measure import Measured
 from ithaca.bench.predict import Place
 from ithaca.bench.rows import Limits, Row
-from ithaca.bench.run import Here, Options, Task, longest_line, look_around, point_line, run
+from ithaca.bench.run import Here, Options, Task, find_here, longest_line, point_line, run
 from ithaca.bench.store import Store
 from ithaca.bench.tables import ABLATION, GPUS, LADDER, PEAK_AT, RECOMPUTE, WITH_SHARING, WITHOUT_SHARING, dial_rows
 from ithaca.planner.hardware import read_gpus
@@ -109,7 +109,7 @@ POINTS: dict[str, Callable[[Sequence[int], Here, Limits], list[Task]]] = {
 
 def start(name: str, model: str, limits: Limits, options: Options, lengths: Sequence[int]) -> None:
     """Run `ithaca bench NAME MODEL`."""
-    here = look_around(model, options)
+    here = find_here(model, options)
     _check_ranks(here, limits.ranks)
     if name in LONGEST:
         rows = [row for row in LONGEST[name] if row.plans or model in row.published]
@@ -122,7 +122,7 @@ def start(name: str, model: str, limits: Limits, options: Options, lengths: Sequ
 
 
 def _check_ranks(here: Here, ranks: int) -> None:
-    """Raise an error if so many ranks cannot share a sequence of this model."""
+    """Raise an error if this many ranks cannot share a sequence of this model."""
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks} cannot be measured: give 1 or more")
     if ranks > here.spec.heads:

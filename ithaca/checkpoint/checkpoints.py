@@ -28,9 +28,9 @@ from ithaca.checkpoint.files import (
     FolderLostError,
     PartialFiles,
     WriteError,
+    as_write_error,
     cause,
     describe,
-    measured,
     none_is_sound,
     rank_digests,
     total_updates,
@@ -40,17 +40,17 @@ from ithaca.checkpoint.reader import PlainReader, fill
 from ithaca.checkpoint.shard import for_dcp
 from ithaca.checkpoint.snapshot import WEIGHT, Snapshot, local_bytes, training_state
 from ithaca.parallel.agree import from_first, on_this_node, together
-from ithaca.parallel.hangs import lost_touch
+from ithaca.parallel.hangs import is_collective_error
 from ithaca.tape.budget import host_budget
 
-COPY_SHARE = 0.9  # of the free host memory: a run can do without the copy, but not without what comes after it
+COPY_SHARE = 0.9  # of the free host memory: a run can do without the copy, but not without memory that it needs later
 
 
 class Checkpoints:
     """The checkpoints of one run, seen from one rank. Every rank calls every method.
 
-    `reserved_bytes` is memory of this node that something else will take later. `lost` says, before a checkpoint is
-    written, if the run folder is not the run's any more.
+    `reserved_bytes` is memory of this node that something else will take later. `lost` is called before a checkpoint is
+        written, and returns a sentence if the run folder does not belong to the run any more.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Checkpoints:
 
     def clean(self) -> None:
         """Make the folder, and delete what a run that was killed left half-done."""
-        self._alone(self._files.clean)
+        self._on_first_rank(self._files.clean)
 
-    def _alone(self, work: Callable[[], Any]) -> None:
-        """Do something with the folder on rank 0. If it fails, raise an error on all ranks."""
+    def _on_first_rank(self, work: Callable[[], Any]) -> None:
+        """Do `work`, which changes the folder, on rank 0. If it fails, raise an error on all ranks."""
 
         def try_it() -> None:
             try:
@@ -147,8 +147,8 @@ class Checkpoints:
     def problem(self) -> tuple[int, str, bool] | None:
         """Return the step and the reason of a write that failed since the last call, and whether the folder is lost.
 
-        They are the same on all ranks. Of a full disk, the reason has the bytes that were free when the write failed.
-        Raise the error of a lost rank.
+        They are the same on all ranks. If the disk was full, the reason has the bytes that were free when the write
+        failed. Raise the error of a lost rank.
         """
         if self._lost is not None:
             raise self._lost
@@ -175,8 +175,8 @@ class Checkpoints:
         return self._files.best(data)
 
     def add_note(self, step: int, note: dict[str, Any]) -> None:
-        """Add to the manifest of a checkpoint on disk what became known after it was written."""
-        self._alone(lambda: self._files.add_note(step, note))
+        """Add entries to the manifest of a checkpoint that is on disk already."""
+        self._on_first_rank(lambda: self._files.add_note(step, note))
 
     def load(self) -> dict[str, Any] | None:
         """Read the newest sound checkpoint into model and optimizer. Return its manifest; None without checkpoints.
@@ -189,7 +189,7 @@ class Checkpoints:
             damage = [text for text in self._gather(self._files.damage(step, wanted, self._rank, self._ranks)) if text]
             if not damage:
                 # Only now: if no checkpoint is sound, they must keep their names, or the next start would begin anew
-                self._alone(lambda: [self._files.set_aside(newer) for newer in damaged])
+                self._on_first_rank(lambda: [self._files.set_aside(newer) for newer in damaged])
                 return self._read(step)
             self._warn(f"the checkpoint of step {step} is damaged ({damage[0]}): trying the previous one")
             damaged[step] = damage[0]
@@ -198,7 +198,7 @@ class Checkpoints:
         return None
 
     def load_other(self, files: CheckpointFolder, optimizer: bool) -> dict[str, Any]:
-        """Read the newest sound checkpoint of another run: weights, and on request what AdamW has.
+        """Read the newest sound checkpoint of another run: its weights and, if `optimizer`, the states of its AdamW.
 
         Return its manifest.
         """
@@ -211,12 +211,12 @@ class Checkpoints:
         return manifest
 
     def _count_updates(self, manifest: dict[str, Any]) -> None:
-        """Give AdamW its number of updates; `origin` has those that it took over from another run."""
+        """Set AdamW's number of updates, with those of the run that its states came from (`origin`)."""
         for state in self._optimizer.state.values():
             state["step"].fill_(total_updates(manifest))
 
     def prune(self) -> None:
-        """Delete old checkpoints. One that is newer was read or written just now, so what is kept is sound."""
+        """Delete old checkpoints. The newest was read or written just now, so a sound checkpoint is kept."""
         for problem in self._files.prune(self._keep) if self._rank == 0 else ():
             self._warn(problem)
 
@@ -274,7 +274,7 @@ class Checkpoints:
         except (Exception, dcp.api.CheckpointException) as problem:  # any error means that nothing was written
             found = cause(problem)
             self._problem = step, first_line(found), isinstance(found, FolderLostError)
-            self._lost = problem if lost_touch(problem) else None
+            self._lost = problem if is_collective_error(problem) else None
             if self._rank == 0 and not self._lost_folder():
                 shutil.rmtree(partial, ignore_errors=True)
 
@@ -296,7 +296,7 @@ class Checkpoints:
     def _stage(self, work: Callable[[], Any]) -> list[Any]:
         """Do a part of a write. Return the results of all ranks, or raise the error of one of them."""
         try:
-            with measured(self._files.folder, self.size()):
+            with as_write_error(self._files.folder, self.size()):
                 found: Any = work()
         except WriteError as problem:
             found = problem

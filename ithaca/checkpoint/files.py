@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `step-00000120` with the files of PyTorch's distributed checkpoint (DCP), one per rank, and a
 `manifest.json`: the step, the shape and dtype of every tensor, the size and SHA-256 of every file. Nothing here needs
-a model or a process group. Other names end in what happened to them: `.partial` is being written or was never finished,
-`.damaged` and `.replaced` were renamed and stay, `.deleted` is being deleted.
+a model or a process group. The ending of any other name says its state: `.partial` is being written or was never
+finished, `.damaged` and `.replaced` were renamed and stay, `.deleted` is being deleted.
 """
 
 import errno
@@ -112,7 +112,7 @@ class CheckpointFolder:
             if manifest.pop("sha256") == text_sha256(manifest) and _is_manifest(manifest):
                 return manifest
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            pass  # it is told below
+            pass  # raised below
         raise ValueError("is not what was written")
 
     def lease(self, step: int) -> Lease:
@@ -146,7 +146,7 @@ class CheckpointFolder:
         return warning
 
     def add_note(self, step: int, note: dict[str, Any]) -> None:
-        """Add entries to the manifest of a checkpoint. Whoever reads it meanwhile finds it gone, and looks again."""
+        """Add entries to the manifest of a checkpoint. A reader's lease on it ends, and the reader looks again."""
         manifest, file = self._read_manifest(step) | note, self.path(step) / MANIFEST
         partial = file.with_name(f"{MANIFEST}{PARTIAL}")
         _write_manifest(partial, json.loads(json.dumps(manifest)))  # as it will be read
@@ -193,7 +193,7 @@ class CheckpointFolder:
 
 
 def own_validation(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return what a manifest has of the validation of its own step; None if that step was not validated."""
+    """Return a manifest's entry about the validation of its own step; None if that step was not validated."""
     noted = (manifest or {}).get("validation")
     return noted if manifest and noted and noted["last"][0] == manifest["step"] else None
 
@@ -225,8 +225,8 @@ class FolderLostError(WriteError):
 
 
 @contextmanager
-def measured(place: Path, needed: int) -> Iterator[None]:
-    """Turn an error of the system into a WriteError; of a full disk with `needed` and the bytes that are free now."""
+def as_write_error(place: Path, needed: int) -> Iterator[None]:
+    """Turn a system error into a WriteError. If the disk is full, it has `needed` and the bytes that are free now."""
     try:
         yield
     except Exception as problem:
@@ -236,14 +236,14 @@ def measured(place: Path, needed: int) -> Iterator[None]:
 
 
 class PartialFiles(FileSystem):
-    """DCP's file system for a partial checkpoint. It makes no folders: one that is missing was deleted."""
+    """DCP's file system for a partial checkpoint. It makes no folders: a missing folder was deleted."""
 
     def __init__(self, needed: int):
         self._needed = needed
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:  # pyrefly: ignore
-        with measured(Path(path).parent, self._needed), super().create_stream(path, mode) as stream:
+        with as_write_error(Path(path).parent, self._needed), super().create_stream(path, mode) as stream:
             yield stream
 
     def mkdir(self, path: str | os.PathLike) -> None:

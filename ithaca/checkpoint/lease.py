@@ -1,4 +1,4 @@
-"""Leases on checkpoints: what one process reads, the run that trains does not delete.
+"""Leases on checkpoints: a run does not delete a checkpoint that another process reads.
 
 A lease is a shared flock on a checkpoint's manifest.json. It needs no permission to write, and the system ends it with
 its process. Deleting takes the exclusive lock, without waiting, and renames the folder first: a reader finds a whole
@@ -21,14 +21,14 @@ class GoneError(Exception):
 
 
 class Lease:
-    """A lease on the checkpoint in `folder` while the body runs. `note` says why there is none, if so."""
+    """A lease on the checkpoint in `folder` while the body runs. `note`: the error of a disk without locks, or None."""
 
     def __init__(self, folder: Path):
         self._folder, self._file = folder, -1
         self.note: str | None = None
 
     def __enter__(self) -> "Lease":
-        with suppress(OSError):  # without a manifest the checkpoint is damaged, and whoever reads it will say so
+        with suppress(OSError):  # without a manifest the checkpoint is damaged, and its reader will say so
             self._file = os.open(self._folder / MANIFEST, os.O_RDONLY)
         try:
             if self._file >= 0:

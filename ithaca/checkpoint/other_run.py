@@ -18,7 +18,7 @@ from ithaca.parallel.agree import from_first, together, together_with
 
 
 class SharedLease:
-    """A lease that the first rank holds while the body runs on all. `here` says whether it got one. Collective."""
+    """A lease that the first rank holds while the body runs on all. `here`: the checkpoint is there. Collective."""
 
     def __init__(self, lease: Lease, group: dist.ProcessGroup):
         self._lease, self._group, self._held = lease, group, False

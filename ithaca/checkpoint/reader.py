@@ -183,7 +183,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 class _Stored(NamedTuple):
-    """Where a part of a tensor lies. DCP reads these names, and no transformation is ever applied."""
+    """The place of a tensor's part in a file. DCP reads these names, and no transformation is ever applied."""
 
     relative_path: str
     offset: int

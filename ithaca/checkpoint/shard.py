@@ -34,7 +34,7 @@ class Shard:
 
 
 def for_dcp(state: Mapping[str, Shard]) -> dict[str, Tensor]:
-    """The same memory as tensors that DCP can save and fill."""
+    """The shards' memory, as tensors that DCP can save and fill."""
     found: dict[str, Tensor] = {}
     for name, shard in state.items():
         tensor = shard.local.detach().as_subclass(_Rectangle)
@@ -49,7 +49,7 @@ class _Rectangle(Tensor):
     shard: Shard
 
     def size(self, dim: int | None = None) -> Any:
-        """Of the whole tensor, which DCP compares with that on disk."""
+        """The size of the whole tensor, which DCP compares with the size on disk."""
         return self.shard.shape if dim is None else self.shard.shape[dim]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

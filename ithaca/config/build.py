@@ -79,7 +79,7 @@ def _check_default_recipe(options: dict[str, Any]) -> None:
 
 
 def _typed(kind: Any, value: Any, name: str, what: str | None = None) -> Any:
-    """Return a value of a type, or raise an error; `what` it has to be, if more is to be said than its type."""
+    """Return a value of a type, or raise an error. `what`: what it has to be, if the name of the type is not enough."""
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             example = suggest_option(name, value, {}) if name in ("model", "data") else f"write {name}.option=value"

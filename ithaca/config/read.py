@@ -40,7 +40,8 @@ def read_config(
 
     `tell` gets one line for each thing the user should know: old option names, an option that is ignored. Old names in
     a file that a run has `saved` are read without notice: no user wrote them. Options of [model] that neither sets are
-    those of `model`. With `anew`, another run begins with the file's options, but for what follows from that run's.
+    those of `model`. With `anew`, another run begins with the file's options, but not with its stages or default
+    warm-up.
     """
     content = _read_toml(file) if file else {}
     if saved:
@@ -83,7 +84,7 @@ def parse_config(text: str) -> Config:
 
 
 def _keep_cutting(content: dict[str, Any]) -> None:
-    """Set the packing of a run that began before there was one to choose."""
+    """Set the packing of a run that began before there was such an option: `cut`."""
     data = content.setdefault("data", {})
     if isinstance(data, dict):
         data.setdefault("packing", "cut")
@@ -145,7 +146,7 @@ def _forget_rate(content: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def _begin_anew(train: dict[str, Any]) -> None:
-    """Drop the stages of a run, so that [train] is that of the last one begun, and a warm-up that nobody has set."""
+    """Drop the stages of a run, so that [train] is that of the last one begun, and a default warm-up."""
     train.pop("stages", None)
     steps = train.get("steps")
     if isinstance(steps, int) and train.get("warmup") == default_warmup(steps):
@@ -153,7 +154,7 @@ def _begin_anew(train: dict[str, Any]) -> None:
 
 
 def _check_stages(train: dict[str, Any], saved: bool) -> None:
-    """Raise an error if an option of [train] is set that each stage has for itself, of a `saved` run for good."""
+    """Raise an error if [train] sets an option of stages. In a `saved` run these include batch and learning rate."""
     for name in (*OF_STAGES, "batch", "learning_rate") if saved else OF_STAGES:
         if name in train:
             raise ConfigError(

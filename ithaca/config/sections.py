@@ -255,7 +255,7 @@ class Config:
             )
 
     def in_stage_of(self, other: "Config") -> "Config":
-        """Return this configuration with what another of the same stages takes from the stage that it is in."""
+        """Return this configuration with the options that `other`, which has the same stages, takes from its stage."""
         if not self.train.stages or self.train.stages != other.train.stages:
             return self
         names = "tokens", "batch", "micro_batch", "steps", "learning_rate", "warmup"

@@ -32,7 +32,7 @@ _ATTEMPTS = 3  # at an epoch that differs from exact best fit and needs no more 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What is packed: whole documents, and parts of those that are longer than a row."""
+    """The pieces to pack: whole documents, and parts of documents that are longer than a row."""
 
     starts: np.ndarray  # int64, in the data
     lengths: np.ndarray  # int64
@@ -52,7 +52,7 @@ def packing_of(data: TokenFile, packing: str) -> str:
 
 
 def pieces_of(bounds: np.ndarray, length: int, too_long: str, name: str) -> Pieces:
-    """Return what is packed of the documents of some data; `name` is used in an error.
+    """Return the pieces to pack of the documents of some data; `name` is used in an error.
 
     `too_long`: what becomes of a document that is longer than `length`, `cut` or as data.too_long says.
     """
@@ -67,7 +67,7 @@ def pieces_of(bounds: np.ndarray, length: int, too_long: str, name: str) -> Piec
 
 
 def cut_documents(bounds: np.ndarray, length: int) -> Pieces:
-    """Return the documents; one that is longer than `length` in pieces of that length and a rest."""
+    """Return the documents, with those longer than `length` cut into pieces of that length and a remainder."""
     sizes = np.diff(bounds)
     counts = -(-sizes // length)
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of a piece in its document
@@ -175,7 +175,7 @@ class _Packer:
         self.owner[order] = placed
 
     def _place(self, pieces: np.ndarray, size: int, capacity: int) -> None:
-        """Give each of some pieces of one size its row."""
+        """Assign a row to each of some pieces of one size."""
         while self._waiting and -self._waiting[0] >= size:
             heapq.heappush(self._fitting, -heapq.heappop(self._waiting))
         while len(pieces) and self._fitting:
@@ -203,7 +203,7 @@ class _Packer:
         return pieces
 
     def _keep(self, rows: np.ndarray, room: int, size: int) -> None:
-        """Note rows by the room that they have."""
+        """Remember rows by the room that they have left."""
         if not room or not len(rows):
             return
         if room in self._with_room:

@@ -8,7 +8,7 @@ from ithaca.model.folder import model_file
 
 
 class Tokens(Protocol):
-    """What a token file, its header and a mixture have."""
+    """The properties that a token file, its header and a mixture share."""
 
     @property
     def vocab(self) -> int: ...
@@ -17,9 +17,9 @@ class Tokens(Protocol):
 
 
 def byte_tokens(data: Tokens, folder: Path | None, trains: bool = True) -> str | None:
-    """Return a warning if the data have a token for each byte, and the model was made for those of its tokenizer.
+    """Return a warning if the data have one token a byte, and the model was made for its tokenizer's tokens.
 
-    `trains`: the model is to be trained on them, not only measured.
+    `trains`: the model is to be trained on the data, not only measured.
     """
     if data.tokenizer != "bytes" or folder is None or model_file(folder, "tokenizer.json") is None:
         return None

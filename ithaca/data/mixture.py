@@ -33,7 +33,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """The name as errors have it."""
+        """The name in errors."""
         return f"'{self.name}'" if self.data.path else self.name
 
 
@@ -76,7 +76,7 @@ def sources_of(data: Data) -> list[Source]:
 def mix(files: dict[str, tuple[float, TokenFile]], long: int, long_share: float | None) -> Data:
     """Return files mixed by weight and, if `long_share` is set, by length.
 
-    `long`: documents of so many tokens are long. The shares of the files stay what the weights say; within each file
+    `long`: documents of this many tokens are long. The shares of the files stay what the weights say; within each file
     that has both kinds, long documents get the same share, such that all together have `long_share` of the tokens.
     """
     _check_agreement(files)

@@ -6,7 +6,7 @@
     auto     `whole` for data with a loss mask (conversations, prompts), else `cut`; `cut` also for synthetic documents,
              whose loss mask needs no prompt: any part of one is a shorter one
 
-What row n is depends on (seed, n) alone. Each source goes around by itself. Under `whole` a conversation is never cut
+Row n depends on (seed, n) alone. Each source goes around by itself. Under `whole` a conversation is never cut
 from its prompt: one that is longer than a row loses its end, or is dropped (data.too_long). Text that is longer than a
 row is cut into pieces.
 
@@ -52,7 +52,7 @@ class Packed(Protocol):
 
 @dataclass(frozen=True)
 class Tally:
-    """What the first rows of a run had of one source."""
+    """Counts of one source in the first rows of a run."""
 
     name: str
     tokens: int  # without padding
@@ -89,7 +89,7 @@ class Rows:
         self._packed[source].fill(earlier, tokens, labels, documents)
 
     def tally(self, rows: int) -> list[Tally]:
-        """Return what the first `rows` rows have of each source."""
+        """Return the counts of each source in the first `rows` rows."""
         found = []
         for source, packed, count in zip(self._sources, self._packed, self._interleave.counts(rows), strict=True):
             tokens, left_out = packed.filled(count), packed.left_out * count // packed.per_epoch
@@ -98,7 +98,7 @@ class Rows:
         return found
 
     def describe(self) -> list[str]:
-        """Return what is planned, a line for each source; nothing for one source that is cut, the usual way."""
+        """Return a line about the packing of each source; none for a single source that is cut, the usual way."""
         if self.plain and not self._cut_by_auto(self._sources[0]):
             return []
         lines = []
@@ -113,7 +113,7 @@ class Rows:
         return self._packing == "auto" and source.data.header.masked and source.data.divisible
 
     def metrics(self, rows: int) -> dict[str, float]:
-        """Return what was seen of each source so far, the padding, and what was left out, for a run's metrics."""
+        """Return a run's metrics after `rows` rows: tokens and epochs of each source, padding, tokens left out."""
         if self.plain:
             return {}
         tally, found = self.tally(rows), dict[str, float]()
@@ -123,7 +123,7 @@ class Rows:
         return found
 
     def conclude(self, rows: int) -> list[str]:
-        """Return a line about what the first `rows` rows had of each source."""
+        """Return a line with the share and epochs of each source in the first `rows` rows."""
         if self.plain or not rows:
             return []
         tally = self.tally(rows)
@@ -198,7 +198,7 @@ class Whole:
         return epochs * self._tokens + (int(self._plan(epochs).filled[index]) if index else 0)
 
     def _plan(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch. The last two are kept: metrics ask for the epoch before a step ahead."""
+        """Return the plan of an epoch. The last two are kept: rows are drawn a step ahead of the metrics."""
         plans = self._plans
         if epoch not in plans:
             ahead = self._ahead

@@ -72,7 +72,7 @@ class Cut:
 
 
 def windows_per_epoch(size: int, length: int) -> int:
-    """Return how many rows an epoch of so many tokens has."""
+    """Return how many rows an epoch of this many tokens has."""
     return max(size // length, 1)
 
 

@@ -138,7 +138,7 @@ def count_labels(data: TokenFile, tokens: int) -> int:
 
 
 def split_by_length(data: TokenFile, least: int) -> tuple[TokenFile | None, TokenFile | None]:
-    """Return the documents of at least so many tokens, and the shorter ones; None where there are none."""
+    """Return the documents of at least this many tokens, and the shorter ones; None where there are none."""
     bounds = data.bounds()
     long = np.diff(bounds) >= least
     if long.all() or not long.any():

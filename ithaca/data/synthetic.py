@@ -8,7 +8,7 @@ and again, and noise between them. Only answers to questions are learned: noise 
 drown theirs. What matters for long contexts is how often an answer is repeated:
 
     frequent   gaps between two mentions of a fact are mostly short. A window of 256 tokens has several, so a model
-               soon learns where answers come from. It may look at many copies at once, and need not look sharply
+               soon learns where answers come from. Its attention may be spread over many copies
     rare       gaps are long. The only copy in a window stands anywhere, as a needle does, among up to 2047 tokens
 
 In half of the documents facts are frequent, in the others rare. Any window of a document is a shorter one of the same
@@ -39,7 +39,7 @@ class Kind:
     length: int = LENGTH  # tokens
     most_facts: int = 8
     frequent: tuple[float, float] = (16, 512)  # the longest gap between mentions, in slots, from document to document
-    rare: tuple[float, float] = (64, 1024)  # the same of the other half of the documents
+    rare: tuple[float, float] = (64, 1024)  # likewise, in the other half of the documents
 
 
 class Vocabulary:

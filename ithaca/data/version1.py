@@ -104,7 +104,7 @@ def _read_index(place: Path, path: Path, read: Read, old: Header) -> Opened | No
         if _describes(header, old) and os.fstat(file.fileno()).st_size == header.index_bytes:
             return _opened(packed, tokenfile.from_file(file), path, read, old)
     except (OSError, DataError, RunError):
-        pass  # a damaged index is made again, which is said
+        pass  # a damaged index is made again, with a message
     return None
 
 

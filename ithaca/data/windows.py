@@ -24,7 +24,7 @@ class Windows:
     """The rows of a token file. Memory: 16 bytes a row; the document bounds are read once, in `__init__`."""
 
     def __init__(self, data: TokenFile, length: int, limit: int | None = None, name: str = ""):
-        """`limit`: only the first so many tokens of the data count. `name`: what the data are called."""
+        """`limit`: how many tokens of the data count, from the first on. `name`: of the data, for messages."""
         self.name = name or quoted(data.path)
         self.data, self.length, self.tokens = data, length, min(limit or data.tokens, data.tokens)
         bounds = data.bounds()
@@ -32,7 +32,7 @@ class Windows:
         self.documents = len(bounds) - 1
         self.longest = min(int(np.diff(bounds).max()), length)  # tokens of a document in one row
         self.labels = count_labels(data, self.tokens) if limit else data.header.labels
-        self._spans = _lay(bounds, length)
+        self._spans = _row_spans(bounds, length)
         if self.labels == 0:
             raise DataError(
                 f"{self.name} has 0 labels in its first {self.tokens} of {data.tokens} tokens: there "
@@ -66,7 +66,7 @@ class Windows:
         return torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(documents)
 
 
-def _lay(bounds: np.ndarray, length: int) -> list[tuple[int, int]]:
+def _row_spans(bounds: np.ndarray, length: int) -> list[tuple[int, int]]:
     """Return the tokens of each row as (start, stop)."""
     spans, start, end = list[tuple[int, int]](), 0, int(bounds[-1])
     while start < end:

@@ -82,7 +82,7 @@ def examine_ranks(options: Options) -> None:
         print(json.dumps(as_object(exam, findings, options.out if tables else None), indent=2))
     elif options.out:
         print(f"\n{_written(exam, options.out, tables)}")
-    bad = not_right(findings)
+    bad = failed_sections(findings)
     if bad:
         raise RunError(f"{len(bad)} of {len(findings)} checks failed: {', '.join(bad)}")
     if not options.as_json:
@@ -93,7 +93,7 @@ def _folders(options: Options) -> tuple[str, ...]:
     return split_folders(options.disk) if options.disk is not None else ()
 
 
-def not_right(findings: dict[str, Found]) -> list[str]:
+def failed_sections(findings: dict[str, Found]) -> list[str]:
     """The sections that failed or found something wrong."""
     return [name for name, found in findings.items() if found["status"] in ("wrong", "failed")]
 
@@ -102,7 +102,7 @@ def as_object(exam: Exam, findings: dict[str, Found], written: Path | None) -> F
     """The object of `--json`."""
     return {
         "ithaca": __version__,
-        "right": not not_right(findings),
+        "right": not failed_sections(findings),
         "ranks": exam.grid.size,
         "nodes": {node: [rank for rank, name in enumerate(exam.nodes) if name == node] for node in exam.nodes},
         "device": exam.grid.device.type,

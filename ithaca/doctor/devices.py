@@ -33,7 +33,7 @@ from ithaca.rehearsal.measure import (
 from ithaca.tape.budget import host_budget
 
 SCORES_CHUNK = 1024  # tokens for a kernel that holds all scores
-SLOW = 0.9  # of the median: a rank below is pointed out
+SLOW = 0.9  # of the median: the report names ranks that are slower
 
 
 def examine(exam: Exam) -> Found:
@@ -89,8 +89,8 @@ def attention(kernel: str, device: torch.device, effort: Effort) -> dict[str, fl
 
 
 def conclude(exam: Exam, told: list[Found], findings: dict[str, Found]) -> Found:  # noqa: ARG001
-    seats = [(exam.nodes[rank], found["id"]) for rank, found in enumerate(told)]
-    shared = max(map(seats.count, seats))
+    places = [(exam.nodes[rank], found["id"]) for rank, found in enumerate(told)]
+    shared = max(map(places.count, places))
     names = dict.fromkeys(name for found in told for name in found["rates"])
     rates: dict[str, list[float | None]] = {name: [found["rates"].get(name) for found in told] for name in names}
     return {

@@ -1,4 +1,4 @@
-"""The disk beside a computation: what tapes on it would write and read, and what that costs the computation.
+"""The disk beside a computation: the rates of tapes on it, and how much they slow the computation down.
 
 Ranks write and read the file that disk tapes use (tape/file.py), all ranks of a node at once: the disk is the node's.
 First the disk works alone, then beside matrix products on the device. A disk that is fast alone may be slow beside a

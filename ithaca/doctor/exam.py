@@ -34,7 +34,7 @@ Found = dict[str, Any]  # values that JSON has; "problems": what is wrong, "skip
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is done. Figures mean the same whatever the sizes are."""
+    """The sizes of measurements. Figures mean the same whatever the sizes are."""
 
     effort: Effort
     messages: tuple[int, ...]  # bytes of the tensors that collectives move
@@ -77,13 +77,13 @@ CPU_QUICK = Sizes(
 
 @dataclass(frozen=True)
 class Exam:
-    """What is examined, seen from one rank."""
+    """An examination, seen from one rank."""
 
     grid: Mesh  # all ranks
     nodes: tuple[str, ...]  # the node of each rank, as it reports it
-    label: str  # sets the keys of this examination apart in the store
+    label: str  # the part of the store's keys that only this examination has
     sizes: Sizes
-    model: str  # whose longest context is of interest
+    model: str  # whose longest context is predicted
     disk: tuple[str, ...] = ()  # the folders whose disks are measured
 
     @property
@@ -110,7 +110,7 @@ class Exam:
             dist.all_reduce(torch.zeros(1), group=self.grid.group)
 
     def tell(self, topic: str, own: Found) -> list[Found] | None:
-        """Tell the first rank, which returns what every rank has told; the others return None when it has."""
+        """Send `own` to the first rank, which returns those of all ranks. The others return None when they are read."""
         if self.grid.size == 1:
             return [own]
         store, prefix, ranks = job_store(), f"ithaca/doctor/{self.label}/{topic}/", list(range(self.grid.size))
@@ -184,7 +184,7 @@ def _judged(found: Found) -> Found:
 
 
 def _caught(work: Callable[[], Found]) -> Found:
-    """The result of some work or its error, whichever it was: no error of a section ends the examination."""
+    """The result of some work, or its error, so that no error of a section ends the examination."""
     try:
         return {"result": work()}
     except Exception as error:

@@ -1,7 +1,7 @@
 """The collectives of training between ranks, by message size: inside a node, and across nodes.
 
-The nodes are those that the ranks report. Inside: all ranks of a node. Across: one rank of each node, those in the same
-place on it, so that every GPU uses its own way out; all such groups run at the same time, as in training.
+The nodes are those that the ranks report. Inside: all ranks of a node. Across: the ranks of all nodes that have the
+same local rank, so that every GPU uses its own network card; all such groups run at the same time, as in training.
 
 A rate is the bytes that a rank sends to other ranks over the time of a call; nccl-tests calls it the bus bandwidth.
 That is what the planner divides by. It takes `all_to_all` with the largest tensor for a link: of the exchanges, the one
@@ -43,7 +43,7 @@ def _inside(nodes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _across(nodes: tuple[str, ...]) -> list[list[int]]:
-    """The ranks in the same place on their nodes."""
+    """For each local rank, the ranks that have it, one from each node that has this many ranks."""
     inside = _inside(nodes)
     most = max(map(len, inside))
     return [[ranks[place] for ranks in inside if place < len(ranks)] for place in range(most)]
@@ -108,7 +108,7 @@ def conclude(exam: Exam, told: list[Found], findings: dict[str, Found]) -> Found
 
 
 def link_rate(found: Found, where: str) -> float | None:
-    """Bytes a second that the planner divides by; None if no ranks are linked so."""
+    """Bytes a second that the planner divides by; None without such links."""
     sizes = found.get(where)
     return sizes[max(sizes, key=int)][FOR_PLANNER] if sizes else None
 

@@ -1,6 +1,6 @@
-"""What the planner assumes of this machine beside what was measured, as GPUs of its table.
+"""The planner's assumptions about this machine, and the measured numbers, as GPUs of its table.
 
-The measured one has the assumed numbers where nothing was measured. A device that no table describes, such as a CPU,
+The measured GPU has the assumed numbers where nothing was measured. A device that no table describes, such as a CPU,
 gets a table of its own. The planner knows GPUs alone, so a few numbers of a CPU stand for something else, and their
 sources say so.
 """

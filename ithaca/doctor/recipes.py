@@ -1,12 +1,13 @@
 """Every recipe on the ranks that are here against one rank: the loss and every gradient of a small model.
 
-The model's sizes divide by nothing, and its rows are packed with documents of one token and more. Each recipe runs on
-the meshes that its entry in plans/recipes.py allows, with all ranks sharing a sequence where it can.
+The model's sizes rarely divide evenly, and its rows are packed with documents of one token and more.
+Each recipe runs on the meshes that its entry in plans/recipes.py allows, with all ranks sharing a sequence where it
+can.
 
 On a CPU the model computes in float64, and a gradient may be 1e-10 away from one rank's (relative Frobenius distance).
-On a GPU it computes in bfloat16, where two right programs differ. How much shows the naive twin, in bfloat16 too: a
-recipe may be FURTHER times as far from one rank as the twin is. One rank itself may be FURTHER times as far from the
-twin in float64 as the twin in bfloat16 is. All that is tensor by tensor.
+On a GPU it computes in bfloat16, where two right programs differ. The naive twin in bfloat16 shows how much: a recipe
+may be FURTHER times as far from one rank as the twin is. One rank itself may be FURTHER times as far from the twin in
+float64 as the twin in bfloat16 is. Each tensor is compared by itself.
 """
 
 import math
@@ -127,7 +128,7 @@ def step(model: Model, rows: Rows) -> Outcome:
 
 
 def naive_step(source: ModelSource, rows: Rows, dtype: torch.dtype, device: torch.device) -> Outcome:
-    """The same by the naive twin, one row at a time on the host. Random weights depend on the kind of device."""
+    """The loss and gradients by the naive twin, row by row on the host. Random weights depend on the kind of device."""
     spec = source.spec
     weights = {}
     for name, shape in spec.shapes():
@@ -167,7 +168,7 @@ def distances(found: Outcome, wanted: Outcome) -> Bounds:
 
 
 def judge(found: Outcome, wanted: Outcome, allowed: Bounds) -> Found:
-    """The tensor that is worst against what is allowed, and all that are further away."""
+    """The tensor that is furthest away relative to the allowed distance, and all that are too far away."""
     far = distances(found, wanted)
 
     def share(name: str) -> float:

@@ -20,7 +20,7 @@ from ithaca.parallel.mesh import mesh
 from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.measure import compute_dtype
-from ithaca.rehearsal.rehearse import play
+from ithaca.rehearsal.rehearse import run_scene
 from ithaca.rehearsal.scene import Scene
 from ithaca.schedule.step_memory import step_memory
 
@@ -33,7 +33,7 @@ def examine(exam: Exam) -> Found:
     axes = scene.axes
     grid = mesh(ulysses=axes.ulysses, ring=axes.ring, shard=axes.shard, device=exam.grid.device.type)
     set_timeout(grid.groups, COLLECTIVE_SECONDS)
-    report = play(scene, grid)
+    report = run_scene(scene, grid)
     return {name: report[name] for name in ("model", "kernel", "seconds", "peak_bytes", "peak_bytes_predicted")}
 
 

@@ -1,4 +1,4 @@
-"""What is installed, and what is missing, with the line that installs it. All ranks must have the same."""
+"""Installed versions, and missing packages with the line that installs them. All ranks must have the same."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version

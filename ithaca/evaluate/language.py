@@ -79,7 +79,7 @@ class Language(Protocol):
 
 
 class Synthetic:
-    """Ids of a vocabulary that nobody has named."""
+    """The ids of a vocabulary without words."""
 
     slack = 0
 
@@ -188,7 +188,7 @@ class English:
         return self._encode(f" {between.join(map(str, items))}")
 
     def noise(self, chance: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same sentences again and again, from another one on each time; the first one is cut."""
+        """The same sentences in a cycle that starts at random, cut at its beginning to exactly `count` tokens."""
         first = int(chance.integers(len(NOISE)))
         sentences = [self._sentences[(first + number) % len(NOISE)] for number in range(len(NOISE))]
         once = np.concatenate(sentences)

@@ -1,4 +1,4 @@
-"""What a model makes of a long context: tasks over lengths, in a table, a JSON object and two pictures.
+"""How well a model uses a long context: scores of tasks by length, in a table, a JSON object and two pictures.
 
 The effective length of a task is the longest of the measured lengths at which the model still passes: its greedy
 answers have at least 85 % of what is asked for, there and at every shorter length (RULER's threshold).
@@ -42,7 +42,7 @@ class TaskOptions:
         return COUNT if self.count is None else self.count
 
     def check(self) -> None:
-        """Raise an error for tasks, lengths and counts that there are not, and for options of tasks without a task."""
+        """Raise an error for unknown tasks, wrong lengths and counts, and for options of tasks without a task."""
         for task in self.tasks:
             if task not in TASKS:
                 raise ConfigError(f"'{task}' is not a task: {', '.join(TASKS)} are, and all")
@@ -75,10 +75,10 @@ def measure_tasks(
     tell: Callable[[str], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Found] | None:
-    """Return the scores of each task at each length. Collective; `tell` is told where the measurement is.
+    """Return the scores of each task at each length. Collective; `tell` is called with the progress.
 
-    `stopped` is asked before each pass; if it says yes, on all ranks, return None. Tapes of training are freed before,
-    those of prompts after it.
+    `stopped` is called before each pass; if it is True, on all ranks, return None. Tapes of training are freed first,
+    those of prompts at the end.
     """
     model.free_tapes()
     try:
@@ -125,7 +125,7 @@ def _scores(samples: Sequence[Sample], scored: Sequence[Scored]) -> Found:
 
 
 def _by_depth(samples: Sequence[Sample], scored: Sequence[Scored]) -> list[Found]:
-    """The same for each depth of a needle; nothing for other tasks."""
+    """The scores for each depth of a needle; nothing for other tasks."""
     rows = []
     for depth in DEPTHS:
         chosen = [number for number, sample in enumerate(samples) if sample.depth == depth]

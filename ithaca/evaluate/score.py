@@ -24,12 +24,12 @@ MOST_ROWS = 16  # samples of a data rank in one pass
 
 @dataclass(frozen=True)
 class Scored:
-    """What a model made of one sample."""
+    """A model's answers to one sample."""
 
     likelihoods: list[float]  # the log-probability of each candidate
-    likeliest: int  # candidate
+    likeliest: int  # the candidate with the highest
     answer: list[int]  # greedy tokens
-    share: float  # of the items that it has
+    share: float  # of the items that the greedy answer has
 
 
 def score(
@@ -43,7 +43,7 @@ def score(
     """Score samples of one length, the same list on every rank. Collective.
 
     `longest`: tokens that a pass of one data rank may have. `slack`: tokens of an answer beyond those expected.
-    `watch` is entered for each pass. `stopped` is asked before each; if it says yes, on all ranks, return None.
+    `watch` is entered for each pass. `stopped` is called before each; if it is True, on all ranks, return None.
     """
     grid, length = model.mesh, len(samples[0].prompt) + len(samples[0].answer)
     rows = min(MOST_ROWS, max(longest // length, 1)) * grid.data_ranks

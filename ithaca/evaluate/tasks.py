@@ -135,11 +135,11 @@ def make_sample(task: str, words: Language, length: int, seed: int, number: int)
 
 
 def _repeat(words: Language, chance: np.random.Generator, length: int) -> Sample:
-    """The last tokens of a sequence that is there for the second time."""
+    """A sample that asks for the last tokens of a sequence that is written a second time."""
     half = (length - len(words.begin)) // 2
     if half < 2 * PASSAGE_WORDS:
         raise _too_short("repeat", length, len(words.begin) + 4 * PASSAGE_WORDS)
-    left = length - len(words.begin) - 2 * half  # a token too many stands before both
+    left = length - len(words.begin) - 2 * half  # an odd token stands before both
     once = words.random(chance, half)
     right = once[-PASSAGE_WORDS:].tolist()
     others = words.random(chance, 16 * CANDIDATES).tolist()
@@ -163,7 +163,7 @@ def _shuffled(
     depth: float | None,
     share: Callable[[Ids], float],
 ) -> Sample:
-    """The right answer stands anywhere among the others, so that a tie has no favorite."""
+    """A sample with the right answer at a random place among the others, so that ties favor none."""
     place = int(chance.integers(len(wrong) + 1))
     candidates = (*wrong[:place], right, *wrong[place:])
     return Sample(prompt, candidates, place, items, depth, share)

@@ -27,7 +27,7 @@ from ithaca.model.spec import Heads, Spec, runs
 
 Weights = Mapping[str, Tensor]
 ADDED = ("self_attn.o_proj", "mlp.down_proj")  # layers whose outputs are sums over heads or features
-WIDEST_NORM = 16384  # numbers in a row, which the norm's backward kernel holds whole
+WIDEST_NORM = 16384  # numbers of the widest row that the norm's backward kernel holds
 
 
 def project(
@@ -40,7 +40,7 @@ def project(
 def project_beside(
     spec: Spec, w: Weights, x_TE: Tensor, rotation: Rotation | None, heads: Heads, spread: Spread | None = None
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """x and its projections. Who takes x from here for the residual saves backward an addition (`norm_beside`)."""
+    """x and its projections. A caller that uses this x for the residual saves backward an addition (`norm_beside`)."""
     x_TE, normed = (x_TE, x_TE) if spec.post_norm else norm_beside(spec, x_TE, w["input_layernorm.weight"])
     parts = {"q": heads.q, "k": heads.kv, "v": heads.kv}
     layers = [Layer(f"self_attn.{part}_proj", _rows(spec, which)) for part, which in parts.items()]
@@ -101,7 +101,7 @@ def norm(spec: Spec, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def norm_beside(spec: Spec, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x and its norm. On a GPU, backward adds the gradients of both in one pass, if x is taken from here."""
+    """x and its norm. On a GPU, if the caller uses this x, backward adds the gradients of both in one pass."""
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if wanted and fusable(x) and x.shape[-1] <= WIDEST_NORM:
         return _Norm.apply(x, weight, spec.norm_eps)

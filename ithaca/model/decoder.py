@@ -30,13 +30,13 @@ class Unit(nn.Module):
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
             owner.register_parameter(leaf, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
-        self.copies: dict[str, Tensor] | None = None  # to compute with in the place of the parameters; None: these
+        self.copies: dict[str, Tensor] | None = None  # used in place of the parameters; None: none are made
 
     def forward(self, run: Callable[..., Any], *args: Any) -> Any:
         return run(self.weights(), *args)
 
     def weights(self) -> dict[str, Tensor]:
-        """What to compute with, by name."""
+        """The tensors to compute with, by name: the copies, or else the parameters."""
         if self.copies is not None:
             return self.copies
         return {name: with_grad_dtype(weight) for name, weight in self.named_parameters()}

@@ -55,7 +55,7 @@ class RopeOption:
 
 @dataclass(frozen=True)
 class _Change:
-    """New rope settings: what config.json gets, and how they came about."""
+    """New rope settings for config.json, and the arithmetic behind them."""
 
     settings: dict[str, Any]  # the content of rope_parameters
     positions: int  # the new max_position_embeddings
@@ -147,9 +147,9 @@ def extend_rope(config: Mapping[str, Any], text: str, tokens: int) -> tuple[Mapp
 def _choose(spec: Spec, tokens: int) -> tuple[str, str]:
     """The method of `auto` for a context beyond the model's, and the reason in brackets.
 
-    A scaled model keeps its kind. Else theta, which leaves a plain config.json and short contexts nearly as they were,
-    as long as training can be trusted with the angles that it makes and the model has not seen; for larger factors
-    yarn, which makes hardly any.
+    A scaled model keeps its kind. Up to THETA_FACTOR others get theta, which leaves a plain config.json and changes
+        short contexts little, but makes angles that the model has not seen and must learn. Beyond it they get yarn,
+        which makes hardly any new angles.
     """
     if spec.rope.kind != "default":
         return spec.rope.kind, " (auto: the model has it already)"
@@ -160,7 +160,7 @@ def _choose(spec: Spec, tokens: int) -> tuple[str, str]:
 
 
 def _check(option: RopeOption, method: str, spec: Spec, tokens: int) -> None:
-    """Raise an error for what cannot be an extension of this model."""
+    """Raise an error if the option cannot extend this model."""
     rope, given, length = spec.rope, option.given, context_length(spec)
     if rope.kind not in ("default", method):
         raise option.refuse(
@@ -221,9 +221,9 @@ def _scale(option: RopeOption, method: str, config: Mapping[str, Any], spec: Spe
 def _factor(
     option: RopeOption, length: int, tokens: int, old: float = 1.0, reaches: bool = True
 ) -> tuple[float, int, str]:
-    """The factor, the length that it makes, and how it was found. `old` is the factor that `length` has now.
+    """The factor, the length that it reaches, and its origin in words. `old` is the factor that `length` has now.
 
-    `reaches`: the factor alone says how far the model reaches, so one that is too small is an error.
+    `reaches`: the factor alone says how far the model reaches, so a factor that is too small is an error.
     """
     before = f"{old:g} × " if old != 1 else ""
     needed = old * tokens / length
@@ -246,7 +246,7 @@ def _given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sharpen(settings: dict[str, Any], given: Mapping[str, Any], old_factor: float) -> None:
-    """Set what yarn alone has. An attention factor that followed from the old factor follows from the new one."""
+    """Set the parameters that only yarn has. An attention factor that followed from the old factor is computed anew."""
     names = ("attention_factor", "mscale", "mscale_all_dim")
     followed = yarn_attention_factor({name: settings.get(name) for name in names[1:]}, old_factor)
     if settings.get(names[0]) is not None and math.isclose(real(settings, names[0]), followed, rel_tol=1e-4):
@@ -257,7 +257,8 @@ def _sharpen(settings: dict[str, Any], given: Mapping[str, Any], old_factor: flo
 def _with_rope(config: Mapping[str, Any], change: _Change) -> dict[str, Any]:
     """The config.json with new rope settings, in both spellings.
 
-    `transformers` 5 writes rope_parameters; 4, and what reads its files, knows rope_theta and rope_scaling only.
+    `transformers` 5 writes rope_parameters. Version 4, and software made for it, only knows rope_theta and
+    rope_scaling.
     """
     changed = {name: value for name, value in config.items() if name != ORIGINAL}  # it would win over the one inside
     scaling = {name: value for name, value in change.settings.items() if name != "rope_theta"}

@@ -44,7 +44,7 @@ def model_file(folder: Path, name: str) -> Path | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether the folder holds safetensors weights. They are not looked into."""
+    """Return whether the folder holds safetensors weights. They are not read."""
     return any(model_file(folder, name) for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
@@ -83,7 +83,7 @@ def read_bytes(file: Path, most: int) -> bytes:
 
 
 def check_readable(file: Path) -> None:
-    """Raise ModelError if the file cannot be opened. safetensors says of one without read permission: no such file."""
+    """Raise ModelError if the file cannot be opened. Without read permission, safetensors says "no such file"."""
     try:
         file.open("rb").close()
     except OSError as problem:
@@ -91,7 +91,7 @@ def check_readable(file: Path) -> None:
 
 
 def _mode(folder: Path, name: str) -> int | None:
-    """What the name stands for, links followed, as `stat` gives it; None if there is nothing of that name."""
+    """The `st_mode` of the file with this name, links followed; None if there is none."""
     path = folder / name
     try:
         path.lstat()

@@ -28,10 +28,10 @@ Rows = slice | Sequence[slice]  # some rows of a weight: one run, or several run
 
 
 class Spread(Protocol):
-    """A caller's tokens among those of other ranks, which have other rows or columns of the same weights.
+    """Ranks that have different rows or columns of the same weights, and different tokens, seen from one of them.
 
-    A layer reads the tokens of all of them (`gather`). Its outputs are sums over them, of which a caller gets those of
-    its own tokens (`reduce`). Neither is differentiable: each is the backward pass of the other.
+    A layer reads the tokens of all ranks (`gather`). Its outputs are summed over the ranks, and each rank gets the
+    sums of its own tokens (`reduce`). Neither is differentiable: each is the backward pass of the other.
     """
 
     ranks: int
@@ -42,10 +42,10 @@ class Spread(Protocol):
 
 
 class Summed(dict[str, Tensor]):
-    """Weights for backward passes over tiles. `sums` holds the gradients of the wanted ones so far.
+    """Weights for backward passes over tiles. `sums` holds the gradients of the wanted weights so far.
 
     `final` names a linear layer whose output no gradient depends on (block.py, `final_linear`). It is differentiated
-    like the others, but zeros without memory stand for its output.
+        like the others, but its output is replaced by zeros that take no memory.
 
     `apart` names biases that are added outside of their layers (`summed_linear` of a Spread).
 
@@ -121,7 +121,7 @@ def summed_linear(
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks of a Spread for the caller's tokens. If it is not needed, zeros without memory."""
+    """The sum over the ranks of a Spread for the caller's tokens. If it is not needed, zeros that take no memory."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, spread: Spread, needed: bool) -> Tensor:
@@ -143,7 +143,7 @@ class _Call:
     bias: Tensor | None
     weight_sum: Tensor | None
     bias_sum: Tensor | None
-    computed: bool  # or zeros stand for the output
+    computed: bool  # False: zeros replace the output
 
 
 def _call(w: Mapping[str, Tensor], layer: Layer) -> _Call:
@@ -170,9 +170,10 @@ def _zeros(like: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
 
 
 class _Linears(torch.autograd.Function):
-    """Its inputs are x, the calls, a Spread, all weights and all biases; gradients with sums are added to these.
+    """The inputs are x, the calls, a Spread, all weights and all biases. Gradients are added to sums where there are
+    any.
 
-    Of a Spread's tokens the caller's alone are saved. Backward gathers the others again.
+        With a Spread, only the caller's tokens are saved. Backward gathers the others again.
     """
 
     @staticmethod
@@ -236,7 +237,7 @@ def _columns(x: Tensor, columns: slice) -> Tensor:
 
 
 def _covers(part: slice, length: int) -> bool:
-    """Whether a slice is everything. Then it is not taken: autograd would copy its gradient into zeros."""
+    """Whether a slice covers everything. Such a slice is not taken: autograd would copy its gradient into zeros."""
     return part.indices(length) == (0, length, 1)
 
 

@@ -59,8 +59,8 @@ class ModelSource:
     weights: Weights
     dtype: str  # of the computation: bfloat16, float32, float64, or auto (bfloat16 on a GPU, float32 on a CPU)
     folder: Path | None  # None for a preset
-    rope_line: str = ""  # how the rope was changed; empty if nothing asked for it
-    config_before: Mapping[str, Any] | None = None  # config.json before that; None if nothing asked for it
+    rope_line: str = ""  # how `rope` changed the rope; empty without that argument
+    config_before: Mapping[str, Any] | None = None  # config.json before that change; None without that argument
 
     @property
     def unextended(self) -> "ModelSource":
@@ -110,7 +110,7 @@ def _open_model(model: str | Path, dtype: str, seed: int) -> ModelSource:
 
 
 def extend_model(source: ModelSource, rope: str, tokens: int) -> ModelSource:
-    """The same weights with the rope that `rope` asks for a context of `tokens`."""
+    """The same weights with the rope that the option `rope` gives for a context of `tokens`."""
     config, line = extend_rope(source.config, rope, tokens)
     return replace(source, spec=read_spec(config), config=config, rope_line=line, config_before=source.config)
 
@@ -123,7 +123,7 @@ def describe_model(folder: Path, dtype: str = "auto") -> ModelSource:
 
 
 def _read_dtypes(folder: Path, spec: Spec) -> dict[str, torch.dtype]:
-    """The dtype that each weight of the model came in."""
+    """The dtype in which each weight of the model was stored."""
     given, file = read_json(folder, DTYPES_FILE), folder / DTYPES_FILE
     names = [name for name, _ in spec.shapes()]
     odd = sorted(given.keys() ^ set(names))

@@ -132,8 +132,8 @@ def clip(model: Sharded, largest: float, optimizer: torch.optim.Optimizer | None
 
     A 0-dim tensor: a number would make the host wait for the GPU.
 
-    With an optimizer of `make_optimizer` that can, the next step scales the gradients while it reads them. They stay as
-    they are until then, and no pass over them is lost.
+    If an optimizer of `make_optimizer` can, its next step scales the gradients while it reads them, which saves a pass
+        over memory. Until then they are not scaled.
     """
     if isinstance(optimizer, Scaling) and scales_gradients(optimizer):
         norm, before = _norm(model, fused=True), optimizer.pending_scale()

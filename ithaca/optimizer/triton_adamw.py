@@ -65,9 +65,9 @@ def update(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One step of AdamW in place, with gradients times `scale`, a 0-dim fp32 tensor. Their memory stays as it is.
+    """One step of AdamW in place, with gradients times `scale`, a 0-dim fp32 tensor. The gradients are not changed.
 
-    The steps must have been counted already: the first update finds 1.
+    The caller has counted the steps already: the first update finds 1.
     """
     device = parameters[0].weight.device
     for one in parameters:
@@ -83,23 +83,23 @@ def update(
 
 
 def _check(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """The kernels are given addresses: they would read anything."""
+    """Assert dtype, layout and device, because the kernels get bare addresses."""
     assert all(one.dtype == torch.float32 and one.is_contiguous() and one.device == device for one in tensors)
 
 
 def _log2(beta: float) -> float:
-    """log2 of a beta. Of 0 a number so low that all its powers are 0: -inf × 0 would be no number."""
+    """log2 of a beta; for 0 a number so low that all powers of the beta are 0, because -inf × 0 would be NaN."""
     return log2(beta) if beta else -1e4
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What the programs of a launch do."""
+    """The table of a launch, and each program's part of it."""
 
     table: Tensor
     owner: Tensor  # for each program, the row of its tensor
     start: Tensor  # and the first of its elements there
-    aligned: bool  # whether all addresses of tensors are
+    aligned: bool  # whether all addresses of tensors are multiples of ALIGNED
 
 
 def _work(rows: list[list[int]], device: torch.device) -> _Work | None:
@@ -114,7 +114,7 @@ def _work(rows: list[list[int]], device: torch.device) -> _Work | None:
 
 @lru_cache(maxsize=8)
 def _programs(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """`owner` and `start` for tensors with so many elements."""
+    """`owner` and `start` for tensors with this many elements."""
     size = BLOCK * ROUNDS
     lengths = torch.tensor([-(-count // size) for count in counts])
     owner = torch.arange(len(counts)).repeat_interleave(lengths)
@@ -172,7 +172,7 @@ def _adamw(
             place = begin + turn * BLOCK + tl.arange(0, BLOCK)
             w, g = tl.load(weights + place), tl.load(gradients + place)
             m, v = tl.load(firsts + place), tl.load(seconds + place)
-            w, m, v = _one(w, g * factor, m, v, rate1, root2, decay, share1, share2, eps)
+            w, m, v = _update_block(w, g * factor, m, v, rate1, root2, decay, share1, share2, eps)
             tl.store(weights + place, w)
             tl.store(firsts + place, m)
             tl.store(seconds + place, v)
@@ -182,14 +182,14 @@ def _adamw(
             mask = place < count
             w, g = tl.load(weights + place, mask=mask), tl.load(gradients + place, mask=mask)
             m, v = tl.load(firsts + place, mask=mask), tl.load(seconds + place, mask=mask)
-            w, m, v = _one(w, g * factor, m, v, rate1, root2, decay, share1, share2, eps)
+            w, m, v = _update_block(w, g * factor, m, v, rate1, root2, decay, share1, share2, eps)
             tl.store(weights + place, w, mask=mask)
             tl.store(firsts + place, m, mask=mask)
             tl.store(seconds + place, v, mask=mask)
 
 
 @triton.jit
-def _one(w, g, m, v, rate1, root2, decay, share1, share2, eps):
+def _update_block(w, g, m, v, rate1, root2, decay, share1, share2, eps):
     m += share1 * (g - m)
     v += share2 * (g * g - v)
     # One rounding of the weight: a decay of 1e-6 is a few units of its last place

@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef
 from ithaca.base.errors import InputError
 from ithaca.base.torch_private import count_all, local_tensor
 
-OTHER_KINDS = ("amsgrad", "maximize", "capturable", "differentiable")  # of AdamW, which torch alone can compute
+OTHER_KINDS = ("amsgrad", "maximize", "capturable", "differentiable")  # of AdamW, which only torch computes
 
 
 class Scaling(torch.optim.Optimizer):
@@ -28,19 +28,19 @@ class Scaling(torch.optim.Optimizer):
     _measured: dict[Tensor, TensorWeakRef]  # by parameter; weak, so that dropped gradients do not keep their memory
 
     def scale_later(self, scale: Tensor) -> None:
-        """Have the next step multiply the gradients that are there now by `scale`."""
+        """Make the next step multiply the current gradients by `scale`."""
         self.scale = scale
         self._measured = {parameter: TensorWeakRef(gradient) for parameter, gradient in _gradients(self)}
 
     def pending_scale(self) -> Tensor | None:
-        """The scale that waits for the next step; None if there are other gradients by now."""
+        """The scale for the next step; None if gradients were replaced since."""
         if self.scale is None:
             return None
         same = (parameter in self._measured and self._measured[parameter]() is g for parameter, g in _gradients(self))
         return self.scale if all(same) else None
 
     def take_scale(self) -> Tensor | None:
-        """The scale for the step that begins. Later steps have none."""
+        """Return the scale for the step that begins, and clear it."""
         scale, clipped = self.pending_scale(), self.scale is not None
         self.scale = None
         if clipped and scale is None:
@@ -51,7 +51,7 @@ class Scaling(torch.optim.Optimizer):
         return scale
 
     def scale_now(self, scale: Tensor | None) -> None:
-        """Multiply the gradients themselves, for an update that cannot."""
+        """Multiply the gradients themselves, for an update that cannot scale them."""
         if scale is not None:
             for _, gradient in _gradients(self):
                 local_tensor(gradient).mul_(scale)
@@ -69,7 +69,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tenso
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """What a step's closure returns, usually the loss; None without one. It may go backward, and clip."""
+    """The result of a step's closure, usually the loss; None without a closure. It may run backward, and clip."""
     with torch.enable_grad():
         return closure() if closure else None
 
@@ -117,9 +117,10 @@ def update(
 def gradient_norm(
     counted: Mapping[int, Sequence[DTensor]], tensor_group: dist.ProcessGroup | None, fused: bool
 ) -> Tensor:
-    """The norm of gradients over all of them and all ranks; 0-dim.
+    """The norm of all gradients of all ranks; 0-dim.
 
-    `counted` has the parameters by the number of tensor ranks that hold the same ones. `fused`: by our own kernel, for
+        `counted` has the parameters by the number of tensor ranks that hold the same part. `fused`: by our own kernel,
+        for
     fp32 on a GPU.
     """
     if not counted:
@@ -143,7 +144,7 @@ def _squares(parameters: Sequence[DTensor], fused: bool) -> Tensor:
 
 
 def _over_ranks(total: Tensor, gradient: DTensor) -> Tensor:
-    """The sum over the ranks among which gradients are sharded; replicas have the same ones."""
+    """The sum over the ranks that gradients are sharded over; replicas have the same gradients."""
     mesh = gradient.device_mesh
     if mesh.size() == 1:
         return total

@@ -16,14 +16,14 @@ Told = TypeVar("Told")
 
 
 def together(group: dist.ProcessGroup, work: Callable[[], Result]) -> Result:
-    """Do `work` on every rank. If it fails on one, raise on all: a user's mistake as that mistake."""
+    """Do `work` on every rank. If it fails on one, raise on all; a user's mistake keeps its class."""
     return together_with(group, work, lambda _: None)[0]
 
 
 def together_with(
     group: dist.ProcessGroup, work: Callable[[], Result], tell: Callable[[Result], Told]
 ) -> tuple[Result, list[Told]]:
-    """The same, and `tell(result)` of every rank in the order of the ranks; it must be picklable."""
+    """As `together`, and `tell(result)` of every rank in the order of the ranks; it must be picklable."""
     result: Any = None
     problem: Exception | None = None
     told: Any = None
@@ -35,7 +35,7 @@ def together_with(
     found = _gather(group, (_portable(problem), told))
     for rank, (other, _) in enumerate(found):
         if other is not None:
-            raise problem or _elsewhere(rank, other)
+            raise problem or _error_of_rank(rank, other)
     return result, [theirs for _, theirs in found]
 
 
@@ -56,9 +56,10 @@ def same_everywhere(group: dist.ProcessGroup, what: str, value: object) -> None:
 
 
 def same_batch(group: dist.ProcessGroup, batch: tuple[int, int], *signs: bool) -> list[bool]:
-    """Raise InputError unless all ranks have the same batch; return, for each sign, whether any rank gives it.
+    """Raise InputError unless all ranks have the same batch; return, for each sign, whether it is True on any rank.
 
-    `batch` is its fingerprint and the number of valid tokens that its loss is divided by. One small collective on the
+        `batch` is the batch's fingerprint and the number of valid tokens that its loss is divided by. One small
+        collective on the
     host, which waits for no device, so that it can run before every pass.
     """
     tensor = torch.tensor([*batch, *(-number for number in batch), *map(int, signs)])
@@ -71,8 +72,8 @@ def same_batch(group: dist.ProcessGroup, batch: tuple[int, int], *signs: bool) -
     return [bool(number) for number in numbers[4:]]
 
 
-def without(group: dist.ProcessGroup, has: bool) -> list[int]:
-    """The ranks that do not have something; the same answer on every rank."""
+def ranks_without(group: dist.ProcessGroup, has: bool) -> list[int]:
+    """The ranks whose `has` is False. Collective."""
     return [rank for rank, theirs in enumerate(_gather(group, has)) if not theirs]
 
 
@@ -94,7 +95,7 @@ def on_this_node(group: dist.ProcessGroup, amount: int) -> tuple[int, int]:
 def first_then_others(group: dist.ProcessGroup, what: object, work: Callable[[], None]) -> None:
     """Do `work` on one rank of each node for each `what` (compared by repr), and then on the others.
 
-    So that ranks which would all make the same file find it made. An error on one rank is raised on all.
+    Ranks that need the same file find it made by the first. An error on one rank is raised on all.
     """
     place = socket.gethostname(), repr(what)
     first = _gather(group, place).index(place) == dist.get_rank(group)
@@ -110,8 +111,8 @@ def _portable(problem: Exception | None) -> tuple[type[IthacaError], str] | None
     return RunError, f"{type(problem).__name__}: {problem}"
 
 
-def _elsewhere(rank: int, problem: tuple[type[IthacaError], str]) -> IthacaError:
-    """Another rank's error. A mistake in input that the first rank found is not about a rank: it often looks alone."""
+def _error_of_rank(rank: int, problem: tuple[type[IthacaError], str]) -> IthacaError:
+    """Another rank's error, with its number. Rank 0's input errors have none: often rank 0 checks input for all."""
     kind, text = problem
     return kind(text) if rank == 0 and not issubclass(kind, RunError) else kind(f"rank {rank}: {text}")
 

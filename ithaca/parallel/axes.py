@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Axes:
-    """How many ranks each axis has. The last axis has neighbours, which lie within a node where they can."""
+    """How many ranks each axis has. Ranks along the last axis have neighbouring numbers, so they often share a node."""
 
     replicate: int = 1  # copies of the parameters
     shard: int = 1  # data ranks that a copy is cut over
@@ -40,7 +40,7 @@ class Axes:
 
     @property
     def parameter(self) -> int:
-        """Ranks that FSDP2 cuts one copy of the parameters over, or of a tensor rank's parameters."""
+        """Ranks that FSDP2 shards one copy of the parameters over, or one copy of a tensor rank's parameters."""
         return self.shard * self.ring * self.ulysses
 
     def __str__(self) -> str:
@@ -50,5 +50,5 @@ class Axes:
 
 
 def runs_alone(axes: Axes, zero: int) -> bool:
-    """Whether weights do without FSDP2 (one_rank.py): no other rank has the same ones, and they stay gathered."""
+    """Whether weights need no FSDP2 (one_rank.py): no other rank has the same weights, and they stay gathered."""
     return axes.replicate * axes.parameter == 1 and zero < 3

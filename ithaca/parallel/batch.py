@@ -7,19 +7,19 @@ ranks. The last token of a document predicts nothing.
 The context ranks share a sequence as its layout says. Padding belongs to the last document and stands behind its last
 token: no other token sees it and it predicts nothing, so it changes no number.
 
-There are two ways to a `Batch`, and both give the same one:
+Two functions lead to a `Batch`, and both give the same:
 
     split_batch        Every rank holds the whole batch (`model.shard`). No communication.
     rank_batch         Every rank reads only its own rows. Nothing in it communicates, so a loader can call it in a
                        thread, ahead of the step. `join_batches` then exchanges a few counts between all ranks, and
                        moves the tensors to the device:
 
-        own = batch_rows(mesh, rows)                                    # rows of the batch that this rank must read
-        part = rank_batch(tokens, labels, documents, rows, mesh, vocab, lay)   # [len(own), S] each, on the CPU
-        batches = join_batches(mesh, lambda: [part])                    # collective, once for all passes of a step
+        own = batch_rows(mesh, rows)                      # rows of the batch that this rank must read
+        part = rank_batch(tokens, labels, documents, rows, mesh, vocab, make_layout)   # tensors [len(own), S]
+        batches = join_batches(mesh, lambda: [part])      # collective, once for all passes of a step
 
-`lay(tokens)` gives the layout of that many tokens. An error that `join_batches`' function raises on one rank is raised
-on all of them: let it wait for the loader's result there.
+`make_layout(tokens)` gives the layout of that many tokens. An error that `join_batches`' function raises on one rank is
+raised on all of them: let it wait for the loader's result there.
 """
 
 import operator
@@ -45,7 +45,7 @@ _FINGERPRINTS = 2**61  # fingerprints are below it, so that they and their negat
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank computes on. It holds n tokens."""
+    """One rank's part of a batch. It holds n tokens."""
 
     tokens: Tensor  # [n]
     labels: Tensor  # [n], what each token predicts, IGNORED where nothing
@@ -60,7 +60,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Counts:
-    """What every rank must know about rows that it may not hold. Counts of different rows add up."""
+    """Counts of rows, for ranks that may not hold these rows. Counts of different rows add up."""
 
     tokens: int
     valid: int  # labels that count
@@ -106,27 +106,29 @@ class RankBatch:
         )
 
 
-Lay = Callable[[int], Layout]
+MakeLayout = Callable[[int], Layout]
 
 
 @owned_by(BATCH)
-def split_batch(tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int, lay: Lay) -> Batch:
+def split_batch(
+    tokens: Tensor, labels: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int, make_layout: MakeLayout
+) -> Batch:
     """This rank's part of a batch that every rank holds whole."""
     tokens, labels, documents = _checked(tokens, labels, documents, vocab)
     check_rows(len(tokens), mesh)
     _check_unshifted(tokens, labels)
     own, shifted = batch_rows(mesh, len(tokens)), _shift(labels, documents)
     part = slice(own.start, own.stop)
-    mine = _part(tokens[part], shifted[part], documents[part], own.start, len(tokens), mesh, lay)
+    mine = _part(tokens[part], shifted[part], documents[part], own.start, len(tokens), mesh, make_layout)
     return mine.on(mesh.device, _counts(tokens, shifted, documents, 0))
 
 
 @owned_by(BATCH)
-def whole_batch(tokens: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int, lay: Lay) -> Batch:
+def whole_batch(tokens: Tensor, documents: Tensor | None, mesh: Mesh, vocab: int, make_layout: MakeLayout) -> Batch:
     """All of a batch on every data rank, without labels."""
     tokens = _check_tokens(tokens, vocab)
     labels = torch.full_like(tokens, IGNORED)
-    part = _part(tokens, labels, _check_documents(documents, tokens), 0, len(tokens), mesh, lay)
+    part = _part(tokens, labels, _check_documents(documents, tokens), 0, len(tokens), mesh, make_layout)
     return part.on(mesh.device, part.counts)
 
 
@@ -137,7 +139,7 @@ def batch_rows(mesh: Mesh, rows: int) -> range:
 
 @owned_by(BATCH)
 def rank_batch(
-    tokens: Tensor, labels: Tensor, documents: Tensor | None, rows: int, mesh: Mesh, vocab: int, lay: Lay
+    tokens: Tensor, labels: Tensor, documents: Tensor | None, rows: int, mesh: Mesh, vocab: int, make_layout: MakeLayout
 ) -> RankBatch:
     """This rank's part of a batch of `rows` rows, from the rows that `batch_rows` names. Communicates nothing."""
     check_rows(rows, mesh)
@@ -148,7 +150,7 @@ def rank_batch(
             f"data rank {mesh.data_rank} was given {len(tokens)} rows of a batch of {rows} rows over "
             f"{mesh.data_ranks} data ranks: it needs {len(own)}, rows {own.start} to {own.stop - 1}"
         )
-    return _part(tokens, _shift(labels, documents), documents, own.start, rows, mesh, lay)
+    return _part(tokens, _shift(labels, documents), documents, own.start, rows, mesh, make_layout)
 
 
 @owned_by(BATCH)
@@ -167,9 +169,11 @@ def join_batches(mesh: Mesh, build: Callable[[], Sequence[RankBatch]]) -> list[B
     return [part.on(mesh.device, total) for part, total in zip(parts, totals, strict=True)]
 
 
-def _part(tokens: Tensor, shifted: Tensor, documents: Tensor, first: int, rows: int, mesh: Mesh, lay: Lay) -> RankBatch:
-    """This rank's tokens of the rows given, which are those from `first` on of a batch of `rows` rows."""
-    bounds, layout = document_bounds(documents), lay(tokens.numel())
+def _part(
+    tokens: Tensor, shifted: Tensor, documents: Tensor, first: int, rows: int, mesh: Mesh, make_layout: MakeLayout
+) -> RankBatch:
+    """This rank's part of the given rows, which begin at row `first` of a batch of `rows` rows."""
+    bounds, layout = document_bounds(documents), make_layout(tokens.numel())
     bounds = (*bounds[:-1], layout.padded)
     places = layout.places(mesh.context_rank)
 
@@ -190,7 +194,7 @@ def _part(tokens: Tensor, shifted: Tensor, documents: Tensor, first: int, rows: 
 
 
 def _counts(tokens: Tensor, shifted: Tensor, documents: Tensor, first: int) -> Counts:
-    """Of rows that are the batch's from `first` on."""
+    """The counts of rows that begin at row `first` of the batch."""
     return Counts(
         tokens=tokens.numel(),
         valid=int((shifted != IGNORED).sum()),
@@ -200,7 +204,7 @@ def _counts(tokens: Tensor, shifted: Tensor, documents: Tensor, first: int) -> C
 
 
 def _fingerprint(first: int, *tensors: Tensor) -> int:
-    """A sum over the rows, so that ranks with different rows can add theirs; a row counts by its number."""
+    """The sum of each row's checksum times its number in the batch, so that ranks can add the sums of their rows."""
     arrays = [tensor.cpu().contiguous().numpy() for tensor in tensors]
     total = 0
     for number, rows in enumerate(zip(*arrays, strict=True), start=first + 1):
@@ -221,7 +225,7 @@ def check_rows(rows: int, mesh: Mesh) -> None:
 
 
 def _or_share(rows: int, mesh: Mesh) -> str:
-    """Another mesh that gives every rank work, if there is one."""
+    """Advice to use another mesh that gives every rank work, if there is one."""
     for size in range(2, mesh.shard + 1):
         if mesh.shard % size == 0 and mesh.data_ranks // size <= rows:
             if mesh.tensor > 1:
@@ -309,7 +313,7 @@ def _whole_numbers(what: str, numbers: Tensor) -> Tensor:
 
 
 def gather_tokens(local: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
-    """[tokens, …] of the whole sequence, of what each context rank has for its own. Collective."""
+    """[tokens, …] of the whole sequence, from the local tokens of all context ranks. Collective."""
     parts = [torch.empty_like(local) for _ in range(layout.ranks)]
     dist.all_gather(parts, local.contiguous(), group=group)
     whole = local.new_empty(layout.padded, *local.shape[1:])
@@ -321,7 +325,7 @@ def gather_tokens(local: Tensor, layout: Layout, group: dist.ProcessGroup) -> Te
 
 
 def count_valid(valid: object) -> int:
-    """A number of valid tokens; 0 for what is none."""
+    """`valid` as a positive int64 number of valid tokens; 0 if it is not one."""
     try:
         number = operator.index(valid)  # pyrefly: ignore
     except TypeError:
@@ -330,7 +334,7 @@ def count_valid(valid: object) -> int:
 
 
 def describe_no_mean(batch: Batch, valid: object) -> str:
-    """Why a batch has no mean loss over so many valid tokens."""
+    """Why a batch has no mean loss over this many valid tokens."""
     if isinstance(valid, int) and valid == batch.valid_tokens == 0:
         return (
             f"0 of the {batch.total_tokens} tokens of the batch have a label that counts, so it has no mean loss: "

@@ -28,7 +28,7 @@ Exchanged = Pending[tuple[Tensors, Tensors]]  # query-like and key-like tensors
 
 
 class Exchange(ABC):
-    """The way between tokens and heads.
+    """Moves tensors from a split by tokens to a split by heads, and back.
 
     Query-like tensors have the query heads of the split, key-like ones its key/value heads, in order.
     """

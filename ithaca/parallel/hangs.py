@@ -60,9 +60,9 @@ def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
             set_group_timeout(group, seconds)
 
 
-POLL_SECONDS = 1.0  # between two looks whether the roll is called
+POLL_SECONDS = 1.0  # between two checks whether the roll is called
 ANSWER_SECONDS = 5.0  # that ranks have to answer
-ASK_SECONDS = 0.2  # between two looks who has answered
+ASK_SECONDS = 0.2  # between two checks who has answered
 STORE_SECONDS = 5.0  # after which a store that does not respond counts as gone
 LATE_SECONDS = 5.0  # after the timeout, in which a collective's own error may come
 END_SECONDS = 10.0  # after the verdict, in which the main thread may end by itself
@@ -79,7 +79,7 @@ _HERE, _WAITING = "ithaca/roll/here/", "ithaca/roll/waiting/"  # + rank: it answ
 _TORCH = Path(torch.__file__).parent
 
 
-def lost_touch(error: BaseException) -> bool:
+def is_collective_error(error: BaseException) -> bool:
     """Whether this is the error of a collective that another rank may have caused."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
@@ -144,7 +144,7 @@ class Roll:
             self._thread.join(POLL_SECONDS)  # a thread that returns from the store while Python ends would crash it
 
     def explain(self, error: BaseException) -> LostRankError | None:
-        if len(self._ranks) == 1 or not lost_touch(error):
+        if len(self._ranks) == 1 or not is_collective_error(error):
             return None
         self._too_long = any(word in str(error) for word in _LATE)
         self._failed.set()
@@ -186,7 +186,7 @@ class Roll:
         return time.monotonic() > self._deadline
 
     def _end_if_stuck(self) -> None:
-        """End the process unless its main thread has an error of its own, or none is known and it goes on."""
+        """End the process unless its main thread fails or leaves the roll within `END_SECONDS`."""
         if self._failed.wait(END_SECONDS) or self._end_process is None:
             return
         self._end_process(self._verdict or self._lost_connection())

@@ -126,7 +126,7 @@ def _open_store(job: Job, seconds: float, until: float) -> dist.TCPStore:
 
 
 def _wait_for_host(job: Job, seconds: float, until: float) -> None:
-    """Wait until somebody listens where the store must be. torch's own waiting prints C++ tracebacks."""
+    """Wait until the store's address accepts connections. torch's own waiting prints C++ tracebacks."""
     while True:
         left = until - time.monotonic()
         try:

@@ -70,7 +70,7 @@ class Mesh:
 
     @property
     def head_rank(self) -> int:
-        """This rank among those that divide the heads."""
+        """This rank's number among the ranks that divide the heads."""
         return self.rank % self.axes.by_heads
 
     @property
@@ -150,13 +150,13 @@ def mesh(
     assert dist.group.WORLD is not None
     with answering(dist.group.WORLD):
         asked = {"replicate": replicate, "shard": shard, "ring": ring, "ulysses": ulysses, "tensor": tensor}
-        made = _lay(asked, place, seconds)
+        made = _make_mesh(asked, place, seconds)
     if joined:
         set_timeout([dist.group.WORLD], TORCH_SECONDS)
     return made
 
 
-def _lay(asked: dict[str, int | None], place: torch.device, seconds: float) -> Mesh:
+def _make_mesh(asked: dict[str, int | None], place: torch.device, seconds: float) -> Mesh:
     axes = _fitted(asked, dist.get_world_size())
     assert dist.group.WORLD is not None
     if "cpu" not in dist.get_backend_config():
@@ -250,7 +250,7 @@ def alone(device: str | None = None) -> Mesh:
 
 
 def host_mesh(parameters: DeviceMesh) -> DeviceMesh:
-    """The same ranks for tensors in host memory. Not collective: it uses the groups that exist."""
+    """A mesh of the same ranks for tensors in host memory. Not collective: it uses the groups that exist."""
     groups = parameters.get_all_groups()
     return DeviceMesh.from_group(groups, "cpu", parameters.mesh, mesh_dim_names=parameters.mesh_dim_names)
 
@@ -333,7 +333,7 @@ def _device(name: str | None, share: bool = False) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
-    share = share or os.environ.get(SHARES) == "1"  # as this process said before, or its user
+    share = share or os.environ.get(SHARES) == "1"  # set by this process before, or by its user
     if local >= count and not share:
         raise PlanError(
             f"this is rank {local} of its node, but the node has {count} GPUs: start {count} ranks, or let ranks share "
@@ -367,7 +367,7 @@ def _start_alone(device: torch.device) -> None:
 
 
 def _leave() -> None:
-    """A job that was joined here is left here; NCCL complains of one that is not.
+    """Leave the job when Python ends; NCCL warns of a job that is not left.
 
     After an error that nobody caught, other ranks may still be in a message, and NCCL would wait for them for ever.
     """

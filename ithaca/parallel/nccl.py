@@ -19,8 +19,8 @@ SHARING = {
 def nccl_version() -> tuple[int, ...]:
     """The version of the NCCL library that is loaded, which may be a preloaded one.
 
-    `torch.cuda.nccl.version()` is that of the headers that torch was built with. It counts if NCCL is part of torch's
-    own library.
+    `torch.cuda.nccl.version()` is the version of the headers that torch was built with. It is right if NCCL is part of
+    torch's own library.
     """
     try:
         library = ctypes.CDLL("libnccl.so.2")  # the one in memory, if there is one of this name

@@ -11,7 +11,7 @@ compute with leaves of the autograd graph: the copies, or the weights' own memor
 of a leaf, in at least fp32, it becomes the parameter's `grad`, or is added to it. It is not copied.
 
 Copies are made anew in every step and never written to again. A pass whose backward is still to come keeps its own.
-After its backward it keeps none, even if the caller keeps its loss (`_Apart`).
+After its backward it keeps none, even if the caller keeps its loss (`_OwnGraph`).
 """
 
 from functools import partial
@@ -28,19 +28,19 @@ from ithaca.model.decoder import Decoder, Unit, with_grad_dtype
 from ithaca.parallel.mesh import Mesh
 
 
-def hold_alone(decoder: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Make the parameters DTensors, and have each call of the decoder find copies of this dtype. No values yet."""
+def prepare_one_rank(decoder: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Make the parameters DTensors, and make copies of this dtype for each call of the decoder. No values yet."""
     assert mesh.parameters.size() == 1
     for module in decoder.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             shard = DTensor.from_local(parameter.detach(), mesh.parameters, [Shard(0)], run_check=False)
             module.register_parameter(name, nn.Parameter(shard))
     decoder.register_forward_pre_hook(lambda *_: _make_copies(decoder, dtype))
-    decoder.register_forward_hook(lambda *call: _apart(call[-1]))
+    decoder.register_forward_hook(lambda *call: _with_own_graph(call[-1]))
 
 
 def drop_copies(decoder: Decoder) -> None:
-    """Have the next call of the decoder make new copies: the weights may have changed."""
+    """Drop the copies, so that the next call of the decoder makes new ones: the weights may have changed."""
     for unit in _units(decoder):
         unit.copies = None
 
@@ -54,7 +54,7 @@ def _make_copies(decoder: Decoder, dtype: torch.dtype) -> None:
     if decoder.embedding.copies is None:
         for parameter, leaf in make_leaves(decoder, dtype):
             if parameter.requires_grad:
-                leaf.register_post_accumulate_grad_hook(partial(_hand_over, parameter))
+                leaf.register_post_accumulate_grad_hook(partial(_move_gradient, parameter))
 
 
 @owned_by(GATHERED)
@@ -75,8 +75,8 @@ def make_leaves(decoder: Decoder, dtype: torch.dtype) -> list[tuple[nn.Parameter
     return leaves
 
 
-def _hand_over(parameter: nn.Parameter, leaf: Tensor) -> None:
-    """Make the gradient of a leaf that of its parameter, or add it to that."""
+def _move_gradient(parameter: nn.Parameter, leaf: Tensor) -> None:
+    """Move the gradient of a leaf to its parameter, which may have a gradient already."""
     assert leaf.grad is not None
     with owned_by(GRADIENTS):
         gradient, leaf.grad = leaf.grad.detach(), None
@@ -84,7 +84,7 @@ def _hand_over(parameter: nn.Parameter, leaf: Tensor) -> None:
 
 
 def give_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Make a local gradient that of its parameter, or add it to that."""
+    """Set the gradient of a parameter from a local gradient, or add to it."""
     if parameter.grad is None:
         parameter.grad = sharded_like(parameter, gradient)
     else:
@@ -92,15 +92,15 @@ def give_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     run_gradient_hooks(parameter)  # as FSDP2 does
 
 
-def _apart(output: Any) -> Tensor:
-    """The same number at the end of a graph of its own."""
+def _with_own_graph(output: Any) -> Tensor:
+    """The same number, at the end of an autograd graph of its own (`_OwnGraph`)."""
     if not output.requires_grad:
         return output
-    return _Apart.apply(torch.zeros((), device=output.device, requires_grad=True), [output])
+    return _OwnGraph.apply(torch.zeros((), device=output.device, requires_grad=True), [output])
 
 
-class _Apart(torch.autograd.Function):
-    """Backward goes through the graph behind the output once, and lets go of it.
+class _OwnGraph(torch.autograd.Function):
+    """Runs backward through the output's graph once, and frees that graph.
 
     Autograd's nodes hold the leaves for as long as a loss lives that was computed from them: until the next pass has
     gone forward in most training loops, or longer. Each would hold copies of all weights.

@@ -133,7 +133,7 @@ class KVGradientSums(Protocol):
         ...
 
     def end(self) -> None:
-        """Say that this block is done."""
+        """End the block that `begin` began."""
         ...
 
     def wait(self) -> Tensor:

@@ -35,14 +35,14 @@ from ithaca.model.source import Weights
 from ithaca.parallel.axes import runs_alone
 from ithaca.parallel.layout import row_range
 from ithaca.parallel.mesh import Mesh
-from ithaca.parallel.one_rank import drop_copies, hold_alone
+from ithaca.parallel.one_rank import drop_copies, prepare_one_rank
 from ithaca.parallel.tensor_parts import TensorPart
 
 
-def cut(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
+def shard_parameters(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
     """Shard the parameters over the mesh. They have no values yet."""
     if runs_alone(mesh.axes, zero):
-        hold_alone(decoder, mesh, dtype)
+        prepare_one_rank(decoder, mesh, dtype)
         return
     # Units are called with a function and with tensors that already have the right dtype
     policy = MixedPrecisionPolicy(dtype, at_least_fp32(dtype), cast_forward_inputs=False)
@@ -117,7 +117,7 @@ def _from_parts(name: str, shape: tuple[int, ...], mine: Tensor, mesh: Mesh, par
 
 
 def prepare_pass(decoder: Decoder, zero: int, first: bool, last: bool) -> None:
-    """Tell FSDP2, before a forward pass, what to keep after it; `first` and `last` are said of the passes of a step."""
+    """Tell FSDP2 what to keep after a forward pass. `first` and `last`: whether it is a step's first or last pass."""
     # FSDP2 would give no gradient any more, and no error
     if isinstance(decoder, FSDPModule) and fsdp_backward_unfinished(decoder):
         raise RunError(
@@ -135,11 +135,11 @@ Readable = Callable[[], AbstractContextManager[dict[str, Tensor]]]  # gathers th
 
 
 def readable(unit: nn.Module) -> Readable:
-    """The weights of a unit, to be read at any time until this pass has gone backward."""
+    """A function that gathers the weights of a unit. It can be called until this pass has gone backward."""
     if isinstance(unit, FSDPModule):
         return lambda: opened(unit)
-    # One rank's: what the pass computes with, even if other copies are made before its backward. A tied table's: it
-    # belongs to the decoder, and is gathered whenever a block runs
+    # On one rank: the copies of this pass, even if others are made before its backward. A tied table belongs to the
+    # decoder, and is gathered whenever a block runs
     assert isinstance(unit, Unit)
     kept = unit.weights()
     return lambda: nullcontext({name: weight.detach() for name, weight in kept.items()})
@@ -170,16 +170,17 @@ def free_gathered(decoder: Decoder) -> None:
 
 
 def discard_unreduced(decoder: Decoder) -> None:
-    """Forget the gradients that ZeRO-1 holds back for the last pass of a step."""
+    """Drop the gradients that ZeRO-1 keeps unreduced until the last pass of a step."""
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             discard_fsdp_gradients(module)
 
 
 def settle(decoder: Decoder) -> None:
-    """Wait until the gradients sent so far are reduced, and return to the GPU what they and gathered weights took.
+    """Wait until all gradients so far are reduced, and free the GPU memory that they and gathered weights took.
 
-    FSDP2 keeps a gradient that it reduces until the next unit's comes. Memory that its streams have freed stays theirs.
+    FSDP2 keeps a reduced gradient until the next unit's comes, and the allocator keeps memory that FSDP2's streams
+    freed.
     """
     on_gpu = next(decoder.parameters()).is_cuda
     if isinstance(decoder, FSDPModule):
@@ -209,7 +210,7 @@ class _Total(torch.autograd.Function):
 
 
 def total(value: Tensor, mesh: Mesh) -> Tensor:
-    """The sum of a local scalar over all ranks; its gradient makes up for FSDP2's averaging."""
+    """The sum of a local scalar over all ranks. Its gradient is multiplied, because FSDP2 averages gradients."""
     return _Total.apply(value, mesh)
 
 

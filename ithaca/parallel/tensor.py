@@ -3,10 +3,10 @@
 Between the layers of a block each rank has its own tokens with all features (Megatron's sequence parallelism):
 
     gather    [n, E] of each rank   ->  [t · n, E], one rank's tokens behind the other's
-    reduce    the way back: the sum over all ranks for this rank's tokens
+    reduce    the inverse, a reduce-scatter: the sum over all ranks for this rank's tokens
 
 Each sends (t − 1) · n · E numbers of a rank, in the dtype of the computation. Weights that several ranks hold, such as
-norms, have seen only a part of the tokens or heads on each of them: `share_gradients` sums their gradients.
+norms, get gradients of only some tokens or heads on each of these ranks: `share_gradients` sums them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from ithaca.parallel.tensor_parts import TensorPart
 
 
 class TensorSpread:
-    """The way between this rank's tokens and those of all tensor ranks (model/linear.py:Spread)."""
+    """The collectives between this rank's tokens and those of all tensor ranks (model/linear.py:Spread)."""
 
     def __init__(self, group: Group | None):
         self._group = group
@@ -48,7 +48,8 @@ class TensorSpread:
     def share_gradients(self, part: TensorPart, w: Mapping[str, Tensor]) -> None:
         """Have backward passes sum the gradients of weights that several ranks hold, in the order of the ranks.
 
-        Every rank gets the same sum, bit by bit, so the copies of a weight stay equal. Leaves keep their hook.
+        Every rank gets the same sum, bit by bit, so the copies of a weight stay equal. A weight keeps its hook, and
+        gets it once.
         """
         for name, weight in w.items():
             holders = part.sharers(name)

@@ -87,7 +87,7 @@ class TensorPart:
         return [rank for rank in range(self.ranks) if replace(self, rank=rank).place(name) == mine]
 
     def sharers(self, name: str) -> list[int]:
-        """The same, for a weight whose parts are each held by one rank or more; none if every part has one holder.
+        """`holders` of a weight if any of its parts has several holders; else an empty list.
 
         Of 8 query and 2 key/value heads on 3 ranks, ranks 0 and 1 share a part, and rank 2 takes part alone.
         """

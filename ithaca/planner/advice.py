@@ -15,11 +15,11 @@ from ithaca.schedule.step_memory import step_memory
 NAMED = 3  # owners in the sentence
 OFFERED = 2  # options in the sentence
 LEAST = 1024  # tokens: smaller chunks and tiles are not offered
-SAVES_MOST = "sweep"  # the recipe that is offered to the others
+SAVES_MOST = "sweep"  # the recipe that is offered in place of others
 
 
 def out_of_memory(job: Job, first: str, allocated: int, reserved: int, total: int) -> str:
-    """The sentence. `first`: what torch or the driver says first; bytes as torch counts them, `total`: of the GPU."""
+    """The sentence. `first`: the first line of torch's or the driver's error; `total`: bytes of the GPU."""
     parts = step_memory(job).parts
     largest = sorted((item for item in parts.items() if item[0] != ALLOCATOR), key=lambda item: -item[1])[:NAMED]
     held = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in largest)

@@ -1,4 +1,4 @@
-"""What an answer of the planner rests on: the attention kernel, and the numbers that were not measured on this GPU."""
+"""The assumptions of a planner's answer: the attention kernel, and numbers that were not measured on this GPU."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from ithaca.tape.budget import KEPT_BACK
 
 
 def kernel_text(spec: Spec, cluster: Cluster, answer: Answer, documents: Documents | None) -> str:
-    """The kernel that was assumed, and what a faster one that is not installed would give."""
+    """The assumed kernel, and the time of a step with a faster kernel that is not installed."""
     best = gpu_kernels(spec.head_size, cluster.gpu.capability)[0]
     if best.name == answer.kernel or best.extra is None:  # nothing to install
         return answer.kernel

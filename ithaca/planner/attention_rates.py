@@ -24,7 +24,7 @@ BY_LENGTH = {
     "cudnn+flash": _CUDNN,
     "cudnn": {**_CUDNN, 512 * K: (522 / 589, 1.0)},
 }
-LIKE = {"cudnn": "cudnn+flash"}  # kernels with the rates of another; those without rates are taken for `flash`
+LIKE = {"cudnn": "cudnn+flash"}  # kernels with the rates of another; kernels without any have those of `flash`
 OTHERS = "flash"
 
 
@@ -55,7 +55,7 @@ def kernel_rates(gpu: Gpu, kernel: str) -> AttentionRates:
 
 
 def ragged_share(lengths: tuple[int, ...]) -> float:
-    """The share of attention's FLOPs that `cudnn+flash` leaves to flash: what is no multiple of a bucket."""
+    """The share of attention's FLOPs that `cudnn+flash` leaves to flash: remainders of lengths after whole buckets."""
     found = counted(lengths)
     if len(found) == 1:
         return 0.0

@@ -69,7 +69,7 @@ def describe(found: Balance, chunk: int) -> str:
     )
 
 
-@lru_cache(maxsize=256)  # the search asks for the same ones many times
+@lru_cache(maxsize=256)  # the search asks for the same values many times
 def least_chunks(spec: Spec, axes: Axes, gpu: Gpu, machine: Machine, kernel: str) -> Mapping[str, int]:
     """For each place off the device where K and V can live, the balance chunk."""
     return {

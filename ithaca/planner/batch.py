@@ -27,7 +27,7 @@ from ithaca.schedule.variants import Effort
 EXAMPLES = "write 32 (sequences), 4M-tokens, or max"
 MOST = 2**20  # sequences in a step
 AT_ONCE = 2**10  # sequences of a group of GPUs in a pass: more would hardly be faster
-DOCUMENTS = 2**16  # the same of documents
+DOCUMENTS = 2**16  # documents of a group of GPUs in a pass
 TRIED = 8  # numbers of sequences in a pass
 
 
@@ -43,7 +43,7 @@ class Batch:
 
     @property
     def over_one(self) -> float | None:
-        """The rate, over that of one sequence in a step."""
+        """The rate, divided by the rate with one sequence in a step."""
         return self.answer.rate / self.one.rate if self.one else None
 
     def lines(self) -> list[str]:
@@ -80,7 +80,7 @@ class Batch:
         return f"{count}, {most}{answer.rows} for each of {groups}"
 
     def as_object(self) -> dict[str, Any]:
-        """The same for `--json`, beside what every answer has."""
+        """The entries of `--json` that only a batch has."""
         return {
             "rate_over_one": self.over_one,
             "most_at_once": self.most,
@@ -89,7 +89,7 @@ class Batch:
 
 
 def read_batch(text: str, tokens: int) -> int | None:
-    """The sequences in a step that `--batch` names, of so many tokens each; None: as many as fit."""
+    """The sequences in a step that `--batch` names, of this many tokens each; None: as many as fit."""
     given = text.strip()
     if given.lower() == "max":
         return None
@@ -133,7 +133,7 @@ def plan_batch(
     recipe: str | None = None,
     documents: Documents | None = None,
 ) -> Batch | None:
-    """The fastest way to a step of so many sequences (None: the most that fit at once); None if none fits."""
+    """The fastest way to a step of this many sequences (None: the most that fit at once); None if none fits."""
 
     def planned(count: int, passes: int = 1) -> Answer | None:
         several = replace(cluster, passes=passes)
@@ -156,7 +156,7 @@ def plan_batch(
 
 
 def _in_passes(planned: Callable[[int, int], Answer | None], sequences: int, most: int) -> Answer | None:
-    """The fastest number of sequences in a pass; where it hardly matters, the largest. `most`: of a pass."""
+    """The answer with the most sequences in a pass that is hardly slower than the fastest. `most`: of these."""
     numbers = [count for count in range(min(most, sequences), 0, -1) if sequences % count == 0][:TRIED]
     found = [answer for count in numbers if (answer := planned(count, sequences // count))]
     fastest = max((answer.worth for answer in found), default=0.0)
@@ -166,7 +166,7 @@ def _in_passes(planned: Callable[[int, int], Answer | None], sequences: int, mos
 def most_sequences(
     spec: Spec, cluster: Cluster, tokens: int, recipe: str | None = None, documents: Documents | None = None
 ) -> int:
-    """The most sequences that fit at once, over all GPUs: without recomputing attention, if one fits so.
+    """The most sequences that fit at once, over all GPUs: without recomputing attention, if at least one then fits.
 
     A group of GPUs has at most `AT_ONCE`, and fewer if they have many documents.
     """
@@ -195,7 +195,7 @@ def _at_once(tokens: int, documents: Documents | None) -> int:
 
 
 def _most(fit: Callable[[int], bool], known: int, limit: int) -> int:
-    """The most that fit, up to a limit; `known` if not even one more does."""
+    """The largest number that fits, up to a limit; `known` if the next does not."""
     low, high = known, known + 1
     while high <= limit and fit(high):
         low, high = high, 2 * high

@@ -116,9 +116,9 @@ def _check_together(tokens: str, lean: bool, batch: str | None, output: Output) 
 
 
 def _warn_beyond(question: Question, answer: Answer, trains: bool) -> None:
-    """Warn if a folder's model is not made for documents of so many tokens. A preset has no trained weights.
+    """Warn if a folder's model is not made for documents of this many tokens. A preset has no trained weights.
 
-    `trains`: a command that trains so follows, if there are data for it.
+    `trains`: the output ends with a command that trains, if there are data for it.
     """
     if question.model in PRESETS:
         return
@@ -219,7 +219,7 @@ def read_cluster(
 
 
 def _node_bytes(gpus: int, gpu: Gpu, host: str | None, disk: str) -> dict[str, float]:
-    """Memory and disk of each node; if no memory is given, the usual memory for so many GPUs."""
+    """Memory and disk of each node; if no memory is given, the usual memory for this many GPUs."""
     sizes = {
         "host": gpu.ram * gpus if host is None else read_memory("--host", host),
         "disk": 0.0 if disk == "0" else read_memory("--disk", disk),

@@ -20,7 +20,7 @@ from ithaca.data.best_fit import count_rows, packing_of, pieces_of, plan_epoch, 
 from ithaca.data.mixture import Data, Mixture
 from ithaca.data.reader import TokenFile, open_tokens
 
-WINDOWS = 64  # of a token file that are looked at
+WINDOWS = 64  # sequences of a token file that are looked at
 SAMPLE = 2**16  # documents that are packed, of a file with more
 MOST = 2**20  # documents in a sequence
 EXAMPLE = "write 64x4K, 192K+64x1K or the name of a token file"
@@ -40,14 +40,14 @@ class Documents:
     _found: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def lengths(self, tokens: int) -> tuple[int, ...]:
-        """The lengths of the documents in a sequence of so many tokens."""
+        """The lengths of the documents in a sequence of this many tokens."""
         if tokens not in self._found:
             window = self._average(tokens) if self.packed else self._window(0, tokens)
             self._found[tokens] = tuple(window.tolist())
         return self._found[tokens]
 
     def longest(self, tokens: int) -> int:
-        """The most tokens that a document has in sequences of so many tokens."""
+        """The most tokens that a document has in sequences of this many tokens."""
         if self.mixed:
             return max(part.longest(tokens) for _, part in self.mixed)
         return tokens if self.packing == "joined" else min(tokens, int(np.diff(self.bounds).max()))
@@ -99,7 +99,7 @@ class Documents:
         return [(1 / len(seen), np.array(lengths)) for lengths in rows_seen]
 
     def _window(self, start: int, tokens: int) -> np.ndarray:
-        """The lengths between two offsets. Behind the last document the first follows."""
+        """The lengths of documents in `tokens` tokens from `start` on. The first document follows the last."""
         size, stop = int(self.bounds[-1]), start + tokens
         first, last = start // size, (stop - 1) // size
         count = (last - first + 1) * len(self.bounds)

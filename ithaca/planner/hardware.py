@@ -153,7 +153,7 @@ def nearest(name: str, memory: int, known: Mapping[str, Gpu]) -> Gpu:
 
 
 def find_gpu(name: str, memory: int, known: Mapping[str, Gpu]) -> Gpu | None:
-    """The same as `nearest`; None if no table describes the GPU."""
+    """The GPU that `nearest` finds; None if no table describes it."""
     try:
         return nearest(name, memory, known)
     except PlanError:
@@ -317,7 +317,7 @@ class Cluster:
     node_gpus: int = 8  # GPUs on each node; a job on part of one node has fewer
     copies: int = 1  # copies of the parameters in the job, each on this many GPUs
     passes: int = 1  # of a step, one after the other (micro-batches)
-    kernels: tuple[str, ...] | None = None  # that attention can run with, the first by 'auto'; None: by their facts
+    kernels: tuple[str, ...] | None = None  # that attention can run with, the preferred first; None: as their facts say
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MOST_GPUS:
@@ -352,12 +352,12 @@ class Cluster:
         return Budget(self.capacity, host, int(self.disk / self.machine.gpus), self.passes)
 
     def limited(self, capacity: int) -> "Cluster":
-        """The same with GPUs of which a Plan may use so many bytes."""
+        """This cluster with GPUs of which a Plan may use `capacity` bytes."""
         memory = (capacity + RUNTIME + 1) / (1 - MARGIN)
         return replace(self, gpu=replace(self.gpu, memory=memory))
 
     def resized(self, count: int) -> "Cluster":
-        """The same with more or fewer GPUs. Every node has as much memory as now; part of a node has its share."""
+        """This cluster with `count` GPUs. Every node has as much memory as now; part of a node has its share."""
         share = min(count, self.node_gpus) / self.machine.gpus
         return replace(self, count=count, host=self.host * share, disk=self.disk * share)
 

@@ -17,7 +17,7 @@ from ithaca.planner.search import LEAST_MEMORY, Answer, fits, search, widest_mes
 from ithaca.schedule.variants import Effort
 
 ACCURACY = 2**26  # bytes, of the least memory
-ROOM = 1.1  # times the least memory: what a faster Plan may take
+ROOM = 1.1  # a faster Plan may take this many times the least memory
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Lean:
     least: int
 
     def lines(self) -> list[str]:
-        """What the lean Plan saves and costs."""
+        """Lines that compare memory and time with those of the fastest Plan, and name the least memory."""
         mine, other = (format_bytes(answer.memory.total) for answer in (self.answer, self.fastest))
         least, more = format_bytes(self.least), f"{100 * (ROOM - 1):.0f} %"
         now, then = (answer.seconds.step / answer.batch for answer in (self.answer, self.fastest))
@@ -40,7 +40,7 @@ class Lean:
         ]
 
     def as_object(self) -> dict[str, Any]:
-        """The same for `--json`."""
+        """The entries of `--json` about the fastest Plan."""
         fastest = self.fastest
         return {
             "least_memory_total": self.least,
@@ -53,7 +53,7 @@ class Lean:
 def leanest(
     spec: Spec, cluster: Cluster, tokens: int, recipe: str | None = None, documents: Documents | None = None
 ) -> Lean | None:
-    """Both Plans for this length; None if nothing fits."""
+    """The Plan with the least GPU memory and the fastest, for this length; None if nothing fits."""
     fastest = search(spec, cluster, tokens, recipe, documents=documents)
     if fastest is None:
         return None
@@ -65,7 +65,7 @@ def leanest(
 
 
 def _least_memory(spec: Spec, cluster: Cluster, tokens: int, recipe: str, enough: int) -> int:
-    """Bytes of a GPU with which a Plan fits, and hardly any with less; `enough`: of a Plan that fits."""
+    """The fewest bytes of a GPU with which a Plan fits, to `ACCURACY`; `enough`: bytes with which one fits."""
     meshes = widest_meshes(spec, cluster, recipe, tokens)
 
     def fit(size: int, effort: Effort) -> bool:

@@ -77,7 +77,7 @@ def mesh_lines(question: Question, compared: Compared, impossible: Sequence[str]
 
 
 def _mesh_row(choice: Choice, fits: bool, by_heads: str) -> dict[str, str]:
-    """`by_heads`: the axis whose ranks divide the heads."""
+    """The row of a mesh in the table; `by_heads`: the axis whose ranks divide the heads."""
     axes, seconds = choice.axes, choice.seconds
     return {
         f"{by_heads} × ring": f"{axes.by_heads} × {axes.ring}",
@@ -110,7 +110,7 @@ def _heads(split: HeadSplit) -> str:
 
 
 def mesh_object(question: Question, compared: Compared, impossible: Sequence[str]) -> dict[str, Any]:
-    """The same as the object of `--json`."""
+    """The table as the object of `--json`."""
     machine, gpu = question.cluster.machine, question.cluster.gpu
     return {
         "model": question.model,

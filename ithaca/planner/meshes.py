@@ -89,12 +89,12 @@ def ranked_meshes(spec: Spec, cluster: Cluster, recipe: str, tokens: int, sharin
     return _ranked(spec, recipe, cluster.gpu, cluster.machine, length, sharing)
 
 
-@lru_cache(maxsize=1024)  # the search asks for the same ones many times
+@lru_cache(maxsize=1024)  # the search asks for the same values many times
 def _ranked(spec: Spec, recipe: str, gpu: Gpu, machine: Machine, tokens: int, sharing: int) -> Shapes:
     try:
         choices = choose(spec, Plan(recipe=recipe), gpu, machine, tokens, sharing)
     except PlanError:
-        return ()  # the recipe cannot share a sequence among so many
+        return ()  # the recipe cannot share a sequence among this many GPUs
     return tuple((choice.axes.by_heads, choice.axes.ring) for choice in choices)
 
 

@@ -26,7 +26,7 @@ OWN_DATA = "make a token file (ithaca data) and name it as --documents"
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What was planned or rehearsed, as far as a command to train it needs."""
+    """A planned or rehearsed job, as far as the command that trains it needs."""
 
     model: str  # as the user names it
     spec: Spec

@@ -75,7 +75,7 @@ def _larger(cluster: Cluster) -> list[int]:
 
 
 def _first(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The first number that fits, if with each that fits all behind it do: not all are tried."""
+    """The first number that fits, found by bisection: after a number that fits, all fit."""
     below, step = -1, 1
     while (above := below + step) < len(counts) and not fits(counts[above]):
         below, step = above, step if above < ONE_BY_ONE else 2 * step

@@ -57,12 +57,12 @@ OWNERS = {
 Beside = Lean | Batch
 
 SHOWN = 1000  # an owner with less than this part of the total is left out
-HIDDEN = 0.005  # of a step: what computing waits for less than this is called hidden
+HIDDEN = 0.005  # share of a step: if computing waits for less than this, the rest is called hidden
 
 
 @dataclass(frozen=True)
 class Question:
-    """What the planner was asked."""
+    """A question to the planner."""
 
     model: str  # as the user names it
     spec: Spec
@@ -183,7 +183,7 @@ def saved_lines(spec: Spec, answer: Answer) -> list[str]:
 
 
 def _again_lines(question: Question, answer: Answer, most: int, beside: Beside | None) -> list[str]:
-    """That attention runs again because this is faster, where saving its outputs fits as well."""
+    """A line if attention is recomputed only because that is faster: saving its outputs would also fit."""
     fits_once = answer.tokens <= most and beside is None and not question.running  # a run may have set its mesh
     if not (fits_once and _recomputes(question, answer)):
         return []
@@ -247,7 +247,7 @@ def _time_lines(question: Question, answer: Answer) -> list[str]:
 
 
 def _slow_disk_lines(question: Question, answer: Answer) -> list[str]:
-    """That the disk sets the pace, if it does."""
+    """A line if the step waits for the disk."""
     cluster, job = question.cluster, answer.job(question.spec, question.documents)
     slow = slow_disk(job, cluster.gpu, cluster.machine, passes=answer.passes)
     return [f"  {slow_disk_line(slow, cluster.gpu)}"] if slow else []

@@ -30,7 +30,7 @@ HARDLY = 1.002  # rates of one recipe within this factor count as equal
 DISK_COUNTS = 0.1  # a second that a disk is busy while the GPU computes: it may be slower than assumed, and it wears
 LONGEST = 2**32  # the most tokens that can be planned for
 STEP = 2**16  # tokens: the longest context is found in whole steps
-ACCURACY = 256  # the longest context is right to one part in so many
+ACCURACY = 256  # the longest context is right to one part in this many
 MORE = (1.1, 2.0)  # `binding` tries this many times the memory
 LEAST_MEMORY = "sweep"  # the recipe with which the longest contexts fit
 LEAST_STATES = "tensor"  # the one that fits on the fewest GPUs: no rank gathers a whole block
@@ -127,7 +127,7 @@ def fitting(
     timed = _Timed(spec, cluster, tokens, rows, axes, documents)
     best, once, replaying = float("inf"), False, _replaying(spec, cluster)
     if effort is Effort.FEW and not fits(spec, cluster, rows * tokens, recipe, mesh, Effort.LEAST):
-        return  # as most questions about too few GPUs end: sooner than by trying every variant
+        return  # sooner than by trying every variant: most questions about too few GPUs end here
     for variant in _variants(spec, cluster, rows * tokens, recipe, copied, effort):
         if best < float("inf") and timed.bound(variant) * HARDLY >= best:
             continue
@@ -201,12 +201,12 @@ class _Timed:
         return self._found[plan]
 
     def cost(self, plan: Plan) -> tuple[float, float]:
-        """What a Plan is compared by, the seconds of a step; and those if copies took no time."""
+        """The cost that Plans are compared by, in seconds of a step; and the seconds if copies took no time."""
         seconds = self(plan)
         return _cost(seconds), seconds.step - seconds.waits
 
     def bound(self, plan: Plan) -> float:
-        """Seconds that no placement of a variant's tensors goes below: nothing is computed again, nothing copied."""
+        """A lower bound of a variant's seconds under any placement of tensors: nothing is recomputed or copied."""
         if plan.entry.tries:
             return 0.0
         here: dict[str, Any] = dict.fromkeys((*PLACED, "optimizer"), "device")
@@ -282,7 +282,7 @@ def _best_on(
 
 
 def _fastest(answers: Iterable[Answer]) -> Answer | None:
-    """The first of those that hardly differ from the fastest: with the larger chunk, and more on the device."""
+    """The first answer hardly slower than the fastest: earlier answers have larger chunks, and more on the device."""
     found = [*answers]
     least = min((_cost(answer.seconds) for answer in found), default=0.0)
     return next((answer for answer in found if _cost(answer.seconds) <= HARDLY * least), None)

@@ -41,7 +41,7 @@ from ithaca.plans.plan import Plan
 from ithaca.schedule.costs import Copies, Message, Peers, Work, forward_flops, loss_flops, traffic
 from ithaca.schedule.job import BF16, FP32, Job
 
-SHARDED = 10  # FSDP2's hooks in a layer take the host as long as so many operations, beside those that they launch
+SHARDED = 10  # FSDP2's hooks in a layer take the host as long as this many operations, beside those that they launch
 GRAPHED = 100  # the host for a step of a CUDA graph: the batch, two replays, gradients, clipping, the optimizer
 # GPU seconds of an operation that has nothing to do: 13,825 operations keep it busy for 0.33 s, 5,891 for 0.297 s
 LEAST = (0.33 - 0.297) / (13825 - 5891)
@@ -54,7 +54,7 @@ BETWEEN = 1.06  # the time of a block's products with everything between them, o
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """One pass over all layers, forward or backward: what it takes without copies, and its copies beside."""
+    """One pass over all layers, forward or backward: its time without copies, and the time of its copies."""
 
     computing: float
     host: float  # over the link to the host
@@ -94,16 +94,16 @@ class Seconds:
 
     @property
     def disk(self) -> float:
-        """Of `copies`: over the disk."""
+        """The part of `copies` that goes over the disk."""
         return sum(each.disk for each in self.passes)
 
     @property
     def waits(self) -> float:
-        """Of `copies`: what the step waits for."""
+        """The part of `copies` that the step waits for."""
         return sum(each.waits for each in self.passes)
 
     def repeated(self, times: int) -> "Seconds":
-        """The seconds of a step that does all this so many times and updates once (micro-batches)."""
+        """The seconds of a step with `times` such passes and one update (micro-batches)."""
         parts = {name: times * value for name, value in vars(self).items() if name not in ("optimizer", "passes")}
         parts["step"] -= (times - 1) * self.optimizer
         forward, backward = (PassSeconds(*(times * value for value in vars(each).values())) for each in self.passes)
@@ -111,7 +111,7 @@ class Seconds:
 
 
 def predict_seconds(job: Job, gpu: Gpu, machine: Machine, disks: int = 1) -> Seconds:
-    """The time of a step of a job on some GPUs, with tapes striped over so many disks of each node."""
+    """The time of a step of a job on some GPUs, with tapes striped over this many disks of each node."""
     work = job.costs.work(job)
     forward, backward = attention_seconds(job, work, gpu)
     merging = work.merged / gpu.bandwidth
@@ -226,8 +226,8 @@ def busiest(job: Job, machine: Machine) -> tuple[Sent, Sent]:
     if job.axes.context == 1:
         return Sent(0, 0), Sent(0, 0)
     messages = _step_messages(job)
-    seats = {seat.key(job.split): seat for seat in _seats(machine, job.layout)}.values()
-    found = [tuple(_sent(job, messages[ring], seat, ring) for ring in (False, True)) for seat in seats]
+    positions = {position.key(job.split): position for position in _positions(machine, job.layout)}.values()
+    found = [tuple(_sent(job, messages[ring], position, ring) for ring in (False, True)) for position in positions]
     ulysses, ring = max(found, key=lambda sent: sum(part.seconds(machine) for part in sent))
     return ulysses, ring
 
@@ -246,17 +246,17 @@ def _step_messages(job: Job) -> dict[bool, list[tuple[int, Message]]]:
 
 
 @dataclass(frozen=True)
-class _Seat:
-    """One rank of a sequence, and which others are on its node."""
+class _RankPosition:
+    """One rank of a sequence, and which other ranks are on its node."""
 
     ulysses: int
     ring: int
     ulysses_here: range
     rings_here: range
-    next_here: bool  # the next in the ring
+    next_here: bool  # whether the next rank in the ring is on its node
 
     def key(self, split: HeadSplit) -> tuple[int, ...]:
-        """All that its traffic depends on."""
+        """Everything that the rank's traffic depends on."""
         q, kv = (
             sum(len(part) for part in parts[self.ulysses_here.start : self.ulysses_here.stop])
             for parts in (split.q, split.kv)
@@ -265,13 +265,13 @@ class _Seat:
         return (*mine, q, kv, len(self.ulysses_here), len(self.rings_here), self.next_here)
 
 
-def _seats(machine: Machine, layout: Layout) -> Iterator[_Seat]:
-    """One rank for each way of lying on the nodes: where a sequence can begin on a node, ranks until all repeats."""
-    return iter(_placed_seats(machine.ranks, machine.gpus, layout.ulysses, layout.ring))
+def _positions(machine: Machine, layout: Layout) -> Iterator[_RankPosition]:
+    """A rank for each position relative to the nodes, of sequences that begin anywhere on a node, until all repeats."""
+    return iter(_rank_positions(machine.ranks, machine.gpus, layout.ulysses, layout.ring))
 
 
-@lru_cache(maxsize=1024)  # the planner's search asks for the same ones many times
-def _placed_seats(ranks: int, gpus: int, ulysses_ranks: int, ring_ranks: int) -> tuple[_Seat, ...]:
+@lru_cache(maxsize=1024)  # the planner's search asks for the same values many times
+def _rank_positions(ranks: int, gpus: int, ulysses_ranks: int, ring_ranks: int) -> tuple[_RankPosition, ...]:
     sharing, found = ulysses_ranks * ring_ranks, []
     for start in range(0, min(ranks, lcm(gpus, sharing)), sharing):
         for rank in range(start, start + min(sharing, lcm(gpus, ulysses_ranks))):
@@ -280,22 +280,22 @@ def _placed_seats(ranks: int, gpus: int, ulysses_ranks: int, ring_ranks: int) ->
             first, last = begin - ulysses, begin + gpus - 1 - ulysses  # where its ring ranks can lie
             rings = range(max(-(-first // ulysses_ranks), 0), min(last // ulysses_ranks, ring_ranks - 1) + 1)
             here = range(max(begin - ring * ulysses_ranks, 0), min(begin + gpus - ring * ulysses_ranks, ulysses_ranks))
-            found.append(_Seat(ulysses, ring, here, rings, (ring + 1) % ring_ranks in rings))
+            found.append(_RankPosition(ulysses, ring, here, rings, (ring + 1) % ring_ranks in rings))
     return tuple(found)
 
 
-def _sent(job: Job, messages: list[tuple[int, Message]], seat: _Seat, in_ring: bool) -> Sent:
+def _sent(job: Job, messages: list[tuple[int, Message]], position: _RankPosition, in_ring: bool) -> Sent:
     """Bytes of some messages, in all layers, that a rank sends inside its node and across nodes."""
-    others = [rank for rank in range(job.axes.by_heads) if rank != seat.ulysses]
-    rings_here = len(seat.rings_here) - 1  # without its own
+    others = [rank for rank in range(job.axes.by_heads) if rank != position.ulysses]
+    rings_here = len(position.rings_here) - 1  # without its own
 
     def sent(on_node: bool) -> int:
-        ulysses = [] if in_ring else [rank for rank in others if (rank in seat.ulysses_here) == on_node]
+        ulysses = [] if in_ring else [rank for rank in others if (rank in position.ulysses_here) == on_node]
         rings = (rings_here if on_node else job.axes.ring - 1 - rings_here) if in_ring else 0
-        next_counts = in_ring and job.axes.ring > 1 and seat.next_here == on_node
+        next_counts = in_ring and job.axes.ring > 1 and position.next_here == on_node
         if not (ulysses or rings or next_counts):
             return 0
-        peers = Peers(seat.ulysses, ulysses, rings, next_counts)
+        peers = Peers(position.ulysses, ulysses, rings, next_counts)
         return sum(times * traffic([message], job, peers).bytes for times, message in messages)
 
     return Sent(sent(True), sent(False))

@@ -8,12 +8,12 @@ from ithaca.planner.hardware import ASSUMED_DISK, DISK_NUMBERS, Gpu, Machine
 from ithaca.planner.seconds import predict_seconds
 from ithaca.schedule.job import Job
 
-SLOWER = 1.02  # a step that takes no longer than this many times that of a fast disk is not worth a word
+SLOWER = 1.02  # no warning if a step takes at most this many times as long as with a fast disk
 
 
 @dataclass(frozen=True)
 class SlowDisk:
-    """What a step needs of the disks of a node in the pass that waits longest for them, and what they give."""
+    """The rate that a step needs of a node's disks in the pass that waits longest for them, and the rate they have."""
 
     way: str  # forward or backward
     needed: float  # bytes/s, so that nothing waits
@@ -38,7 +38,7 @@ def _rate(rate: float) -> str:
 
 
 def slow_disk(job: Job, gpu: Gpu, machine: Machine, disks: int = 1, passes: int = 1) -> SlowDisk | None:
-    """What the disks of a node lack; None if they are fast enough. `passes`: micro-batches of a step."""
+    """The rates that the disks of a node lack; None if they are fast enough. `passes`: micro-batches of a step."""
     found = predict_seconds(job, gpu, machine, disks)
     if not any(each.disk for each in found.passes):
         return None

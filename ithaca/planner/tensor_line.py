@@ -1,7 +1,7 @@
-"""What tensor parallelism would give beside an answer that does without it, or the reverse. No torch.
+"""A line about the rate with tensor parallelism beside an answer without it, or the reverse. No torch.
 
-It is the one way that cuts weights instead of gathering them, which many expect of a large model: so the answer says
-what it gives and what it waits for."""
+Only tensor parallelism divides weights instead of gathering them, and many expect it of a large model. So the answer
+says how fast it is and what it waits for."""
 
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,11 @@ from ithaca.planner.search import LEAST_MEMORY, Answer, search
 if TYPE_CHECKING:
     from ithaca.planner.report import Question
 
-FAR = 0.75  # of the rate of the answer: a way that gives less is not spoken of
+FAR = 0.75  # share of the answer's rate: a slower alternative gets no line
 
 
 def tensor_lines(question: "Question", answer: Answer, hidden: float) -> list[str]:
-    """A line, or nothing if the other way is far off. Waiting for less than `hidden` of a step is not said."""
+    """The line, or nothing if the alternative is far slower. Waits of less than `hidden` of a step are left out."""
     if question.recipe or question.batched or question.running or answer.axes.size == 1:
         return []
     chosen = answer.plan.entry.tensor

@@ -52,7 +52,7 @@ def read_places(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ..
     return tuple(words)
 
 
-@lru_cache(maxsize=4096)  # the planner's search asks for the same ones many times
+@lru_cache(maxsize=4096)  # the planner's search asks for the same values many times
 def place_layers(x: tuple[str, ...], o: tuple[str, ...], layers: int) -> Placement:
     """The words of every layer, with both lists repeated over the layers."""
     return Placement(over_layers("x", x, layers), over_layers("o", o, layers))

@@ -32,8 +32,8 @@ MLP_NUMBERS = TILE * (5 * 14336 + 3 * 4096)  # of an MLP's backward pass over a 
 def mlp_tile(spec: Spec) -> int:
     """Tokens of an MLP's tile if the Plan names none: as many as take the memory of a tile of Llama3-8B.
 
-    8K tokens of a narrow model are little work, and each tile has its launches. No fewer than TILE, however wide the
-    model, and no more than a chunk, however narrow.
+    8K tokens of a narrow model are little work, and each tile costs launches. At least TILE, however wide the model,
+        and at most a chunk, however narrow.
     """
     tokens = MLP_NUMBERS // (5 * spec.mlp + 3 * spec.hidden)
     return min(max(tokens // 1024 * 1024, TILE), CHUNK)

@@ -21,8 +21,8 @@ class Recipe:
     schedule: str  # the folder in schedule/ that runs it and says what it costs
     options: Mapping[str, Any]  # each with its default; None: follows from the batch, or from the model
     ulysses: bool  # Ulysses ranks can share a sequence
-    ring: bool  # ring ranks can
-    tensor: bool = False  # tensor ranks do, in the place of Ulysses ranks
+    ring: bool  # ring ranks can share a sequence
+    tensor: bool = False  # tensor ranks can, in place of Ulysses ranks
     head_rounds: bool = False  # attention takes a few query heads at a time, also if the Plan names no `heads`
     tiled: bool = False  # the MLP runs in tiles if the Plan names none; their size follows from the model
     tries: tuple[Mapping[str, Any], ...] = ()
@@ -36,7 +36,7 @@ class Recipe:
         return Axes(shard=shard, ring=ring, **{kind: by_heads})
 
     def allows(self, by_heads: int, ring: int) -> bool:
-        """Whether so many Ulysses or tensor ranks × ring ranks can share a sequence."""
+        """Whether this many Ulysses or tensor ranks × ring ranks can share a sequence."""
         return (by_heads == 1 or self.ulysses or self.tensor) and (ring == 1 or self.ring)
 
 

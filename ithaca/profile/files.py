@@ -3,8 +3,8 @@
     profile.html   the page          trace.json   for ui.perfetto.dev; trace.json.gz if it is large
     profile.json   everything        with everything but the trace
 
-A folder is made before the steps run, so that a place that cannot be written is an error at once. If nothing comes of
-it, what was made is removed again.
+A folder is made before the steps run, so that a place that cannot be written is an error at once. After an error, the
+folders that were made are removed again.
 """
 
 import json

@@ -48,7 +48,7 @@ class Lanes:
 
 
 class Threads:
-    """What threads do that torch's profiler does not see, on the host's clock."""
+    """The work of threads that torch's profiler does not see, on the host's clock."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter):
         self.found: list[tuple[str, float, float]] = []
@@ -87,7 +87,7 @@ def read_lanes(events: Iterable[Event]) -> Lanes:
     gpu = [event for event in complete if event.get("cat") in ON_GPU]
     work: dict[str, list[tuple[str, Span]]] = {COMPUTE: [], EXCHANGE: [], HOST: [], DISK: []}
     if gpu:
-        # The host leaves the step before the GPU has done it, unless it waited; the step ends with its last operation
+        # The host leaves the step before the GPU finishes it, unless it waited; the step ends with its last operation
         step = step[0], max(step[1], *(span_of(event)[1] for event in gpu))
         looped = _launched_within(complete, MARK)
         for event in gpu:

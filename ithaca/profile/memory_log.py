@@ -51,7 +51,7 @@ class MemoryLog(Meter):
     """Bytes by owner, with everything that led to them since the last restart."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, find_operation: FindOperation):
-        """`find_operation` tells the operation from the stack (operations.py)."""
+        """`find_operation` finds the operation on the stack (operations.py)."""
         super().__init__(device, dtype)
         self.changes: list[Change] = []
         self.allocations: list[Allocation] = []
@@ -84,7 +84,7 @@ class MemoryLog(Meter):
             self.changes.append(Change(self.now_seconds(), self._numbers[key], owner, size))
 
     def _look(self, frame: FrameType | None) -> tuple[tuple[str, ...], str | None]:
-        """Return the innermost lines of Ithaca on the stack, and the operation that it is at work on."""
+        """Return the innermost lines of Ithaca on the stack, and the operation that runs."""
         places: list[str] = []
         codes: list[CodeType] = []
         while frame is not None:

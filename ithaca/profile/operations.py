@@ -4,11 +4,11 @@ An allocation belongs to the innermost of these functions on the Python stack. W
 to the backward pass. So the code that runs knows nothing of profiles, and a function that is renamed fails here.
 
 A hidden state, d, is tokens × hidden in the dtype of the computation: of the tokens that go through a block together
-(under `sweep` a rank's part of a chunk), or of all tokens of the rank. Counted are activations alone: tensors of the
-step that belong to blocks, attention, exchange and loss. Tapes, K and V of earlier chunks, weights and the sums of
-their gradients are not; the table of owners has them. `alive` is everything that lives at the operation's peak,
-whoever made it: its inputs, and with chunks under way what its neighbours hold. `made` is the part of it that the
-operation itself allocated.
+(under `sweep` a rank's part of a chunk), or of all tokens of the rank. Only activations count: tensors of the step that
+belong to blocks, attention, exchange and loss. Tapes, K and V of earlier chunks, weights and the sums of their
+gradients do not; the table of owners has them. `alive` is everything that lives at the operation's peak, whoever made
+it: its inputs, and with chunks under way what its neighbours hold. `made` is the part of it that the operation itself
+allocated.
 """
 
 import inspect
@@ -74,7 +74,7 @@ PHASES = {BACKWARD: "attention", POST_BACKWARD: "the MLP", EXCHANGING: "the exch
 
 
 def find_operation(codes: Iterable[CodeType]) -> str | None:
-    """Return the operation that a stack of functions, the innermost first, is at work on."""
+    """Return the operation that a stack of functions, the innermost first, belongs to."""
     names = [name for code in codes if (name := _CODES.get(code))]
     return next((name for name in names if name in RUNS_AGAIN), names[0] if names else None)
 
@@ -84,7 +84,7 @@ _CODES = {inspect.unwrap(function).__code__: name for name, each in _FUNCTIONS.i
 
 @dataclass(frozen=True)
 class Held:
-    """What lives at an operation's own peak, in bytes."""
+    """The bytes that are alive at an operation's own peak."""
 
     operation: str
     alive: int  # of activations; of an operation that makes gradients of weights, what it made itself

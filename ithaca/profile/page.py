@@ -30,7 +30,7 @@ def make_page(report: dict[str, Any]) -> str:
 
 
 def _json(data: Any) -> str:
-    """JSON that ends no element of the page."""
+    """JSON without '<', which could end an element of the page."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -25,8 +25,8 @@ from ithaca.profile.timeline import largest_at_peak, make_timeline, peak_bytes
 from ithaca.rehearsal.rehearse import (
     loopback_mesh,
     predicted_seconds,
+    prepare_step,
     run_step,
-    set_stage,
     with_allocator,
 )
 from ithaca.rehearsal.scene import Scene
@@ -41,19 +41,19 @@ ON_GPU_ALONE = (KERNELS, ALLOCATOR)  # owners that a CPU does not have
 def profile_scene(scene: Scene, grid: Mesh | None = None) -> tuple[dict[str, Any], Recording]:
     """Run the steps of a scene, by default looped back; return the profile and the trace."""
     grid = grid or loopback_mesh(scene.axes)
-    stage = set_stage(scene, grid, lambda device, dtype: MemoryLog(device, dtype, find_operation))
-    model, step = stage.model, (stage.model, stage.optimizer, stage.batch)
-    log, phases = stage.meter, Phases(stage.meter.now_seconds)
+    prepared = prepare_step(scene, grid, lambda device, dtype: MemoryLog(device, dtype, find_operation))
+    model, step = prepared.model, (prepared.model, prepared.optimizer, prepared.batch)
+    log, phases = prepared.meter, Phases(prepared.meter.now_seconds)
     with model.eager(), log:
         watched = sum(run_step(*step, marks=phases).values())
     peak = with_allocator(peak_bytes(log), grid.device)
-    stage.clock.stop()
+    prepared.clock.stop()
     if model.plan.cuda_graph:
         run_step(*step)  # captures
     seconds = run_step(*step)
     with record_lanes(grid.device, model.engine) as recording:
         profiled = sum(run_step(*step).values())
-    job = scene.job(stage.spec, model.dtype, model.kernel.name)
+    job = scene.job(prepared.spec, model.dtype, model.kernel.name)
     gpu = known_gpu(grid.device, scene.hardware)
     predicted = predicted_seconds(scene, model, gpu) if gpu else None
     report = {
@@ -63,7 +63,7 @@ def profile_scene(scene: Scene, grid: Mesh | None = None) -> tuple[dict[str, Any
         "ranks": scene.axes.size,
         "mesh": scene.axes.grid,
         "layers": model.spec.layers,
-        "model_layers": stage.spec.layers,
+        "model_layers": prepared.spec.layers,
         "documents": len(scene.documents) - 1 if scene.documents else 1,
         "looped_back": True,
         **memory_part(log, peak, job, phases),
@@ -74,12 +74,12 @@ def profile_scene(scene: Scene, grid: Mesh | None = None) -> tuple[dict[str, Any
         "seconds_with_profiler": profiled,
         **lanes_part(recording.lanes, predicted),
     }
-    stage.held.clear()
+    prepared.held.clear()
     return report, recording
 
 
 def describe_model(model: Model) -> dict[str, Any]:
-    """What ran, and on what."""
+    """The profile's entries about the versions, the device and the model."""
     device = model.mesh.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
@@ -95,7 +95,7 @@ def describe_model(model: Model) -> dict[str, Any]:
 
 
 def memory_part(log: MemoryLog, peak: dict[str, int], job: Job, phases: Phases) -> dict[str, Any]:
-    """The part of a profile that the memory log gives. On a CPU nothing is predicted for what only a GPU has."""
+    """The profile's entries from the memory log. On a CPU nothing is predicted for owners that only a GPU has."""
     predicted = step_memory(job)
     parts = {
         owner: size for owner, size in predicted.parts.items() if KERNELS in peak or owner not in ON_GPU_ALONE
@@ -117,7 +117,7 @@ def memory_part(log: MemoryLog, peak: dict[str, int], job: Job, phases: Phases) 
 
 
 def lanes_part(lanes: Lanes, predicted: Seconds | None) -> dict[str, Any]:
-    """The part that the trace gives."""
+    """The profile's entries from the trace."""
     described = describe_lanes(lanes)
     if predicted:
         described[COMPUTE]["predicted_seconds"] = predicted.computing

@@ -23,13 +23,13 @@ from ithaca.rehearsal.kernel_bound import synchronize
 from ithaca.schedule.marks import Mark, PassWork, StepMarks
 from ithaca.tape.engine import Engine
 
-CLOCK = "ithaca: clock"  # a range that says how the host's clock and the trace's are apart
+CLOCK = "ithaca: clock"  # a range that gives the offset of the trace's clock from the host's
 QUIET = "6"  # torch's profiler would print a line at its start and at its end
 LARGE = 8 << 20  # bytes of a trace that is compressed
 
 
 class Phases(StepMarks):
-    """Notes when each part of a pass begins, on a clock; tells `inner` as well."""
+    """Notes when each part of a pass begins, on a clock, and passes each mark on to `inner`."""
 
     def __init__(self, clock: Callable[[], float], inner: StepMarks | None = None):
         super().__init__(None)

@@ -21,7 +21,7 @@ class Timeline:
 
 
 def make_timeline(log: MemoryLog, points: int = POINTS) -> Timeline:
-    """Return the moments of a log, thinned out: of each stretch of time, the one with most bytes, and the ends."""
+    """Return a log's moments, thinned out: both ends, and the moment with most bytes in each interval."""
     changes = _on_device(log)
     end = changes[-1].seconds if changes else 0.0
     totals = _totals(log, changes)

@@ -48,9 +48,9 @@ def run(
 
     scene = Scene(**words, memory_only=memory_only, bare=bare)
     if evaluates:
-        from ithaca.rehearsal.evaluation import play_evaluation
+        from ithaca.rehearsal.evaluation import run_evaluation_scene
 
-        report = rehearse(scene, run=play_evaluation)
+        report = rehearse(scene, run=run_evaluation_scene)
     else:
         report = rehearse(scene)
     if packed:
@@ -91,7 +91,7 @@ def scene_words(
     hardware: Path | None,
     documents: str | None,
 ) -> tuple[dict[str, Any], Documents | None]:
-    """Return the fields of a `Scene` from a command's options, and its documents. Raise what is wrong with them."""
+    """Return the fields of a `Scene` from a command's options, and its documents. Raise an error for wrong options."""
     config = read_config(None, [f"plan.recipe={recipe}", *sets])
     foreign = [item for item in sets if not item.startswith(("plan.", "mesh."))]
     if foreign:

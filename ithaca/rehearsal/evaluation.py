@@ -33,7 +33,7 @@ CONTINUATIONS = CANDIDATES + 1  # of each prompt, as a task has them: the candid
 NEW_TOKENS = 16
 
 
-def play_evaluation(scene: Scene, grid: Mesh) -> dict[str, Any]:
+def run_evaluation_scene(scene: Scene, grid: Mesh) -> dict[str, Any]:
     """Read prompts of the scene's length and decode, once under a meter and once with a clock; report both."""
     spec = held_spec(scene)
     dtype = scene_source(scene, spec).compute_dtype(grid.device)

@@ -22,7 +22,7 @@ from ithaca.base.torch_private import TorchDispatchMode
 PRODUCT_SECONDS = 0.3  # how long each product runs
 ATTENTION_SECONDS = 1.0  # how long each attention call runs
 aten = torch.ops.aten
-ALONE = (aten.mm.default, aten.mm.dtype)  # added to nothing
+ALONE = (aten.mm.default, aten.mm.dtype)  # products that are not added to a sum
 PRODUCTS = (*ALONE, aten.addmm.default, aten.addmm_.default, aten.addmm.dtype_out)
 
 Operand = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, stride, dtype

@@ -2,8 +2,8 @@
 
 Each number is a median of repeated runs on random data, after the clock has settled under load. The matrix products are
 those of a block's MLP: two as in the forward pass, and one weight gradient that is added in fp32. Attention is measured
-with each kernel that runs here, at head sizes 128 and 64. How fast the host launches operations shows in the fastest of
-many steps of a model that are too small to keep the GPU busy: whatever else the machine does slows its host down. One
+with each kernel that runs here, at head sizes 128 and 64. The rate at which the host launches operations comes from the
+fastest of many steps that are too small to keep the GPU busy: other work on the machine only slows the host down. One
 GPU cannot measure the links between GPUs, so the table leaves them out.
 
 `ithaca doctor` measures with the same functions, also on a CPU, which computes in float32. An `Effort` sets sizes and
@@ -36,7 +36,7 @@ KERNELS = ("flash4", "cudnn+flash")
 HEAD_SIZES = {"": 128, "_64": 64}  # ending of a rate's name: head size
 VISITS = {True: 2, False: 15}  # causal: visits. The proportion of triangles and full squares over 16 chunks
 HEADS = 4  # query heads of one key/value head, as Llama3-8B has them on 8 ranks
-# A model with the layers of a large one and nothing to compute; its heads are those of the measured kernels
+# A model with as many layers as a large one and little to compute; its heads are those of the measured kernels
 SMALL = {
     "model_type": "llama",
     "hidden_size": 256,

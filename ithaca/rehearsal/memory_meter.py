@@ -2,7 +2,7 @@
 
 FSDP2 opens no mark, so the remainder is its own: tensors in the computation's dtype are gathered weights, others have
 no owner. Gradients that it reduces are allocated through `MarkedReduceScatter`, its own communication hook. Without
-FSDP2 a sum becomes a gradient where it lies (parallel/one_rank.py): memory that is seen again under the mark of
+FSDP2 a sum becomes a gradient without a copy (parallel/one_rank.py): memory that is seen again under the mark of
 gradients changes its owner. Memory that a kernel takes and gives back within one operation is not seen; on a GPU the
 allocator knows it (rehearse.py)."""
 
@@ -50,7 +50,7 @@ class Meter(TorchDispatchMode):
         key = storage_key(storage)
         if key in self._live:
             if current_owner() == GRADIENTS:
-                self._give(key, GRADIENTS)
+                self._change_owner(key, GRADIENTS)
             return
         self._follow_gathered()
         owner = current_owner() or (GATHERED if tensor.dtype == self._dtype else OTHER)
@@ -62,14 +62,14 @@ class Meter(TorchDispatchMode):
         weakref.finalize(storage, self._forget, key).atexit = False  # pyrefly: ignore
 
     def _follow_gathered(self) -> None:
-        """FSDP2 frees gathered weights by giving their storage no size, and gives it a size again to gather them."""
+        """Note gathered weights that FSDP2 freed or gathered again: it resizes their storage to 0 and back."""
         for key, reference in self._gathered.items():
             storage, (owner, before) = reference(), self._live[key]
             if storage is not None and storage.nbytes() != before:
                 self._live[key] = owner, storage.nbytes()
                 self._add(key, owner, storage.nbytes() - before)
 
-    def _give(self, key: int, owner: str) -> None:
+    def _change_owner(self, key: int, owner: str) -> None:
         before, size = self._live[key]
         self._live[key] = owner, size
         self._gathered.pop(key, None)

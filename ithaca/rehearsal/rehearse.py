@@ -55,7 +55,7 @@ def rehearse(
     """Run a step of the scene in this process, which can take part in no other job after it; or `run` the scene."""
     grid = loopback_mesh(scene.axes, device)
     try:
-        return run(scene, grid) if run else play(scene, grid, say)
+        return run(scene, grid) if run else run_scene(scene, grid, say)
     except torch.OutOfMemoryError as problem:
         return out_of_memory(scene, grid, problem)
 
@@ -83,16 +83,22 @@ def loopback_mesh(axes: Axes, device: str | None = None) -> Mesh:
     return mesh(**axes.grid, device=device)  # pyrefly: ignore
 
 
-def play(
+def run_scene(
     scene: Scene,
     grid: Mesh,
     say: Callable[[str], None] = lambda _: None,
     watch: Callable[[Kernel, Meter], Kernel] = lambda kernel, _: kernel,
 ) -> dict[str, Any]:
-    """The same on ranks of any job, whether they are there or looped back; `watch` may wrap the kernel once more."""
-    stage = set_stage(scene, grid, Meter, say, watch)
-    model, optimizer, batch, meter, clock = stage.model, stage.optimizer, stage.batch, stage.meter, stage.clock
-    # The first step warms up and is watched, which takes longer: seven seconds of forty were seen. The second is timed
+    """Run the scene's steps on the ranks of a job, real or looped back. `watch` may wrap the kernel once more."""
+    prepared = prepare_step(scene, grid, Meter, say, watch)
+    model, optimizer, batch, meter, clock = (
+        prepared.model,
+        prepared.optimizer,
+        prepared.batch,
+        prepared.meter,
+        prepared.clock,
+    )
+    # The first step warms up and is watched, which makes it slower: seven of forty seconds once. The second is timed
     products = Products()
     seconds, peak = {}, {}
     if not scene.once or model.plan.cuda_graph:
@@ -101,9 +107,9 @@ def play(
         peak = seen_peak(meter, grid.device)
     if not scene.memory_only:
         steps: list[dict[str, float]] = []
-        if model.plan.cuda_graph:  # replays tell no clock: the calls of the step that was watched stand for theirs
+        if model.plan.cuda_graph:  # the clock sees no call of a replay: those of the watched step count
             clock.stop()
-            empty_cache(grid.device)  # what the watched step has left is not in a training step
+            empty_cache(grid.device)  # a training step does not have what the watched step has left
             run_step(model, optimizer, batch)  # captures
         for _ in range(scene.repeats):
             clock.restart()
@@ -114,8 +120,8 @@ def play(
             peak = graph_peak(peak)
     peak = peak or seen_peak(meter, grid.device)
     seconds["attention"] = clock.seconds()  # of the last step
-    stage.held.clear()
-    report = _report(scene, stage.spec, model, peak, {} if scene.memory_only else seconds)
+    prepared.held.clear()
+    report = _report(scene, prepared.spec, model, peak, {} if scene.memory_only else seconds)
     return report | (_bare(model, clock, products, seconds) if scene.bare else {})
 
 
@@ -131,23 +137,23 @@ class Prepared(Generic[AnyMeter]):
     optimizer: torch.optim.Optimizer
     meter: AnyMeter
     clock: TimedKernel
-    held: list[Tensor]  # in the place of layers that do not run
+    held: list[Tensor]  # memory in place of layers that do not run
 
 
 @dataclass(frozen=True)
-class Stage(Prepared[AnyMeter]):
+class PreparedStep(Prepared[AnyMeter]):
     """A scene that is ready for its steps: with tapes and a batch."""
 
     batch: Batch
 
 
-def set_stage(
+def prepare_step(
     scene: Scene,
     grid: Mesh,
     make_meter: Callable[[torch.device, torch.dtype], AnyMeter],
     say: Callable[[str], None] = lambda _: None,
     watch: Callable[[Kernel, AnyMeter], Kernel] = lambda kernel, _: kernel,
-) -> Stage[AnyMeter]:
+) -> PreparedStep[AnyMeter]:
     """Put the model, its optimizer, its tapes and a batch onto the device, under a meter."""
     prepared = prepare(scene, grid, make_meter, absent_layers, watch=watch)
     model, meter = prepared.model, prepared.meter
@@ -155,7 +161,7 @@ def set_stage(
         model.allocate(scene.axes.shard, scene.tokens, say)
         batch = model.shard(*scene_tokens(scene, model.spec))
     begin_watching(meter, grid.device)
-    return Stage(**vars(prepared), batch=batch)
+    return PreparedStep(**vars(prepared), batch=batch)
 
 
 def begin_watching(meter: Meter, device: torch.device) -> None:
@@ -197,7 +203,7 @@ def prepare(
 
 
 def _hold_absent(scene: Scene, spec: Spec, model: Model, absent_bytes: Callable[[Job, Job], Bytes]) -> list[Tensor]:
-    """Memory in the place of what a rank holds of layers that do not run, all the time."""
+    """Allocate the memory that a rank holds all the time for layers that do not run."""
     absent = spec.layers - model.spec.layers
     if absent == 0:
         return []
@@ -210,7 +216,7 @@ def _hold_absent(scene: Scene, spec: Spec, model: Model, absent_bytes: Callable[
 
 
 def _bare(model: Model, clock: TimedKernel, products: Products, seconds: dict[str, float]) -> dict[str, float]:
-    """The same kernels and products by themselves, and how much longer the step took."""
+    """Seconds of the step's kernels and products alone, and how much longer the step took."""
     device, dtype = model.mesh.device, model.dtype
     attention = attention_seconds(clock.seen, clock.kernel, dtype, device)
     bare = sum(attention.values()) + product_seconds(products.seen, device)
@@ -225,7 +231,7 @@ def _bare(model: Model, clock: TimedKernel, products: Products, seconds: dict[st
 def run_step(
     model: Model, optimizer: torch.optim.Optimizer, batch: Batch, marks: StepMarks | None = None
 ) -> dict[str, float]:
-    """Run a step and return the seconds of its parts; `marks` are told where it is."""
+    """Run a step and return the seconds of its parts; `marks` collects its progress."""
     seconds, began = {}, time.perf_counter()
 
     def lap(name: str) -> None:
@@ -268,9 +274,9 @@ def empty_cache(device: torch.device) -> None:
 
 
 def graph_peak(watched: dict[str, int]) -> dict[str, int]:
-    """The peak of passes that were captured, by the owners of the same pass without a graph: its memory has no owners.
+    """The peak of captured passes, by the owners of the same pass without a graph: a graph's memory has no owners.
 
-    What the graph's memory takes beyond that stands with the allocator's.
+    The allocator gets what the graph takes beyond that.
     """
     owned = {owner: size for owner, size in watched.items() if owner != ALLOCATOR}
     return owned | {ALLOCATOR: torch.cuda.max_memory_reserved() - sum(owned.values())}
@@ -292,7 +298,7 @@ def _report(scene: Scene, spec: Spec, model: Model, peak: dict[str, int], second
 
 
 def describe_scene(scene: Scene, spec: Spec, model: Model, peak: dict[str, int]) -> dict[str, Any]:
-    """What was rehearsed on what, and the bytes at its peak by owner."""
+    """The report's entries about the scene, its device, and the bytes at its peak by owner."""
     grid, axes, places = model.mesh, scene.axes, {name: getattr(scene.plan, name) for name in ("x", "o")}
     plan = vars(model.plan) | {name: words for name, words in places.items() if words}  # of all layers
     return {

@@ -1,4 +1,4 @@
-"""What is rehearsed: a rank of a job, with the layers that run, their weights and tokens."""
+"""A scene, which is rehearsed: a rank of a job, with the layers that run, their weights and tokens."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,12 +16,12 @@ from ithaca.parallel.axes import Axes
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import ONE_RANK, Job
 
-WARM = 8  # a step that builds the kernels has one token in so many
+WARM = 8  # a step that builds the kernels has one token in this many
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What is rehearsed: rank 0 of these axes."""
+    """A step to rehearse, of rank 0 of these axes."""
 
     model: str
     plan: Plan

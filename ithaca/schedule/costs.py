@@ -34,11 +34,11 @@ class Message:
     queries: int = 0  # tensors with query heads: q, o, and their gradients
     keys: int = 0  # tensors with key/value heads: K, V, and their gradients
     lses: int = 0  # log-sum-exps
-    high: bool = False  # numbers are sums in at least fp32
+    high: bool = False  # the tensors are sums in at least fp32
     count: int = 1
     steps: int = 1  # times that the tensors are sent: a block of K and V goes around a ring in several
-    token_bytes: int = 0  # of each local token, to every other tensor rank
-    own_bytes: int = 0  # whatever the tokens, likewise
+    token_bytes: int = 0  # for each local token, to every other tensor rank
+    own_bytes: int = 0  # independent of the number of tokens, to every other tensor rank
 
     @property
     def ring(self) -> bool:
@@ -48,22 +48,22 @@ class Message:
 
 @dataclass(frozen=True)
 class Peers:
-    """The receivers that are counted, seen from one rank."""
+    """A sender and its receivers."""
 
     rank: int  # the sender, among its Ulysses or tensor ranks
-    ulysses: Sequence[int]  # the others of these
+    ulysses: Sequence[int]  # the Ulysses or tensor ranks that receive
     ring: int  # number of other ring ranks
     next_in_ring: bool
 
     @staticmethod
     def all(ulysses: int, ring: int, rank: int) -> "Peers":
-        """Everyone that shares the sequence with a rank."""
+        """All other ranks that share the sequence with a rank."""
         return Peers(rank, [other for other in range(ulysses) if other != rank], ring - 1, ring > 1)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives, and the bytes that they take from a rank to others."""
+    """The number of collectives and the bytes that a rank sends in them."""
 
     messages: int
     bytes: int
@@ -73,12 +73,12 @@ class Traffic:
 
 
 def traffic(messages: Iterable[Message], job: "Job", peers: Peers) -> Traffic:
-    """The sum of some messages."""
+    """The traffic of all messages together."""
     return sum((_traffic(message, job, peers) for message in messages), Traffic(0, 0))
 
 
 def _traffic(message: Message, job: "Job", peers: Peers) -> Traffic:
-    """A collective over Ulysses ranks is called by all of them; one over ring ranks only by those with such heads."""
+    """The traffic of one message. Only ranks that have its heads call a collective over ring ranks."""
     size = _bytes(message, job, peers)
     return Traffic(message.count if size or not message.ring else 0, size)
 
@@ -110,7 +110,7 @@ class Copies:
 
     @property
     def most(self) -> float:
-        """Of the busier direction: each has a link of its own."""
+        """Bytes of the busier direction: both directions run at full speed at the same time."""
         return max(self.into, self.out)
 
 
@@ -143,18 +143,18 @@ class Work:
 
     attention: float  # FLOPs of one forward pass of attention; backward has 2.5 times as many
     attention_runs: float  # forward passes of attention in a step: 1, or more where it is recomputed
-    call: float  # tokens of a document as a kernel call sees it, on average over FLOPs
+    call: float  # tokens of a document in one kernel call, averaged over FLOPs
     merged: float  # bytes that merging outputs of tiles reads and writes, forward; as many backward
     linear: float  # FLOPs of matrix products
     moved: float  # device bytes that norms, gates, rotary and residuals read and write
     launches: float  # GPU operations
-    python: float  # what else the host does, as so many operations
+    python: float  # other work of the host, as the number of GPU operations that take as long to launch
     host: StepCopies  # over the link to the host: tapes in host memory and on disk
     disk: StepCopies
     kv: StepCopies = StepCopies()  # of these, K and V and the sums of their gradients
 
 
-# The host beside launching: steps of SmolLM2-135M, 16K tokens, on the machine of an H200, without 30 µs an operation
+# Host time besides launching: steps of SmolLM2-135M, 16K tokens, on the machine of an H200, without 30 µs an operation
 # (hardware.toml): 0.138 s (`dense`, none), 0.181 (selective), 0.219 (full), 0.241 and 0.283 (`sweep`, tapes on the
 # device, on the host). Timings of one setting differ by up to 20 %
 
@@ -178,13 +178,13 @@ def other_launches(job: "Job") -> float:
 
 
 def mlp_tiles(job: "Job") -> int:
-    """Tiles of the MLP in what goes through a block together."""
+    """Tiles of the MLP in the tokens that go through a block together."""
     return -(-job.block_tokens // job.tile)
 
 
-@lru_cache(maxsize=64)  # the planner's search asks for the same ones many times
+@lru_cache(maxsize=64)  # the planner's search asks for the same values many times
 def counted(lengths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Each length with the number of documents that have it: a long sequence may have a million, of a few lengths."""
+    """(length, number of documents) pairs. A long sequence may have a million documents of a few lengths."""
     return tuple(Counter(lengths).items())
 
 
@@ -227,7 +227,7 @@ def last_product(job: "Job") -> int:
 
 
 def linear_flops(job: "Job", again: float) -> float:
-    """Matrix products of all layers and the loss; `again`: multiplications for a token and layer that are rerun."""
+    """Matrix products of all layers and the loss; `again`: multiplications per token and layer that run twice."""
     spec = job.spec
     return local_tokens(job) * spec.layers * (6 * sum(block_products(job)) + 2 * again) + loss_flops(job)
 

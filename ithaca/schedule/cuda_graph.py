@@ -6,14 +6,14 @@ captured once, by an ordinary pass over inputs that stay in place. Every later p
 
     time      a pass that warms up, and the capture: a second, once; again if a batch has more documents than there is
               room for, or if parameters are replaced or frozen
-    memory    what a pass takes stays taken, so passes without gradients, which are not captured, come on top; a second
+    memory    a captured pass keeps its memory, so passes without gradients, which are not captured, need more; a second
               copy of the gradients if a step has several passes
-    given up  Gradients lie in the graph's memory, which the next forward pass writes to: one that is kept beyond
-              `zero_grad` is lost. A backward pass must come before the next forward pass. Passes over another number of
-              tokens are not captured
+    given up  Gradients lie in the graph's memory, which the next forward pass overwrites: a gradient that is kept
+              beyond `zero_grad` is lost. A backward pass must come before the next forward pass. Passes over another
+              number of tokens are not captured
 
-Documents differ from batch to batch, and a captured call has its arguments for good. So the bounds of documents are an
-input, too, with room for some more, and the attention kernel must read them on the GPU (`KernelFacts.replays`).
+Documents differ from batch to batch, but the arguments of a captured call are fixed. So the bounds of documents are an
+input tensor with room for more documents, and the attention kernel must read it on the GPU (`KernelFacts.replays`).
 """
 
 from collections.abc import Callable, Sequence
@@ -42,14 +42,14 @@ Work = Callable[[], Sequence[Tensor]]
 
 
 class Recorder(Protocol):
-    """Captures what some work launches. The work of one recorder shares memory."""
+    """Captures the GPU operations that a function launches. Captures of one recorder share memory."""
 
     def warm_up(self, work: Callable[[], None]) -> None:
-        """Do work once that would disturb a capture, such as compiling kernels."""
+        """Run the work once before its capture, which compiling kernels, for example, would disturb."""
         ...
 
     def record(self, work: Work) -> tuple[Sequence[Tensor], Callable[[], None]]:
-        """The tensors that the work returns, and a function that computes them again, in place."""
+        """Capture the work. Return its tensors and a function that computes them again, in place."""
         ...
 
 
@@ -66,7 +66,7 @@ class CudaRecorder:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(torch.cuda.current_device())
 
     def warm_up(self, work: Callable[[], None]) -> None:
-        """On another stream, as torch's notes on CUDA graphs demand."""
+        """Run the work on another stream, as torch's notes on CUDA graphs demand."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -84,7 +84,7 @@ class CudaRecorder:
 
 
 def graph_passes(decoder: Decoder, mesh: Mesh, dtype: torch.dtype, kernel: str) -> "GraphedPasses":
-    """The passes of a decoder as CUDA graphs. Raises an error where there can be none."""
+    """The passes of a decoder as CUDA graphs, or an error if the mesh or the kernel cannot have any."""
     facts, leave = KERNEL_FACTS.get(kernel), "set plan.cuda_graph=false"
     if not mesh.gpu:
         raise PlanError(f"cuda_graph=true needs a CUDA GPU, and the model is on {mesh.device.type}: {leave}")
@@ -100,7 +100,7 @@ def graph_passes(decoder: Decoder, mesh: Mesh, dtype: torch.dtype, kernel: str) 
 
 
 class GraphedPasses:
-    """The training passes of a decoder. The first one, also after `drop`, decides about the number of tokens."""
+    """The training passes of a decoder. The first pass, or the first after `drop`, fixes the number of tokens."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, make_recorder: Callable[[], Recorder]):
         self._decoder, self._dtype, self._make_recorder = decoder, dtype, make_recorder
@@ -113,9 +113,9 @@ class GraphedPasses:
         return trained and self._tokens in (None, len(batch.tokens)) and len(batch.bounds) - 1 <= MOST
 
     def loss_sum(self, batch: Batch, context: ForwardContext) -> Tensor:
-        """`forward.loss_sum`, by a replay."""
+        """The result of `forward.loss_sum`, computed by a replay."""
         self._tokens, documents = len(batch.tokens), len(batch.bounds) - 1
-        # A graph reads and writes where the weights were when it was captured
+        # A graph uses the addresses that the weights had when it was captured
         weights = tuple((id(p), local_tensor(p).data_ptr(), p.requires_grad) for p in self._decoder.parameters())
         graph = self._graph
         if graph is None or documents > graph.room or weights != graph.weights:
@@ -151,20 +151,20 @@ class _Graph:
         tokens, labels, positions = self._inputs
         batch = replace(batch, tokens=tokens, labels=labels, positions=positions, bounds=(0, len(tokens)))
         context = replace(context, bounds=self._bounds, mark=no_mark)
-        passing = _Passing(decoder, dtype, batch, context)
+        captured = _CapturedPass(decoder, dtype, batch, context)
         try:
-            recorder.warm_up(passing.there_and_back)
-            (self._loss,), self._forward = recorder.record(passing.forward)
-            self._scale = passing.scale
-            gradients, self._backward = recorder.record(passing.backward)
-            self._gradients = [*zip(passing.trained, gradients, strict=True)]
+            recorder.warm_up(captured.forward_and_backward)
+            (self._loss,), self._forward = recorder.record(captured.forward)
+            self._scale = captured.scale
+            gradients, self._backward = recorder.record(captured.backward)
+            self._gradients = [*zip(captured.trained, gradients, strict=True)]
         finally:
-            passing.end()  # also after memory ran out: a later pass must not find its weights
+            captured.end()  # also after memory ran out: a later pass must not find its weights
 
     def forward(self, batch: Batch) -> tuple[int, Tensor]:
         """Replay the forward pass for a batch. Return the pass's number and its loss."""
         for parameter, gradient in self._gradients:
-            # Of the pass before this one in the step: it lies in memory that this pass writes to
+            # The gradient of the step's previous pass lies in memory that this pass overwrites
             if parameter.grad is not None and local_tensor(parameter.grad).data_ptr() == gradient.data_ptr():
                 parameter.grad = sharded_like(parameter, gradient.clone())
         self._fill(batch)
@@ -186,7 +186,7 @@ class _Graph:
             give_gradient(parameter, gradient)
 
     def _fill(self, batch: Batch) -> None:
-        """Copy a batch to the inputs. Documents that are not there are empty, at the end."""
+        """Copy a batch to the inputs. The bounds end with empty documents, as many as there is room for."""
         for mine, given in zip(self._inputs, _inputs(batch), strict=True):
             mine.copy_(given, non_blocking=True)
         bounds = torch.full((len(self._bounds),), batch.bounds[-1], dtype=torch.int32)
@@ -199,8 +199,8 @@ def _inputs(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return batch.tokens, batch.labels, batch.positions
 
 
-class _Passing:
-    """A pass as work to record, forward and then backward."""
+class _CapturedPass:
+    """The forward and the backward pass, as functions that a recorder captures."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, batch: Batch, context: ForwardContext):
         self._decoder, self._dtype, self._batch, self._context = decoder, dtype, batch, context
@@ -224,13 +224,13 @@ class _Passing:
         self.trained = [parameter for parameter, _ in found]
         return [gradient for _, gradient in found]
 
-    def there_and_back(self) -> None:
+    def forward_and_backward(self) -> None:
         self.forward()
         self.backward()
         self.end()
 
     def end(self) -> None:
-        """Let go of the pass."""
+        """Free the autograd graph and the decoder's copies of weights."""
         self._leaves, self._loss = [], None
         drop_copies(self._decoder)
 

@@ -1,7 +1,7 @@
-"""New tokens behind prompts: each pass computes one more token of every continuation from the K/V cache (kv_cache.py).
+"""New tokens after prompts: each pass computes one more token of every continuation from the K/V cache (kv_cache.py).
 
 A pass gathers each block's weights once, as a training pass does, and reads all K and V of the prompts. That is for a
-few tokens behind a long prompt, as in an evaluation. To serve a model, other engines are faster by far.
+few tokens after a long prompt, as in an evaluation. To serve a model, other engines are faster by far.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class Prompts:
         self._positions = positions.repeat_interleave(copies)
 
     def step(self, tokens_R: Tensor) -> Tensor:
-        """[continuations, vocabulary]: the logits behind one more token of each continuation."""
+        """[continuations, vocabulary]: the logits after one more token of each continuation."""
         positions = self._positions + self._cache.count
         found = self._run(partial(_next_logits, tokens_R=tokens_R, positions_R=positions, cache=self._cache))
         self._cache.count += 1
@@ -73,7 +73,7 @@ def _block(w: dict[str, Tensor], x: Tensor, layer: int, rotation: Rotation | Non
 
 
 def greedy(prompts: Prompts, last_R: Tensor, count: int, agree: Callable[[Tensor], None]) -> Tensor:
-    """[prompts, count]: the likeliest token each time. `last_R`: each prompt's last; `agree` equals it over ranks."""
+    """[prompts, count]: greedy decoding after each prompt's token `last_R`; `agree` makes tokens equal on all ranks."""
     prompts.begin(1, count)
     found, tokens = [], last_R
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""What prompts and the tokens behind them take: the K/V cache, and the peak of an evaluation by owner. No torch.
+"""The memory of prompts and their new tokens: the K/V cache, and the peak of an evaluation by owner. No torch.
 
     cache        K and V of every layer: 2 · Hkv · D numbers for each local token and layer, with all key/value heads.
                  On the device, or in host memory with `SLOTS` tiles on the device (kv_cache.py allocates from this)
@@ -69,7 +69,7 @@ def cache_place(job: Job) -> str:
 
 
 def absent_in_evaluation(job: Job, running: Job, place: str) -> Bytes:
-    """What an evaluation holds of layers that `running`, the same job with fewer layers, does not have."""
+    """Bytes that an evaluation holds for layers that `running`, the same job with fewer layers, does not have."""
     return Counter(
         {
             STATES: rank_states(job, moments=True)[0] - rank_states(running, moments=True)[0],
@@ -83,7 +83,7 @@ def absent_in_evaluation(job: Job, running: Job, place: str) -> Bytes:
 
 
 def _resident(job: Job, place: str, moments: bool) -> Bytes:
-    """What lies on the device during an evaluation."""
+    """Bytes that are on the device during the whole evaluation."""
     keys, others = (
         [tape for tape in prompt_tapes(job, place) if (tape.option in ("kv", CACHE)) == wanted]
         for wanted in (True, False)

@@ -50,7 +50,7 @@ class ForwardContext:
     ring: Ring
     rounds: Rounds
     tapes: Pass | None  # None: the Plan needs none
-    visits: int | None = None  # visits at either end of a walk that are made; None: all
+    visits: int | None = None  # a rehearsal of memory makes this many visits at either end of a walk; None: all
     mark: Mark = no_mark
     cache: KVCache | None = None  # saves K and V of every block, for tokens that will be added
     tensor: TensorRanks | None = None  # None: ranks hold whole weights
@@ -105,7 +105,7 @@ def logits(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
 
 
 def fill_cache(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
-    """Run the blocks for the K and V that the context's cache saves. The result has no meaning."""
+    """Run the blocks so that the context's cache saves their K and V. The result has no meaning."""
     assert context.cache is not None
     return _through_blocks(decoder, batch, context, _begin_tensor(batch, context))
 
@@ -116,10 +116,14 @@ def _begin_tensor(batch: Batch, context: ForwardContext) -> TensorPass | None:
 
 def _through_blocks(decoder: Decoder, batch: Batch, context: ForwardContext, tensor: TensorPass | None) -> Tensor:
     """The last block's output [tokens, hidden]; under `sweep` the carrier, with the output on the residual tape."""
-    return _swept(decoder, batch, context) if context.plan.sweeps else _whole(decoder, batch, context, tensor)
+    return (
+        _run_sweep_blocks(decoder, batch, context)
+        if context.plan.sweeps
+        else _run_whole_blocks(decoder, batch, context, tensor)
+    )
 
 
-def _whole(decoder: Decoder, batch: Batch, context: ForwardContext, tensor: TensorPass | None) -> Tensor:
+def _run_whole_blocks(decoder: Decoder, batch: Batch, context: ForwardContext, tensor: TensorPass | None) -> Tensor:
     spec, plan, spread = decoder.spec, context.plan, tensor.spread if tensor else None
     if tensor:
         x = decoder.embed(lambda table: tensor.embed(table, plan.loss_tile))
@@ -144,7 +148,7 @@ def _whole(decoder: Decoder, batch: Batch, context: ForwardContext, tensor: Tens
     return x
 
 
-def _swept(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
+def _run_sweep_blocks(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
     spec, tapes, tile = decoder.spec, context.tapes, context.plan.tile
     assert tapes is not None
     assert tile is not None

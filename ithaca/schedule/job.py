@@ -45,17 +45,17 @@ Bytes = Counter[str]  # by owner (base/owners.py)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one rank of a job runs in a step."""
+    """One rank's part of a job's step."""
 
     spec: Spec
     plan: Plan
-    tokens: int  # of one pass, over the ranks that share a sequence
+    tokens: int  # of one pass, of all ranks that share a sequence
     axes: Axes = ONE_RANK
-    documents: tuple[int, ...] | None = None  # lengths of the pass's documents, in order; None: it is one
+    documents: tuple[int, ...] | None = None  # lengths of the pass's documents, in order; None: one document
     itemsize: int = BF16  # bytes of a number of the computation
     rank: int | None = None  # among the Ulysses or tensor ranks; None: the one with most heads
     passes: int = 1  # of a step, one after the other; each adds its gradients to those of the others
-    layers_run: int | None = None  # the first layers alone run and the others are only held, as in a rehearsal
+    layers_run: int | None = None  # only the first layers run, as in a rehearsal; the others only take memory
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plan", self.plan.settled_for(self.spec))
@@ -112,7 +112,7 @@ class Job:
 
     @cached_property
     def loss_rows(self) -> int:
-        """Tokens of this rank whose logits exist at the same time; those of the other tensor ranks come with them."""
+        """Tokens of this rank whose logits exist at the same time, along with as many of each other tensor rank."""
         return min(max(self.plan.loss_tile // self.axes.tensor, 1), self.block_tokens)
 
     @cached_property
@@ -196,7 +196,7 @@ class Job:
         return 3 * self.tile * self.spec.mlp * self.itemsize + 3 * self.hidden(self.tile)
 
     def projection_bytes(self, split: HeadSplit | None = None) -> int:
-        """What a projection leaves for its backward pass: the normed x; with norms of q and k, these as well."""
+        """Bytes that a projection keeps for its backward pass: the normed x; with norms of q and k, these as well."""
         split = split or self.split
         heads = len(split.q_heads) + len(split.kv_heads) if self.spec.qk_norm else 0
         return self.hidden(self.block_tokens) + self.block_tokens * heads * self.spec.head_size * self.itemsize

@@ -5,7 +5,8 @@ every context rank; each attends to the tokens that it holds, tile by tile, and 
 log-sum-exps, in the order of the ranks. So this is the same under every recipe and head split, and no K or V is held
 twice. K and V of new tokens are few: every context rank has all of them, in device memory.
 
-decode_cost.py has what it takes, and where it lives. Sent: o and the log-sum-exp of the new tokens, for each layer.
+decode_cost.py says how much memory the cache takes and where it lives. Ranks send o and the log-sum-exp of the new
+tokens, for each layer.
 """
 
 from bisect import bisect_right
@@ -34,7 +35,7 @@ Visits = list[tuple[slice, slice]]  # rows of new tokens, and the keys of a tile
 
 
 class KVCache:
-    """K and V of some prompts, each one row of a batch, and of the new tokens behind them."""
+    """K and V of some prompts, each one row of a batch, and of their new tokens."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class KVCache:
             tape.write(index, torch.stack(kv, 1, out=tape.blank(index)))
 
     def begin(self, copies: int, most: int) -> None:
-        """Begin `copies` continuations of each row, of up to `most` new tokens; those before are forgotten."""
+        """Begin `copies` continuations of each row, of up to `most` new tokens. Earlier continuations are forgotten."""
         spec = self.spec
         shape = spec.layers, copies * len(self.positions), most, 2, spec.kv_heads, spec.head_size
         self._new, self.count = torch.empty(shape, dtype=self._dtype, device=self.device), 0
@@ -93,7 +94,7 @@ class KVCache:
 
     @owned_by(ATTENTION)
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """o of one new token of each continuation, behind the `count` tokens that they have."""
+        """o of one more new token of each continuation, which has `count` of them so far."""
         assert self._new is not None
         new, here = self._new[layer], self.count + 1
         new[:, self.count] = torch.stack((k, v), 1)
@@ -136,7 +137,7 @@ class KVCache:
 
 
 def local_range(layout: Layout, rank: int, start: int, stop: int) -> range:
-    """The local tokens of a rank that are the sequence's from `start` to `stop`: a rank's tokens are in order."""
+    """The local tokens of a rank between the sequence's tokens `start` and `stop`. A rank's tokens are in order."""
     places = layout.places(rank)
     before, inside = (sum(len(range(place.start, min(place.stop, edge))) for place in places) for edge in (start, stop))
     return range(before, inside)

@@ -36,7 +36,7 @@ def naive_loss(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T:
 
 @owned_by(LOSS)
 def tiled_loss(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int) -> Tensor:
-    """The same sum in memory that does not grow with the number of tokens."""
+    """`naive_loss` in memory that does not grow with the number of tokens."""
     return _TiledLoss.apply(spec, x_TE, weight, head, labels_T, tile, torch.is_grad_enabled())
 
 
@@ -44,9 +44,9 @@ def tiled_loss(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_T:
 def tape_loss(
     spec: Spec, carrier: Tensor, tapes: Pass, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int
 ) -> Tensor:
-    """The same sum of hidden states on the residual tape, which their gradients overwrite.
+    """`naive_loss` of the hidden states on the residual tape, which their gradients overwrite.
 
-    They are gradients of the sum itself: the upstream scale goes to the carrier.
+    The gradients are those of the sum itself: the carrier's gradient is the upstream scale.
     """
     return _TapeLoss.apply(spec, carrier, tapes, weight, head, labels_T, tile)
 
@@ -116,8 +116,8 @@ class _TapeLoss(torch.autograd.Function):
         labels: Tensor,
         tile: int,
     ) -> Tensor:
-        need_x = tapes.kept and ctx.needs_input_grad[1]
-        need_weight, need_head = (tapes.kept and needed for needed in ctx.needs_input_grad[3:5])
+        need_x = tapes.training and ctx.needs_input_grad[1]
+        need_weight, need_head = (tapes.training and needed for needed in ctx.needs_input_grad[3:5])
         tiler = _Tiler(spec, weight, head, need_weight, need_head, tile)
         tape = tapes.residual
         for index, rows in enumerate(tape.tiles.slices()):
@@ -152,7 +152,7 @@ def token_losses(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, labels_
 
 @owned_by(LOSS)
 def tape_token_losses(spec: Spec, tapes: Pass, weight: Tensor, head: Tensor, labels_T: Tensor, tile: int) -> Tensor:
-    """The same of hidden states on the residual tape, which stay as they are."""
+    """`token_losses` of the hidden states on the residual tape, which is not changed."""
     losses_T, tape = labels_T.new_empty(len(labels_T), dtype=at_least_fp32(weight.dtype)), tapes.residual
     for index, rows in enumerate(tape.tiles.slices()):
         x = tape.read(index, toward=1, changed=False)
@@ -177,7 +177,7 @@ def cross_entropies(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor
 
 
 def plain_cross_entropies(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in plain torch; the logits stay as they are."""
+    """`cross_entropies` in plain torch; the logits are not changed."""
     high = logits_TV.to(at_least_fp32(logits_TV.dtype))
     valid_T = labels_T != IGNORED
     safe_T1 = labels_T.clamp(min=0)[:, None]

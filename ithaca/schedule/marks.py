@@ -1,14 +1,14 @@
-"""Where a step is: schedules mark the parts of a pass as they begin, and a reader asks which the device has passed.
+"""Progress of a step: schedules mark the parts of a pass as they begin; a reader asks what the device has reached.
 
-The host runs far ahead of a GPU, so the place where the host is says little. A mark records an event on the current
+The host runs far ahead of a GPU, so the host's own progress says little. A mark records an event on the current
 stream, and counts when `query` says that the GPU has passed it. Nothing waits for the GPU. On a CPU a mark counts at
 once.
 
     cost   an event from a pool for each mark: one for each layer and chunk, forward and backward. Events are used again
-           only after they have passed. When all are under way, marks are dropped: the place is then less exact for a
-           while, and a fast step, which nobody needs to watch, records few of them
+           only after they have passed. When all are pending, marks are dropped: the progress is then less exact for a
+           while, and a fast step, which needs no live line, records few marks
 
-Training threads mark; one other thread reads. What they share are deques, whose ends are safe to use from both.
+Training threads mark; one other thread reads. They share deques, whose ends are safe to use from both.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ Mark = Callable[..., None]
 
 
 def no_mark(phase: str, layer: int | None = None, chunk: int | None = None) -> None:
-    """Mark nothing: nobody watches this pass."""
+    """Mark nothing, in a pass whose progress is not shown."""
 
 
 class Event(Protocol):
@@ -105,7 +105,7 @@ def pass_work(job: Job, layout: Layout, bounds: Bounds) -> PassWork:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A step that is marked. Each is its own: a mark of an earlier one says nothing about this one."""
+    """A step that is marked. Compared by identity, so that marks of an earlier step do not count for this one."""
 
     number: int
     passes: Sequence[float]  # the work of each, in any unit
@@ -135,7 +135,7 @@ class StepMarks:
         self._free = deque(make_event() for _ in range(events)) if make_event else None
         self._pending: deque[tuple[Event, Reached]] = deque()
         self._step: Step | None = None
-        self._passes, self._in_pass = 0, no_mark  # that have begun in this step; marks of the last one
+        self._passes, self._in_pass = 0, no_mark  # begun in this step; the mark of the last one
         self._last: Reached | None = None
 
     @contextmanager
@@ -156,7 +156,7 @@ class StepMarks:
         return self._in_pass
 
     def mark(self, phase: str) -> None:
-        """Mark what comes after the passes of a step."""
+        """Mark a phase after the passes of a step, such as the optimizer."""
         self._in_pass(phase)
 
     def _mark(

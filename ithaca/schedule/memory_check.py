@@ -1,5 +1,5 @@
-"""Whether the tapes of a job fit this device, this node and its disk, checked before anything is allocated; and what
-they are, in words."""
+"""Checks, before anything is allocated, that the tapes of a job fit the device, the node and its disk; and describes
+the tapes in words."""
 
 import os
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from ithaca.tape.spec import TapeSpec, device_bytes, slot_bytes, staging_bytes
 
 @dataclass(frozen=True)
 class NodeTapes:
-    """What the tapes of all ranks on a node take of its memory and of its disk."""
+    """Bytes that the tapes of all ranks on a node take in its memory and on its disk."""
 
     bytes: int
     ranks: int
@@ -37,15 +37,15 @@ def check_memory(job: Job, tapes: Sequence[TapeSpec], device: torch.device, node
         # A pass without gradients has no tape of x and rebuilds none
         weights = job.costs.passing_bytes(job) if any(tape.training for tape in tapes) else 0
         needed, fixed = device_bytes(tapes, tiles) + weights, slot_bytes(tapes, tiles) + weights
-        ways = _move(job, tapes, "device", "host", 1)
-        _refuse_over(needed, fixed, free, "the GPU's free memory", ways, tokens)
+        advice = _advise_moving(job, tapes, "device", "host", 1)
+        _refuse_over(needed, fixed, free, "the GPU's free memory", advice, tokens)
     budget, reason = _host_budget(job)
     fixed = node.ranks * staging_bytes(tapes, tiles)
     fixed += 0 if gpu else node.ranks * slot_bytes(tapes, tiles)
-    ways = _fewer_x(job, tapes, node.ranks)
-    ways += _move(job, tapes, "host", "device", node.ranks) if gpu else []
-    ways += _to_disk(job, tapes, node.ranks)
-    _refuse_over(node.bytes, fixed, budget, reason, ways, tokens, node.ranks)
+    advice = _advise_fewer_x(job, tapes, node.ranks)
+    advice += _advise_moving(job, tapes, "host", "device", node.ranks) if gpu else []
+    advice += _advise_disk(job, tapes, node.ranks)
+    _refuse_over(node.bytes, fixed, budget, reason, advice, tokens, node.ranks)
     if any(node.disk):
         _check_disks(job, tapes, node)
 
@@ -81,8 +81,8 @@ def _host_budget(job: Job) -> tuple[int, str]:
 
 
 def _check_disks(job: Job, tapes: Sequence[TapeSpec], node: NodeTapes) -> None:
-    """Raise an error if a folder cannot be used or its file system is too full. Folders on one share its space."""
-    folders, ways = job.plan.folders, _move(job, tapes, "disk", "host", node.ranks)
+    """Raise an error if a folder cannot be used or its file system is too full. Folders may share a file system."""
+    folders, advice = job.plan.folders, _advise_moving(job, tapes, "disk", "host", node.ranks)
     free = [free_space(folder) for folder in folders]
     for one, other in combinations(folders, 2):
         if os.path.samefile(one, other):
@@ -95,13 +95,13 @@ def _check_disks(job: Job, tapes: Sequence[TapeSpec], node: NodeTapes) -> None:
         together = " (one file system)" if len(numbers) > 1 else ""
         reason, needed = f"the free space of plan.disk='{named}'{together}", sum(node.disk[n] for n in numbers)
         there = f" in '{named}'" if len(numbers) < len(folders) else ""
-        _refuse_over(needed, 0, free[numbers[0]], reason, ways, job.layout.padded, node.ranks, there)
+        _refuse_over(needed, 0, free[numbers[0]], reason, advice, job.layout.padded, node.ranks, there)
 
 
 def _refuse_over(
-    needed: int, fixed: int, free: int, reason: str, ways: list[str], tokens: int, ranks: int = 1, there: str = ""
+    needed: int, fixed: int, free: int, reason: str, advice: list[str], tokens: int, ranks: int = 1, there: str = ""
 ) -> None:
-    """`fixed` of the bytes needed do not depend on the length of the sequence."""
+    """Raise an error if more is needed than free. `fixed` bytes do not depend on the length of the sequence."""
     if needed <= free:
         return
     text = f"tapes for {tokens} tokens need {format_bytes(needed)}{there}"
@@ -109,11 +109,11 @@ def _refuse_over(
     text += f", and {reason} is {format_bytes(free)}: {format_bytes(needed - free)} are missing"
     fitting = tokens * (free - fixed) // (needed - fixed)
     last = f"{fitting} tokens would fit" if fitting > 0 else "a smaller plan.chunk or plan.tile may help"
-    raise PlanError(f"{text}; {', or '.join([*ways, last])}")
+    raise PlanError(f"{text}; {', or '.join([*advice, last])}")
 
 
-def _move(job: Job, tapes: Sequence[TapeSpec], place: str, other: str, ranks: int) -> list[str]:
-    """What moving the largest tapes of a place elsewhere would free."""
+def _advise_moving(job: Job, tapes: Sequence[TapeSpec], place: str, other: str, ranks: int) -> list[str]:
+    """What moving the largest tapes of a place to the other place would free, in words."""
     options: dict[str, int] = {}
     for tape in (tape for tape in tapes if tape.place == place and tape.layers):
         options[tape.option] = options.get(tape.option, 0) + ranks * tape.bytes_of(job.tiles.length)
@@ -123,16 +123,16 @@ def _move(job: Job, tapes: Sequence[TapeSpec], place: str, other: str, ranks: in
     return [f"plan.{largest}={other} frees {format_bytes(options[largest])}"]
 
 
-def _to_disk(job: Job, tapes: Sequence[TapeSpec], ranks: int) -> list[str]:
-    """What o on the disk would free of the host; o goes there more cheaply than x."""
+def _advise_disk(job: Job, tapes: Sequence[TapeSpec], ranks: int) -> list[str]:
+    """What moving o to the disk would free of the host, in words. o goes there more cheaply than x."""
     hosted = [tape for tape in tapes if tape.name == "o" and tape.place == "host"]
     freed = sum(tape.bytes_of(job.tiles.length) for tape in hosted)
     freed -= staging_bytes([replace(tape, place="disk") for tape in hosted], job.tiles)
     return [f"plan.o=disk with a folder in plan.disk frees {format_bytes(ranks * freed)}"] if freed > 0 else []
 
 
-def _fewer_x(job: Job, tapes: Sequence[TapeSpec], ranks: int) -> list[str]:
-    """What saving x of a few layers, from which the others can be rebuilt once each, would free of the host."""
+def _advise_fewer_x(job: Job, tapes: Sequence[TapeSpec], ranks: int) -> list[str]:
+    """What saving x of fewer layers would free of the host, in words. Each other x can be rebuilt, once, from these."""
     hosted = next((tape for tape in tapes if tape.name == "x"), None)
     plan, layers = job.plan, job.spec.layers
     if not plan.sweeps or (plan.x, plan.o) != ("host", "host") or hosted is None:
@@ -187,7 +187,7 @@ def describe_tapes(job: Job) -> list[str]:
 
 
 def _about_folders(folders: tuple[str, ...]) -> list[str]:
-    """How tapes are striped over several folders, and which of them are no disk."""
+    """How tapes are striped over several folders, and which folders are memory."""
     lines = []
     if len(folders) > 1:
         devices = count_devices(folders)

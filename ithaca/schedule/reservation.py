@@ -1,6 +1,6 @@
-"""The tapes of a model, allocated for a number of tokens and reused by every pass over as many.
+"""The tapes of a model, allocated for a number of tokens and reused by every pass over the same number.
 
-Passes that a backward pass follows have tapes of their own; a pass without gradients also uses those, if they are free.
+Training passes have tapes of their own; a pass without gradients also uses these, if they are free.
 All calls are collective: ranks agree before one of them allocates, so that too little memory on one rank is an error on
 all of them and not a hang.
 """
@@ -55,11 +55,11 @@ class Reservation:
         self._spec, self._plan, self._mesh, self._dtype, self._engine = spec, plan, mesh, dtype, engine
         self._axes = mesh.axes
         self._tiles_held, self._outside_inference = tiles_held, outside_inference
-        self._tapes: dict[bool, Tapes] = {}  # for passes that a backward pass follows, and for the others
+        self._tapes: dict[bool, Tapes] = {}  # for training passes, and for passes without gradients
         self._cache: tuple[TapeSpec, Tapes] | None = None
 
     def job(self, tokens: int) -> Job:
-        """This rank's part of a pass over so many tokens of the ranks that share a sequence."""
+        """This rank's part of a pass over this many tokens of the ranks that share a sequence."""
         rank = self._mesh.head_rank
         axes, itemsize = self._axes, self._dtype.itemsize
         return Job(spec=self._spec, plan=self._plan, tokens=tokens, axes=axes, itemsize=itemsize, rank=rank)
@@ -73,14 +73,14 @@ class Reservation:
         return [tape for tape in self.job(1).tapes if training or not tape.training]
 
     def find(self, tokens: int, training: bool, shorten: bool = False) -> Tapes | None:
-        """Tapes that are there for such a pass and not in use by another."""
+        """Allocated tapes that fit such a pass and are not in use; None if there are none."""
         candidates = [self._tapes.get(True)]
         if not training:
             candidates = [tapes for tapes in candidates if tapes and not tapes.busy] + [self._tapes.get(False)]
         try:
             tiles = self._tiles(tokens, shorten)
         except PlanError:
-            return None  # this rank's tokens cannot be cut so: `allocate` tells all ranks
+            return None  # this rank's tokens cannot be cut so: `allocate` raises the error on all ranks
         return next((tapes for tapes in candidates if tapes and tapes.tiles == tiles), None)
 
     @property
@@ -91,7 +91,7 @@ class Reservation:
     def allocate(
         self, tokens: int, training: bool, shorten: bool = False, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Allocate tapes for such passes in place of those for others; `say` is told the progress."""
+        """Allocate tapes for such passes and free the earlier ones; `say` is called with the progress."""
         specs, before = self.specs(training), self._tapes.get(training)
 
         def check() -> Tiles:
@@ -115,7 +115,7 @@ class Reservation:
             )
 
     def cache(self, tokens: int) -> Tapes:
-        """Tapes for K and V of all layers, kept for the next prompts of as many tokens. Collective."""
+        """Tapes for K and V of all layers, reused for the next prompts of as many tokens. Collective."""
         job = self.job(tokens)
         if self._cache and self._cache[1].tiles == job.tiles:
             return self._cache[1]

@@ -1,4 +1,4 @@
-"""The query heads of a round among all heads of a tensor: taken out, and put in their places."""
+"""Take a round's query heads out of a tensor with all heads, and write them back."""
 
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ from ithaca.parallel.head_split import HeadSplit
 
 
 def take_heads(x_THD: Tensor, split: HeadSplit) -> Tensor:
-    """A round's query heads: a view where they are evenly apart, else a copy."""
+    """A round's query heads: a view if they are evenly spaced, else a copy."""
     first, *others = _views(x_THD, split)
     return torch.cat((first, *others), 1) if others else first
 
@@ -23,7 +23,7 @@ def put_heads(x_THD: Tensor, split: HeadSplit, part: Tensor) -> None:
 
 
 def _views(x_THD: Tensor, split: HeadSplit) -> list[Tensor]:
-    """One where the heads are evenly apart, else one for each run of them."""
+    """One view if the heads are evenly spaced, else one for each run of adjacent heads."""
     heads = split.q_heads
     steps = {after - before for before, after in pairwise(heads)} or {1}
     if len(steps) == 1:

@@ -57,7 +57,7 @@ MOMENT_SLOTS = 4  # such tiles: one in use, one ahead, two on their way out
 
 @dataclass(frozen=True)
 class Memory:
-    """What one rank takes."""
+    """The memory that one rank takes."""
 
     parts: dict[str, int]  # bytes of its GPU at the peak, by owner
     phase: str  # of the step that is the peak
@@ -83,7 +83,7 @@ def step_memory(job: Job) -> Memory:
 
 
 def resident(job: Job) -> Bytes:
-    """What lies on the device all the time: states, tapes, the batch, and what layers that do not run would hold."""
+    """Bytes on the device all the time: states, tapes, the batch, and what layers that do not run would hold."""
     block = block_parameters(job)
     kv, others = ([tape for tape in job.tapes if (tape.option == "kv") == wanted] for wanted in (True, False))
     states, slots = rank_states(job, moments=True)
@@ -94,7 +94,7 @@ def resident(job: Job) -> Bytes:
             KEYS: device_bytes(kv, job.tiles),
             TAPES: device_bytes(others, job.tiles) + slots,
             BLOCKS: _absent_kept(job, job.layers_running),
-            GRADIENTS: job.high * ((job.spec.layers - job.layers_running) * block.mine + _stays(job)),
+            GRADIENTS: job.high * ((job.spec.layers - job.layers_running) * block.mine + _accumulated_gradients(job)),
             GATHERED: passing + kept_weights(job),
             BATCH: PER_TOKEN * job.tiles.length,
             KERNELS: LIBRARIES + (LIBRARIES_GRAPH if job.plan.cuda_graph else 0),
@@ -116,10 +116,10 @@ def kept_weights(job: Job) -> int:
     return _kept_weights(job, job.spec.layers * block_parameters(job).all + table_parameters(job).all)
 
 
-def _stays(job: Job) -> int:
-    """Elements of gradients, of running layers and the table, that earlier micro-batches of the step have left here.
+def _accumulated_gradients(job: Job) -> int:
+    """Gradient elements of running layers and the table that earlier micro-batches of the step have left.
 
-    A CUDA graph has memory of its own for those of one pass.
+    A CUDA graph has memory of its own for the gradients of one pass.
     """
     mine = job.layers_running * block_parameters(job).mine + table_parameters(job).mine
     return mine * (2 if job.plan.cuda_graph else 1) if job.passes > 1 else 0
@@ -136,14 +136,14 @@ def _alone(job: Job) -> bool:
 
 
 def _kept_weights(job: Job, weights: int) -> int:
-    """Bytes of weights that stay gathered during a step. One rank alone copies none that have the right dtype."""
+    """Bytes of weights that stay gathered during a step. One rank alone copies no weight that has the right dtype."""
     if job.plan.zero == 3 or (_alone(job) and job.itemsize == job.high):
         return 0
     return job.itemsize * weights
 
 
 def absent_layers(job: Job, running: Job) -> Bytes:
-    """What a job holds of layers that `running`, the same job with fewer layers, does not have."""
+    """Bytes that a job holds for layers that `running`, the same job with fewer layers, does not have."""
     absent, block = job.spec.layers - running.spec.layers, block_parameters(job)
     return Counter(
         {
@@ -157,7 +157,7 @@ def absent_layers(job: Job, running: Job) -> Bytes:
 
 
 def _absent_kept(job: Job, running: int) -> int:
-    """What layers behind the first `running` ones keep for their backward pass, beside their gradients.
+    """Bytes that the layers after the first `running` keep for their backward pass, beside their gradients.
 
     A layer frees what it kept before its gradients are there. With everything kept that is most of a rank's memory, so
     the larger of the two is held; under other checkpoints both are, which is a little too much.
@@ -271,7 +271,7 @@ def moment_slot_bytes(largest: int) -> int:
 
 
 def left_over(job: Job) -> Bytes:
-    """What the allocator keeps beside tensors."""
+    """Bytes that the allocator holds beside tensors."""
     return Counter({ALLOCATOR: round(_left_over(job))})
 
 
@@ -285,7 +285,7 @@ def _left_over(job: Job) -> float:
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many parameters there are, and how many of them are a rank's."""
+    """Counts of parameters: of all ranks together, and of one rank."""
 
     all: int
     mine: int
@@ -295,16 +295,16 @@ class Parameters:
 
 
 def block_parameters(job: Job) -> Parameters:
-    """Of one block."""
+    """The parameters of one block."""
     return _parameters(job.rank_spec, job.axes.parameter, block=True)
 
 
 def table_parameters(job: Job) -> Parameters:
-    """Of all that is in no block: embedding, final norm, head."""
+    """The parameters outside of the blocks: embedding, final norm, head."""
     return _parameters(job.rank_spec, job.axes.parameter, block=False)
 
 
-@lru_cache(maxsize=256)  # the planner's search asks for the same ones many times
+@lru_cache(maxsize=256)  # the planner's search asks for the same values many times
 def _parameters(spec: Spec, ranks: int, block: bool) -> Parameters:
     shapes = spec.block_shapes() if block else {name: shape for name, shape in spec.shapes() if ".layers." not in name}
     unit = {name: shape for name, shape in shapes.items() if block or spec.tied or "embed" not in name}

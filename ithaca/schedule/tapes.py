@@ -1,8 +1,8 @@
 """The tapes of a model in memory, as the schedule's cost specifies them.
 
 `Tapes` allocates once for a number of tokens: host tapes of all layers in one slab, disk tapes in one file, device
-tapes as tensors, and for each kind of host or disk tape a few slots on the device. A forward pass that a backward pass
-follows begins a `Pass`. No other one may begin until its backward pass has begun."""
+tapes as tensors, and for each kind of host or disk tape a few slots on the device. A forward pass begins a `Pass`.
+After a training pass has begun, no other may begin before its backward pass."""
 
 import gc
 import weakref
@@ -14,7 +14,7 @@ from ithaca.base.owners import HOST, KEYS, TAPES, owned_by
 from ithaca.base.precision import at_least_fp32
 from ithaca.base.tiles import Tiles
 from ithaca.schedule.decode_cost import CACHE
-from ithaca.schedule.sweep.rebuild import Home, Rebuild
+from ithaca.schedule.sweep.rebuild import Rebuild, TapeName
 from ithaca.tape.disk import Disk, DiskTape
 from ithaca.tape.engine import Engine
 from ithaca.tape.file import TapeFile
@@ -24,7 +24,7 @@ from ithaca.tape.tape import DeviceTape, HostTape, Slots, StandIn, Tape
 
 
 class Tapes:
-    """Memory for passes of one number of tokens."""
+    """The tapes for passes over one number of tokens."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Tapes:
         hosted = [spec for spec in specs if spec.place in self._in_slab]
         sizes = [self._host_rows(spec.tiles(tiles)) * spec.row for spec in hosted for _ in spec.layers]
         on_disk = 0 if held else disk_bytes(specs, tiles)
-        # Before the slab, which takes its time: a full disk is an error at once
+        # Before the slab, which takes long: a full disk is an error at once
         file = _open(folders, on_disk, say) if on_disk else None
         staging = staging_pieces(specs, tiles) if file else []
         with owned_by(HOST):
@@ -58,9 +58,9 @@ class Tapes:
         for spec in specs:
             with owned_by(KEYS if spec.option in ("kv", CACHE) else TAPES):
                 self._tapes.setdefault(spec.name, {}).update(self._allocate(spec))
-        features = next((spec.features for spec in specs if spec.name == "residual"), ())  # as those of x
-        self._homes = {
-            home: self._x_at(home, features) for rebuild in rebuilds.values() for home in rebuild.homes.values()
+        features = next((spec.features for spec in specs if spec.name == "residual"), ())  # x has the same
+        self._targets = {
+            target: self._x_at(target, features) for rebuild in rebuilds.values() for target in rebuild.targets.values()
         }
         self._pass: weakref.ref[Pass] | None = None
 
@@ -92,9 +92,9 @@ class Tapes:
     def _host_rows(self, tiles: Tiles) -> int:
         return tiles.length if self._held is None else self._held * tiles.size
 
-    def _x_at(self, home: Home, features: tuple[int, ...]) -> Tape:
+    def _x_at(self, target: TapeName, features: tuple[int, ...]) -> Tape:
         """A tape for a rebuilt x in the memory of another tape."""
-        kind, layer = home
+        kind, layer = target
         tape = self._tapes[kind][layer]
         if kind == "x":
             return tape
@@ -105,12 +105,12 @@ class Tapes:
         assert isinstance(tape, HostTape)
         return self._host_tape(tape.memory, self.tiles, self._slots["x"], features)
 
-    def begin(self, kept: bool) -> "Pass":
-        """Begin a forward pass; `kept`: a backward pass follows."""
+    def begin(self, training: bool) -> "Pass":
+        """Begin a forward pass; `training`: a backward pass follows."""
         assert not self.busy
-        self._mend()
-        begun = Pass(self._tapes, self._rebuilds, self._homes, kept)
-        self._pass = weakref.ref(begun) if kept else None
+        self._reclaim()
+        begun = Pass(self._tapes, self._rebuilds, self._targets, training)
+        self._pass = weakref.ref(begun) if training else None
         return begun
 
     @property
@@ -124,9 +124,9 @@ class Tapes:
         before = self._pass() if self._pass else None
         return before if before is not None and before.waits else None
 
-    def _mend(self) -> None:
-        """Reclaim what a pass that broke off still holds."""
-        for tape in (*self._homes.values(), *(tape for tapes in self._tapes.values() for tape in tapes.values())):
+    def _reclaim(self) -> None:
+        """Take back the tiles and slots of a pass that was interrupted."""
+        for tape in (*self._targets.values(), *(tape for tapes in self._tapes.values() for tape in tapes.values())):
             tape.drop()
         if any(slots.held for slots in self._slots.values()):
             self._engine.settle()
@@ -140,7 +140,7 @@ class Tapes:
             self._disk.close()
         self._close_slab()
         self._tapes.clear()
-        self._homes.clear()
+        self._targets.clear()
         self._slots.clear()
 
 
@@ -159,12 +159,12 @@ class Pass:
         self,
         tapes: Mapping[str, Mapping[int, Tape]],
         rebuilds: Mapping[int, Rebuild],
-        homes: Mapping[Home, Tape],
-        kept: bool,
+        targets: Mapping[TapeName, Tape],
+        training: bool,
     ):
-        self._tapes, self._rebuilds, self._homes, self.kept = tapes, rebuilds, homes, kept
-        self._xs = dict(tapes.get("x", {})) if kept else {}
-        self.waits = kept  # for its backward pass to begin
+        self._tapes, self._rebuilds, self._targets, self.training = tapes, rebuilds, targets, training
+        self._xs = dict(tapes.get("x", {})) if training else {}
+        self.waits = training  # for its backward pass to begin
         self.kv_of: tuple[int, int] | None = None  # the layer and head round whose K and V are on the tapes
 
     @property
@@ -177,17 +177,17 @@ class Pass:
         return self._xs.get(layer) or self.residual
 
     def rebuild(self, layer: int) -> Rebuild | None:
-        """How the x of a layer is rebuilt; None if it is there when backward comes to it."""
+        """How the x of a layer is rebuilt; None if it is on a tape when backward reaches the layer."""
         return self._rebuilds.get(layer)
 
-    def house(self, rebuild: Rebuild) -> None:
-        """From now on `x` finds the rebuilt x in their homes."""
-        self._xs |= {layer: self._homes[home] for layer, home in rebuild.homes.items()}
+    def use_rebuilt(self, rebuild: Rebuild) -> None:
+        """Make `x` return the tapes that hold rebuilt x."""
+        self._xs |= {layer: self._targets[target] for layer, target in rebuild.targets.items()}
 
     def o_and_lse(self, layer: int) -> tuple[Tape, ...]:
         """o and the log-sum-exp of a layer; nothing if they are not saved."""
-        kept = self.kept and layer in self._tapes.get("o", {})
-        return tuple(self._tapes[name][layer] for name in ("o", "lse")) if kept else ()
+        saved = self.training and layer in self._tapes.get("o", {})
+        return tuple(self._tapes[name][layer] for name in ("o", "lse")) if saved else ()
 
     @property
     def between_rounds(self) -> Tape:

@@ -56,9 +56,9 @@ def recipe_variants(
     kernel: str = "auto",
     least_chunks: Mapping[str, int] = NO_LIMITS,
 ) -> list[Plan]:
-    """The Plans of a recipe to try, which name the kernel. `fitting_plans` places what they leave open.
+    """The Plans of a recipe to try, which name the kernel. `fitting_plans` places the tapes that they leave open.
 
-    `least_chunks`: for each place of K and V off the device, the smallest chunk that it is worth while with.
+    `least_chunks`: for each place of K and V off the device, the smallest chunk with which that place is worth while.
     """
     entry, named = RECIPES[recipe], {"recipe": recipe, "kernel": kernel}
     if entry.tries:
@@ -86,7 +86,7 @@ def recipe_variants(
 
 
 def _head_rounds(spec: Spec, axes: Axes) -> list[int]:
-    """Query heads of two head rounds and of the most, for models whose K and V are large; none for others.
+    """Query heads per round, for two head rounds and for the most; none for models whose K and V are small.
 
     More rounds hold less of K and V, and each costs a little.
     """
@@ -130,7 +130,7 @@ def fitting_plans(
     `cost`: what a Plan costs (placement.py), to compare placements by. `replaying`: the kernel of CUDA graphs.
     """
     budgeted = partial(_memory, spec=spec, axes=axes, tokens=tokens, budget=budget)
-    if not _places_itself(plan):
+    if not _needs_placement(plan):
         fit = plan, budgeted(plan)
     elif (fit := _placed(plan, spec, axes, tokens, budget, _choices(effort, spec.layers), cost)) is None:
         return
@@ -151,7 +151,7 @@ def _memory(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget) -> 
 
 
 def faster_alone(plan: Plan, axes: Axes, replaying: str | None = None) -> list[Plan]:
-    """A Plan, and before it what may be faster on one rank, where all else leaves it room.
+    """A Plan and, before it, variants that may be faster on one rank but need more memory.
 
     ZeRO-2 does without FSDP2. Then passes can be CUDA graphs, with a kernel that can be replayed, which is faster if
     the step waits for the host.
@@ -169,26 +169,26 @@ def with_graph(plan: Plan, axes: Axes, replaying: str | None) -> list[Plan]:
 
 
 def fitting_graph(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, replaying: str | None) -> list[Plan]:
-    """The same, if it fits the budget of a rank."""
+    """The Plan of `with_graph`, if it fits the budget of a rank."""
     asked = spec, axes, tokens, budget
     return [each for each in with_graph(plan, axes, replaying) if _within(each, _memory(each, *asked), *asked)]
 
 
 def refit(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, cost: Cost) -> Fit | None:
     """A Plan that fits, placed again with all choices tried; None if it has nothing to place."""
-    if not _places_itself(plan):
+    if not _needs_placement(plan):
         return None
     assert plan.kv is not None
     unplaced = replace(plan, x=None, o=None, lse=None, residual=None, disk=_folder_of(plan.kv))
     return next(fitting_plans(unplaced, spec, axes, tokens, budget, Effort.ALL, cost), None)
 
 
-def _places_itself(plan: Plan) -> bool:
-    """Whether the planner places x, o, K and V of each layer. A recipe with `tries` keeps what these say."""
+def _needs_placement(plan: Plan) -> bool:
+    """Whether the planner must place x, o, K and V of each layer. Plans from a recipe's `tries` place them already."""
     return plan.sweeps and not plan.entry.tries
 
 
-@lru_cache(maxsize=64)  # the search asks for the same ones many times
+@lru_cache(maxsize=64)  # the search asks for the same values many times
 def _choices(effort: Effort, layers: int) -> list[Saved]:
     if effort is Effort.FEW:
         return some_choices(layers)
@@ -199,7 +199,7 @@ def _choices(effort: Effort, layers: int) -> list[Saved]:
 
 def _chunks(tokens: int, sharing: int, at_least: int) -> list[int]:
     """Chunks from the largest that helps, each half of the one before. A ring gathers the queries of a whole chunk, so
-    that many ring ranks need small ones. If all of these are smaller than `at_least`, one that is not."""
+    many ring ranks need small chunks. If all are smaller than `at_least`, one chunk that is not."""
     largest = min(max(CHUNK, TILE * sharing), tokens)
     least = max(min(LEAST_CHUNK, largest // 8), min(SHORTEST, largest))
     chunks = [chunk for halved in range(largest.bit_length()) if (chunk := largest >> halved) >= least]
@@ -210,7 +210,7 @@ def _chunks(tokens: int, sharing: int, at_least: int) -> list[int]:
 def _placed(
     plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, choices: list[Saved], cost: Cost | None
 ) -> Fit | None:
-    """x and o of every layer, log-sum-exps and residual in what all else leaves of device, host and disk."""
+    """The Plan with x, o, log-sum-exps and residual placed in the memory that everything else leaves; or None."""
     all_hosted = replace(plan, x="host", o="host", lse="host", residual="host")
     least = _memory(all_hosted, spec, axes, tokens, budget)
     device = budget.device - least.total + device_bytes(least.tapes, least.tiles)

@@ -1,4 +1,4 @@
-"""What lies under the folders of disk tapes: which of them share a file system or a device, and which are memory."""
+"""The devices of the folders of disk tapes: which folders share a file system or a device, and which are memory."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ MEMORY = ("tmpfs", "ramfs")  # file systems whose files are host memory
 
 
 def by_file_system(folders: tuple[str, ...]) -> list[list[int]]:
-    """The folders' numbers, those on one file system together: they share its free space."""
+    """The folders' numbers, grouped by file system. The folders of a group share its free space."""
     found: dict[object, list[int]] = {}
     for number, folder in enumerate(folders):
         found.setdefault(_file_system(folder) or folder, []).append(number)
@@ -43,7 +43,7 @@ def _device(folder: str, system: Path) -> object:
 
 
 def _file_system(folder: str) -> str | None:
-    """The numbers of a folder's file system, as '259:1'; None if there is no such folder here."""
+    """The device number of a folder's file system, as '259:1'; None if there is no such folder here."""
     try:
         number = os.stat(folder).st_dev
     except (OSError, ValueError):

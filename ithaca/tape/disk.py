@@ -97,7 +97,7 @@ class Disk:
         return piece
 
     def settle(self) -> None:
-        """After a pass broke off: wait until no thread is at work, and forget their errors."""
+        """After a pass was interrupted: wait until no thread is at work, and forget their errors."""
         wait([piece.use.future for piece in self._pieces if piece.use is not None])
         for piece in self._pieces:
             piece.use = None
@@ -174,7 +174,7 @@ class Fetching:
         return self._arrived
 
     def drop(self) -> Mark | None:
-        """Give up the tile; returns the mark at which its slot is free."""
+        """Do not wait for the tile any more; returns the mark at which its slot is free."""
         self._dropped = self._arrived is None
         return self._free if self._dropped else self._arrived
 
@@ -192,7 +192,7 @@ class Fetching:
 
 
 class DiskTape(SlotTape):
-    """A tape in a stretch of the file. Two tapes can share a stretch if their tiles fit into the same room."""
+    """A tape in a stretch of the file. Two tapes can share a stretch if the tiles of both fit into its strides."""
 
     def __init__(self, disk: Disk, stretch: Stretch, tiles: Tiles, slots: Slots):
         super().__init__(tiles, slots)

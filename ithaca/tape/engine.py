@@ -1,7 +1,7 @@
 """Copies of tiles between the device and the host, beside the computation.
 
-Queueing a copy returns a mark at once. A mark stands for a moment; copies and the computation can be told to wait for
-it. On a GPU there is one stream for each direction and marks are CUDA events, so the host does not wait unless asked
+Queueing a copy returns a mark at once. Copies and the computation can be told to wait for a mark, as for a CUDA event.
+On a GPU there is one stream for each direction and marks are CUDA events, so the host does not wait unless asked
 to. On a CPU there is one thread for each direction and marks are threading events. That is slower than no copy at all,
 but it has the same order of events, so tests that delay copies at random (`before_copy`) find a missing wait without a
 GPU.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 Mark = Any  # a CUDA event or a threading.Event
-# What the threads of an engine do, in their own words: a copy to or from the device, a read from the disk, a write
+# Names of the work of an engine's threads, for traces
 COPY_IN, COPY_OUT, DISK_READ, DISK_WRITE = "copy in", "copy out", "disk read", "disk write"
 
 
@@ -31,7 +31,7 @@ class Engine(ABC):
         self.device = device
         self.before_copy: Callable[[], None] | None = None  # called before each copy, by tests that delay copies
         self.before_disk: Callable[[], None] | None = None  # the same before each read from the disk or write to it
-        # Called by a thread with what it begins; a profile times the context. A GPU's copies are on its own trace
+        # Called by a thread with the name of its work; a profile times the context. A GPU's own trace has its copies
         self.watch: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext()
         self.poison = False  # fill freed slots with NaN, by tests that look for reads of a freed slot
 
@@ -45,11 +45,11 @@ class Engine(ABC):
 
     @abstractmethod
     def computed(self) -> Mark | None:
-        """The mark at which everything that the computation was asked for so far is done."""
+        """A mark that is reached when all work that the computation has queued so far is done."""
 
     @abstractmethod
     def hold(self, mark: Mark | None) -> None:
-        """Let the computation go on only after the mark."""
+        """Make the computation wait for the mark."""
 
     @abstractmethod
     def wait(self, mark: Mark | None) -> None:
@@ -158,7 +158,7 @@ class ThreadEngine(Engine):
         return self._queues[key]
 
     def computed(self) -> Mark:
-        return None  # a CPU has done everything it was asked for
+        return None  # a CPU has nothing queued
 
     def hold(self, mark: Mark | None) -> None:
         if mark is not None:

@@ -68,9 +68,8 @@ class TapeFile:
 
     def _move(self, move: "_Move", done: str, place: int, memory: memoryview) -> None:
         moving = [(part, part.begin(move, where, piece)) for part, where, piece in self._pieces(place, memory)]
-        wait(
-            [future for _, future in moving]
-        )  # for all: once one is seen to fail, the memory is used for something else
+        # For all: after the first error is raised, the memory may be used for something else
+        wait([future for _, future in moving])
         for part, future in moving:
             try:
                 future.result()
@@ -81,7 +80,7 @@ class TapeFile:
                 ) from None
 
     def _pieces(self, place: int, memory: memoryview) -> "Iterator[tuple[_Part, int, memoryview]]":
-        """The part of each stripe, where the stripe's bytes are there, and their memory."""
+        """For each stripe of the memory: the folder's part of the file, the offset in it, and the stripe's memory."""
         while len(memory):
             stripe, within = divmod(place, self._stripe)
             turn, number = divmod(stripe, len(self._parts))
@@ -94,7 +93,7 @@ _Move = Callable[[int, Sequence[memoryview], int], int]
 
 
 class _Part:
-    """What a file has in one folder."""
+    """The part of a file in one folder."""
 
     def __init__(self, folder: str, size: int):
         file = _open_nameless(folder)
@@ -102,7 +101,7 @@ class _Part:
         # Closed when the last reader or writer is gone
         self.close = weakref.finalize(self, file.close)
         try:
-            if size:  # the system refuses to allocate nothing
+            if size:  # posix_fallocate refuses 0 bytes
                 os.posix_fallocate(self.file, 0, size)
         except OSError as problem:
             free = format_bytes(shutil.disk_usage(folder).free)
@@ -111,7 +110,7 @@ class _Part:
                 f"plan.disk='{folder}' has no room for the {format_bytes(size)} of a rank's tapes ({problem.strerror}; "
                 f"{free} are free): choose another folder, or a Plan with less on the disk"
             ) from None
-        self.direct = _go_direct(self.file)
+        self.direct = _set_direct(self.file)
         self._threads = ThreadPoolExecutor(THREADS, "disk")
 
     def begin(self, move: _Move, place: int, memory: memoryview) -> Future[None]:
@@ -137,8 +136,8 @@ def _open_nameless(folder: str) -> BinaryIO:
         ) from None
 
 
-def _go_direct(file: int) -> bool:
-    """Whether reads and writes bypass the page cache now. Only trying tells whether the file system allows it."""
+def _set_direct(file: int) -> bool:
+    """Set O_DIRECT if the file system allows it; return whether it does. Only trying a write can tell."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)

@@ -12,9 +12,9 @@ TILE = 32 * 2**20  # bytes of a write or read, for each folder
 
 
 def write_and_read(file: TapeFile, size: int, seconds: float = math.inf) -> dict[str, float]:
-    """Bytes a second of `write` and `read`: one pass over the file, tile after tile, or what `seconds` allow of it.
+    """Bytes a second of `write` and `read`, measured by one pass over the file that ends after `seconds`.
 
-    The bytes are random, because a file system may compress others.
+    The bytes are random, because a file system may compress other content.
     """
     tile = min(TILE * file.folders, size)
     memory = memoryview(mmap.mmap(-1, tile))

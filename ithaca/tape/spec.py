@@ -22,7 +22,7 @@ class TapeSpec:
     """Tapes of one kind in one place."""
 
     name: str
-    option: str  # of the Plan: says where they live
+    option: str  # the option of the Plan that says where they live
     place: str  # device, host or disk
     layers: tuple[int, ...]  # that have one; for tapes that layers share, one number per tape
     features: tuple[int, ...]  # of one token
@@ -37,7 +37,7 @@ class TapeSpec:
         return Tiles(local.length * self.ranks, local.size * self.ranks)
 
     def bytes_of(self, tokens: int) -> int:
-        """Bytes of all these tapes for so many tokens of each rank."""
+        """Bytes of all these tapes for this many tokens of each rank."""
         return len(self.layers) * tokens * self.ranks * self.row
 
     @property
@@ -48,7 +48,7 @@ class TapeSpec:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of a rank in each place, allowed or used; and for how many passes of a step, which share gradients."""
+    """Bytes of a rank in each place, allowed or used; and the passes of a step, which add to the same gradients."""
 
     device: int
     host: int
@@ -116,7 +116,7 @@ class Stretch:
     stride: int  # from one tile to the next
 
     def place(self, index: int) -> int:
-        """Where a tile begins in the file."""
+        """The offset of a tile in the file."""
         return self.start + index * self.stride
 
 

@@ -57,7 +57,7 @@ class Slots:
         self._free.append((self._held.pop(tile.data_ptr()), mark))
 
     def reclaim(self) -> None:
-        """Take back all slots after a pass broke off. No copy may be under way."""
+        """Take back all slots after a pass was interrupted. No copy may be under way."""
         self._free.extend((slot, None) for slot in self._held.values())
         self._held.clear()
 
@@ -72,7 +72,7 @@ class Tape(Protocol):
     def read(self, index: int, toward: int = 0, changed: bool = True) -> Tensor:
         """Tile `index`. With `toward` ±1, also begin to fetch its neighbour in that direction.
 
-        A caller that will not change the tile says `changed=False` and need not wait until it was copied out.
+        A caller that will not change the tile says `changed=False`, and does not wait for the tile's copy out.
         """
         ...
 
@@ -83,21 +83,21 @@ class Tape(Protocol):
     def blank(self, index: int) -> Tensor: ...
 
     def write(self, index: int, tile: Tensor, again: bool = False) -> None:
-        """Store a tile. `again`: it is the next that is read."""
+        """Store a tile. `again`: the next read is of this tile."""
         ...
 
     def release(self, tile: Tensor) -> None: ...
 
     def drop(self) -> None:
-        """Give up tiles that were fetched ahead and not read, after a pass broke off."""
+        """Drop tiles that were fetched ahead and not read, after a pass was interrupted."""
         ...
 
 
 class _Memory:
     """The memory of a tape, one row per token.
 
-    With `features`, tiles have those features instead and lie at the beginning of the places of the memory's own tiles:
-    a tape whose content is no longer needed lends its memory to another tape in this way.
+    With `features`, tiles have those features instead, and each lies at the start of one of the memory's own tiles. So
+    a tape whose content is no longer needed lends its memory to another tape.
     """
 
     def __init__(self, memory: Tensor, tiles: Tiles, features: tuple[int, ...] | None = None):
@@ -141,7 +141,7 @@ class SlotTape(ABC):
         self._slots, self._engine = slots, slots.engine
         self._arriving: dict[int, tuple[Tensor, Any]] = {}  # tile -> its slot, and what `_fetch` returned
         self._staying: dict[int, tuple[Tensor, Mark]] = {}  # tile -> its slot, and the mark of its copy out
-        self._leaving: dict[int, Mark] = {}  # the address of such a tile that is read -> the same mark
+        self._leaving: dict[int, Mark] = {}  # address of a staying tile that is being read -> the same mark
 
     @abstractmethod
     def _fetch(self, index: int, tile: Tensor, free: Mark | None) -> Any:

@@ -1,6 +1,6 @@
-"""The configuration that `ithaca train` is asked for: of a file, of a run that continues, of another run; the first.
+"""The configuration of `ithaca train`: of a file, of a run that continues, of another run, or of the first run.
 
-Notices about old names are told by one rank. No torch.
+One rank prints notices about old names. No torch.
 """
 
 import os
@@ -26,7 +26,7 @@ def tell_once(notice: str) -> None:
 def read_run_config(file: Path | None, overrides: list[str], run: Path | None, origin: Path | None) -> Config:
     """Return the configuration of the file; without one, that of the run, or of the run that a new one starts from.
 
-    With a file, a run that starts from another has the other's model all the same.
+    With a file, a run that starts from another still has the other's model.
     """
     if file:
         _check_config(file)
@@ -36,7 +36,7 @@ def read_run_config(file: Path | None, overrides: list[str], run: Path | None, o
     if origin and saved is None:
         raise ConfigError(f"--from {origin} is not a run folder: it has no config.toml")
     if file is None:
-        # The other run's model has its rope by now; asked for again, it would come on top. So would those of stages
+        # The other run's model has its extended rope already, and would be extended twice. The same holds for stages
         another = saved not in (None, own)
         before = ['model.rope=""'] if another else []
         return read_config(saved, before + overrides, tell_once, saved=saved is not None, anew=another)
@@ -54,7 +54,7 @@ def read_again(run: Path, overrides: list[str]) -> Config:
 
 
 def _check_config(path: Path) -> None:
-    """Raise an error if something else was given where the configuration file stands."""
+    """Raise an error if the name given for the configuration file is that of something else."""
     word, kind = shlex.quote(str(path)), "is not a configuration file"
     if os.path.isfile(path):
         return

@@ -71,7 +71,7 @@ def check_disks(model: Model, config: Config, data: Data) -> tuple[float, list[s
 
 
 def warn_of_slow_disks(job: Job, grid: Mesh, rates: DiskRates, passes: int) -> str | None:
-    """What a step would wait for; None if nothing, or if no speed of this device is known."""
+    """A warning if a step would wait for the disks; None if not, or if this device's speeds are not known."""
     gpu = known_gpu(grid.device)
     if gpu is None:
         return None

@@ -1,4 +1,4 @@
-"""How a rank ends, and what torchrun learns of it: the sentence, and whether a second try is of no use.
+"""How a rank ends, and how it tells torchrun: the error's sentence, and a signal if a restart cannot help.
 
 torchrun's report at its end quotes a rank's error file. But no exit code tells it that a restart cannot help: its agent
 restarts after every code but 0, as often as --max-restarts says (torch 2.13, SimpleElasticAgent._invoke_run).
@@ -48,7 +48,7 @@ def report_error(sentence: str) -> None:
 
 
 def end_torchrun() -> bool:
-    """Ask this rank's torchrun to end instead of restarting. Return whether this rank is the one that asked."""
+    """Ask this rank's torchrun to end instead of restarting. Return whether this rank sent the signal."""
     if not (os.environ.get(ERROR_FILE) and _restarts_left()):
         return False
     parent = os.getppid()

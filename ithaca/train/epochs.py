@@ -16,7 +16,7 @@ def count_steps(options: TrainSection, rows: int) -> int:
 
 
 def describe_epochs(options: TrainSection, tokens: int, rows: int, what: str = "the run") -> str:
-    """Return a line about the length of an epoch, which has so many tokens and sequences, and of `what` trains."""
+    """Return a line about an epoch of `tokens` in `rows` sequences, and the number of epochs that `what` trains."""
     assert options.batch
     assert options.steps
     steps = rows / options.batch

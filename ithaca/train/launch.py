@@ -69,7 +69,7 @@ def launch(
 
 
 def find_starter(config: Config) -> str | None:
-    """Return what started this process as a rank: torchrun, or srun, which then has torchrun's environment too."""
+    """Return 'torchrun' or 'srun' if it started this process as a rank. For srun, set torchrun's variables."""
     if "RANK" in os.environ:
         read_job()  # raises an error if RANK was set by something else than torchrun
         return "torchrun"
@@ -89,7 +89,7 @@ def torchrun_line(nodes: str, host: str) -> str:
 
 
 def _refuse_nodes(nodes: int | None, meeting_place: str | None) -> NoReturn:
-    """Options of an own way to start several nodes. They stay as words, to say what does it now."""
+    """Raise an error about the former options --nodes and --meet, with the command that replaces them."""
     given = {"--nodes": nodes, "--meet": meeting_place}
     words = " ".join(f"{name} {shown(value)}" for name, value in given.items() if value is not None)
     if nodes == 1 and meeting_place is None:
@@ -187,7 +187,7 @@ def count_ranks(config: Config, ranks: int | None) -> int:
 
 
 def _check_host(count: int) -> None:
-    """Raise an error if so many processes need more memory than this machine has free, before one has a model."""
+    """Raise an error if this many processes need more memory than this machine has free, before one has a model."""
     free = host_budget()[0]
     if count > (most := max(free // RANK_BYTES, 1)):
         raise ConfigError(
@@ -258,7 +258,7 @@ def run_once(work: Callable[[], None], config: Config, ranks: int | None, what: 
 
 
 def _as_rank(work: Callable[[], None]) -> None:
-    """Work as a rank of the launcher, which blocks signals until a rank is ready for them. They end this one."""
+    """Work as a rank of the launcher, which blocks signals until a rank unblocks them. Signals end this rank."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -272,7 +272,7 @@ def run_attempt(work: Callable[[], None], count: int, attempt: int, watch: Watch
 
 
 def _environments(count: int, port: int, attempt: int) -> list[dict[str, str]]:
-    """What each rank must find in its environment to join the others in this attempt."""
+    """The environment variables by which each rank joins the others in this attempt."""
     common = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
@@ -285,9 +285,9 @@ def _environments(count: int, port: int, attempt: int) -> list[dict[str, str]]:
 
 
 def _open_store() -> dist.TCPStore:
-    """torch's store for the ranks of an attempt, in this process: whoever dies, the others can still ask there.
+    """Open torch's store for the ranks of an attempt, in this process, so that no rank's death ends it.
 
-    It gets a socket of the loopback. torch's own takes connections on every interface, whatever the host.
+    It gets a socket of the loopback interface. torch's own socket takes connections on every interface.
     """
     try:
         with socket.socket() as opened:

@@ -4,7 +4,7 @@ A model with weights gets 1e-5, as is usual for the fine-tuning of all weights. 
 
     3e-4 · (8e9 / parameters)^(1/3), at most 3e-3, rounded to two digits
 
-The law was laid through peak rates that are recalled from the Llama 3 report (8B 3e-4; 70B 1.5e-4, by the law 1.5e-4;
+The law was fitted to peak rates that are recalled from the Llama 3 report (8B 3e-4; 70B 1.5e-4, by the law 1.5e-4;
 405B 8e-5, by the law 8.1e-5) and from SmolLM (1.7B: 5e-4, on it; 135M and 360M: 3e-3, above it: 135M gets 1.2e-3). They
 were not looked up again, and no rate was tried above `tiny`, which has always had the largest. Given up: the rate does
 not depend on the tokens of a step, though a small batch wants a smaller one.
@@ -23,7 +23,7 @@ RATE_OPTIONS = {"steps", "learning_rate", "schedule", "warmup", "decay", "final_
 
 
 def is_settled(options: TrainSection) -> bool:
-    """Return whether the options have what `learning_rate` needs; those of a run that has started do."""
+    """Return whether all options that `learning_rate` needs are set, as they are in a run that has started."""
     return None not in (options.learning_rate, options.warmup, options.steps)
 
 

@@ -18,8 +18,8 @@ from ithaca.train.report import Progress
 from ithaca.train.stop import write_error
 
 POLL_SECONDS = 0.25
-SHORT_SECONDS = 2.0  # a step says where it is after this time
-LEAST_SHARE = 0.01  # of a step's work, before which its rate says nothing
+SHORT_SECONDS = 2.0  # a step shows its progress after this time
+LEAST_SHARE = 0.01  # of a step's work: too early to estimate the time left
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Estimate:
         return Estimate(reached, now, left)
 
     def seconds(self, now: float) -> float | None:
-        """Return what is left by now."""
+        """Return the seconds that are left now."""
         return None if self.left is None else max(self.left - (now - self.at), 0.0)
 
 
 class LiveLine:
-    """A thread that shows where a run's steps are."""
+    """A thread that shows the progress of a run's steps."""
 
     def __init__(self, marks: StepMarks, progress: Progress, device: torch.device):
         self._marks, self._progress, self._device = marks, progress, device
@@ -72,7 +72,7 @@ class LiveLine:
         self._notes.append(text) if self._progress.is_live else write_error(text)
 
     def _look(self) -> None:
-        """Ask where the device is, and show it if the step is long."""
+        """Ask what the device has reached, and show it if the step is long."""
         reached, now = self._marks.last(), time.perf_counter()
         if reached is None:
             self._estimate = None

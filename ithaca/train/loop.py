@@ -21,7 +21,7 @@ from ithaca.optimizer.adamw import clip, make_optimizer
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.balance import describe_work
 from ithaca.parallel.batch import Batch, check_rows
-from ithaca.parallel.hangs import Roll, lost_touch, set_timeout, step_seconds, timeout
+from ithaca.parallel.hangs import Roll, is_collective_error, set_timeout, step_seconds, timeout
 from ithaca.parallel.mesh import Mesh
 from ithaca.schedule.marks import OPTIMIZER, StepMarks, make_marks
 from ithaca.train.announce import describe_run
@@ -49,7 +49,7 @@ from ithaca.train.unlearned import Unlearned, with_labels
 class TrainingRun:
     """One run on one rank: the state that its steps share."""
 
-    marks: StepMarks | None = None  # of the steps of rank 0, which shows where they are
+    marks: StepMarks | None = None  # on rank 0, which shows the progress of steps
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class TrainingRun:
         self.past: dict[str, Any] = {
             key: manifest[key] for key in ("origin", "history") if manifest and key in manifest
         }
-        self.changes = list[list[Any]]()  # since the checkpoint, until a step has told them
+        self.changes = list[list[Any]]()  # since the checkpoint; the next step's metrics have them
         if manifest:
             self._check_resumed(manifest)
         elif origin:
@@ -141,7 +141,7 @@ class TrainingRun:
         return options.micro_batch or options.batch, options.tokens  # pyrefly: ignore
 
     def _check_resumed(self, manifest: dict[str, Any]) -> None:
-        """Raise an error unless this run continues what the checkpoint was; say what has changed."""
+        """Raise an error unless this run can continue from the checkpoint. Warn of what has changed."""
         for text in check_record(manifest, self.config, self.data, self.model):
             self.warn(text)
         self.changes = list_changes(manifest, self.config)
@@ -183,7 +183,7 @@ class TrainingRun:
         except torch.OutOfMemoryError as error:
             raise RunError(explain_out_of_memory(self.model, *self.pass_size(), error)) from None
         except RuntimeError as error:
-            if lost_touch(error):
+            if is_collective_error(error):
                 self.stop.ignore()
                 self.checkpoints.abandon()
             raise
@@ -217,7 +217,7 @@ class TrainingRun:
         self.folder.begin_steps()
         self.profile.begin(self)
         if (self.validation or self.tasks) and self.done < self.span.last and self.stop.agreed():
-            return True  # a user broke off what comes before the first step
+            return True  # a user stopped a measurement before the first step
         while self.done < self.span.last:
             with roll.limit(self.timeout), self.profile.watch(self):
                 metrics = self._step()

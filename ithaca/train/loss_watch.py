@@ -45,7 +45,7 @@ class LossWatch:
     """Compares the loss of a run with its start."""
 
     def __init__(self, options: TrainSection, metrics: Iterable[dict[str, Any]] = ()):
-        """`metrics`: of the steps before this start; what they gave cause to say was said then."""
+        """`metrics`: of the steps before this start, which has printed the warnings about them."""
         self._options = options
         self._start, self._now, self._told = Mean(), Mean(), False
         for line in metrics:

@@ -33,7 +33,7 @@ def make_validation(run: "TrainingRun", held_out: Windows, manifest: dict[str, A
 
 
 def measure_start(run: "TrainingRun", roll: Roll) -> None:
-    """Measure what is due before a start's first step. What the checkpoint there was written without is added to it."""
+    """Measure what is due before a start's first step. Add the results to the checkpoint of that step."""
     if validate(run, roll) and run.validation:
         run.checkpoints.add_note(run.done, run.validation.note())
     if evaluate(run, roll) and run.tasks:
@@ -54,7 +54,7 @@ def validate(run: "TrainingRun", roll: Roll) -> bool:
         return False
     if not math.isfinite(found.loss):
         run.fail(f"the validation loss after step {run.done} is {found.loss}")
-    # The first rank's: ranks may hear of a write that failed in different steps
+    # The first rank's: ranks may learn of a failed write in different steps
     validation.best = from_first(run.mesh.group, lambda: validation.best)
     best = validation.add(run.done, found.loss)
     lowest = ", the lowest so far" if best else ""
@@ -64,7 +64,7 @@ def validate(run: "TrainingRun", roll: Roll) -> bool:
 
 
 def evaluate(run: "TrainingRun", roll: Roll) -> bool:
-    """Run the tasks if they are due. Return whether their scores are there."""
+    """Run the tasks if they are due. Return whether they have scores."""
     tasks = run.tasks
     if tasks is None or not tasks.due(run.done, run.span.first, run.span.last):
         return False
@@ -74,7 +74,7 @@ def evaluate(run: "TrainingRun", roll: Roll) -> bool:
     at_end = run.done == run.span.last
     if found is None:
         if at_end and not run.span.is_last:
-            run.progress.warn(tasks.describe_loss(run.done, run.folder.path))
+            run.progress.warn(tasks.describe_stopped(run.done, run.folder.path))
         return False
     tasks.add(run.done)
     for text in tasks.table(found) if at_end else describe_scores(run.done, found):
@@ -87,5 +87,5 @@ def evaluate(run: "TrainingRun", roll: Roll) -> bool:
 
 
 def notes(run: "TrainingRun") -> dict[str, Any]:
-    """Return what a checkpoint keeps of both."""
+    """Return the entries of a checkpoint's manifest about validation and tasks."""
     return (run.validation.note() if run.validation else {}) | (run.tasks.note() if run.tasks else {})

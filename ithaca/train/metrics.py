@@ -1,4 +1,4 @@
-"""The figures of a step: its metrics, the peak that MFU is of, and what an error of want of memory says."""
+"""The metrics of a step, the peak FLOP/s that MFU divides by, and the sentence about an out-of-memory error."""
 
 import math
 from collections.abc import Sequence

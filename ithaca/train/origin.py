@@ -61,7 +61,7 @@ def origin_again(path: Path) -> Origin | None:
 
 
 def _begin_again(run: RunFolder, origin: Origin, config: Config) -> Origin:
-    """Return the origin of a start that came to nothing, or raise an error that says why it is needed."""
+    """Return the origin of a start that made no checkpoint, or raise an error that says why it is needed."""
     try:
         check_origin(run, origin, config)
     except ConfigError as problem:

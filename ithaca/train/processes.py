@@ -24,10 +24,10 @@ import torch.distributed as dist
 from ithaca.base.errors import IthacaError, LostRankError, RunError, first_line
 from ithaca.base.parent import end_with_parent
 from ithaca.train.elastic import exit_now, leave
-from ithaca.train.stop import SIGNALS, Requests, heeded
+from ithaca.train.stop import SIGNALS, Requests, stop_signals
 
 POLL_SECONDS = 0.2
-GONE_SECONDS = 10.0  # that killed ranks have to be gone when the launcher has a reason to end without them
+GONE_SECONDS = 10.0  # that the launcher waits at its end for ranks that it has killed
 SENTENCE = 2000  # characters, which a pipe takes at once: no rank waits for its launcher to read
 
 
@@ -51,7 +51,7 @@ class Watch:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         with _starting("multiprocessing's resource tracker"):
             resource_tracker.ensure_running()  # it unblocks signals when it starts, so it must have started before
-        self._handlers = {number: signal.signal(number, self._handle) for number in heeded()}
+        self._handlers = {number: signal.signal(number, self._handle) for number in stop_signals()}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return self
 
@@ -72,11 +72,11 @@ class Watch:
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank as its launcher has it."""
+    """A rank, seen from its launcher."""
 
     number: str
     process: BaseProcess
-    pipe: Connection  # where it says what the user did wrong
+    pipe: Connection  # on which it reports a user's mistake
 
 
 def run_ranks(work: Callable[[], None], environments: list[dict[str, str]], watch: Watch) -> str | None:
@@ -164,7 +164,7 @@ def worker(work: Callable[[], None], environment: dict[str, str], pipe: Connecti
     launcher = multiprocessing.parent_process()
     if launcher is not None and not end_with_parent(launcher.pid or 0):
         exit_now(1)
-    for number in heeded():
+    for number in stop_signals():
         signal.signal(number, _ignore)  # a signal after the last step must not kill a rank
     os.environ.update(environment)
     if not torch.cuda.is_available():

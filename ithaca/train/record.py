@@ -1,7 +1,7 @@
 """What a checkpoint records of its run, and what has changed since: configuration, data, model, and where it ran.
 
-A run continues only what it was. Other data, another seed or another rope would make it another run, and are refused.
-Other ranks or another dtype are allowed, and are said.
+Other data, another seed or another rope would make it another run, and are refused. Other ranks or another dtype are
+allowed, with a warning.
 """
 
 import json
@@ -32,7 +32,7 @@ def make_record(config: Config, data: Data, model: Model) -> dict[str, Any]:
 
 
 def check_record(manifest: dict[str, Any], config: Config, data: Data, model: Model) -> list[str]:
-    """Raise an error unless this run continues what the checkpoint was. Return warnings about what has changed."""
+    """Raise an error unless this run can continue from the checkpoint. Return warnings about what has changed."""
     step, record, warnings = manifest["step"], parse_config(manifest["config"]), list[str]()
     if difference := data_change(manifest["data"], data):
         raise ConfigError(f"the data have changed since the checkpoint of step {step}: {difference}; name a new --run")
@@ -78,7 +78,7 @@ def _rate_change(step: int, config: Config, record: Config) -> list[str]:
 
 
 def check_model(manifest: dict[str, Any], spec: Spec) -> None:
-    """Raise an error if the model that the run folder describes is not the one that the checkpoint was of."""
+    """Raise an error if the run folder describes another model than the checkpoint's."""
     seen, now = _leaves(manifest.get("model", {})), _leaves(_describe(spec))  # an old checkpoint has none
     for name in seen:
         if name in now and seen[name] != now[name]:
@@ -102,7 +102,7 @@ def _leaves(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _computed(config: Config, model: Model) -> dict[str, str]:
-    """Return what decides how sums are rounded, besides the configuration."""
+    """Return the settings besides the configuration that decide how sums are rounded."""
     grid, train = model.mesh, config.train
     tokens = (train.micro_batch or train.batch or 1) * (train.tokens or 1)  # of a pass, which a tile may be longer than
     return {

@@ -1,7 +1,7 @@
-"""What a run tells while it trains: lines on the terminal and in log.txt.
+"""What a run prints while it trains: lines on the terminal and in log.txt.
 
 Rank 0 prints; the other ranks are silent. On a terminal a live line shows step, loss, learning rate, speed, memory and
-time left, and in a long step a second line shows where it is (live_line.py). Elsewhere such lines are printed now and
+time left, and in a long step a second line shows its progress (live_line.py). Elsewhere such lines are printed now and
 then. log.txt has the lines of some steps (`run.log_every`), metrics.jsonl the metrics of all. If the reader of the
 output goes away (`| head`, a closed terminal), the run continues and the log gets the rest.
 """
@@ -25,8 +25,8 @@ from ithaca.base.disk import not_a_file, reason, same_file
 from ithaca.base.sizes import format_bytes, format_clock, format_number
 from ithaca.train.run_folder import writing
 
-SILENT_SECONDS = 60.0  # after which a step is logged, and a long one says where it is
-LONG_STEP = 60.0  # seconds; beside them it hardly counts that the first step also compiles
+SILENT_SECONDS = 60.0  # after which a step, or the progress of a long step, is logged
+LONG_STEP = 60.0  # seconds; in so long a step it hardly counts that the first step also compiles
 
 
 def tell(text: str, stream: IO[str]) -> None:
@@ -50,7 +50,7 @@ def may_be_gone(stream: IO[str] | None) -> Iterator[None]:
 class Appended:
     """A text file that lines are appended to. If someone deletes or replaces it, a new one begins.
 
-    `lost`, as of the run folder, says if the folder is not the run's any more: then nothing is made in it.
+    `lost` is `RunFolder.lost`. If the folder does not belong to the run any more, no new file begins.
     """
 
     def __init__(self, path: Path, lost: Callable[[], str | None] = lambda: None):
@@ -98,7 +98,7 @@ class Progress:
         self._first, self.steps = first_step, steps
         self._log_every = log_every
         self._began = self._logged_at = time.perf_counter()
-        self._placed_at = self._began  # when a step ended or the log was told where one is
+        self._placed_at = self._began  # when a step ended, or the progress of a step was logged
         self._warm: tuple[int, float] | None = None  # the first step of this start that ended, and when
         self.step_seconds: float | None = None  # the mean of this start; None before the first step has ended
         self._step_line = ""
@@ -115,7 +115,7 @@ class Progress:
             self._write_log(text)
 
     def _write_log(self, text: str) -> None:
-        """Log a line. A log that cannot be written does not stop the run, and is told once."""
+        """Log a line. A log that cannot be written does not stop the run; there is one warning."""
         assert self._log
         try:
             with self._lock:
@@ -165,7 +165,7 @@ class Progress:
             self.step_seconds = (now - ended) / (done - first)
 
     def _is_logged(self, done: int, now: float) -> bool:
-        """Return whether a step gets a line in the log: the first and the last, and every so many."""
+        """Return whether a step gets a line in the log: the first, the last, and some between."""
         if done in (self._first + 1, self.steps):
             return True
         if self._log_every:
@@ -189,11 +189,11 @@ class Progress:
         return self._live is not None
 
     def silence(self) -> None:
-        """Show no live line any more, and leave what is there. A signal's handler may call this."""
+        """Stop updating the live line, and leave it on the terminal. A signal's handler may call this."""
         self._live = None
 
     def place(self, text: str) -> None:
-        """Show where a long step is, below the line of the last step; without a terminal and in the log, sparsely."""
+        """Show the progress of a long step below the line of the last step; log it, or print it elsewhere, sparsely."""
         self.live(f"{self._step_line}\n{text}".lstrip())
         if (now := time.perf_counter()) - self._placed_at >= SILENT_SECONDS:
             self._placed_at = now

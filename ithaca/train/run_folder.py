@@ -31,15 +31,15 @@ from ithaca.config import Config, parse_config, read_config
 from ithaca.data.version1 import is_index
 from ithaca.model.save import write_description, write_dtypes
 from ithaca.model.source import DTYPES_FILE, ModelSource
-from ithaca.parallel.agree import from_first, without
+from ithaca.parallel.agree import from_first, ranks_without
 from ithaca.parallel.mesh import Mesh
 
 LOCK_SECONDS = 20  # to wait for the lock: an interrupted job may hold it a little longer
 GONE_TRIES = 5  # after which a folder that is not there cannot be made, as in /proc
 SEE_SECONDS = 30.0  # to wait for a file: network file systems may cache its absence for so long
 ASK_SECONDS = 0.2
-VALIDATION = "validation_loss"  # what tells a line of a validation from that of a step
-TASKS = "tasks_seconds"  # the same of an evaluation of tasks
+VALIDATION = "validation_loss"  # the key that only lines about a validation have
+TASKS = "tasks_seconds"  # the key that only lines about an evaluation of tasks have
 
 
 class RunFolder:
@@ -56,7 +56,7 @@ class RunFolder:
         self._found: set[str] = set()  # what was in the folder before
         self._told = False  # whether `mend` has said that it failed
         self._config_before: str | None = None  # the text of config.toml when the folder was locked
-        self._stays = False  # whether the steps have begun
+        self._steps_begun = False
 
     def begun(self) -> bool:
         """Return whether a run has written its configuration here."""
@@ -114,8 +114,8 @@ class RunFolder:
             raise kind(f"'{self.path}' cannot be made a run folder ({reason(problem, self.path)})") from None
 
     def begin_steps(self) -> None:
-        """Let the folder stay from now on, whatever happens."""
-        self._stays = True
+        """Keep the folder from now on, whatever happens."""
+        self._steps_begun = True
 
     def release(self, refused: bool = False) -> None:
         """Unlock the folder. If the run has not begun in it, delete what its start has made, and nothing else.
@@ -123,7 +123,7 @@ class RunFolder:
         `refused`: the start ended in a user's mistake. If no step has begun, all that it has written goes as well.
         """
         assert self._held is not None
-        refused = refused and not self._stays
+        refused = refused and not self._steps_begun
         if not self.lost():
             if refused and self._config_before is not None:
                 self._put_back_config(self._config_before)
@@ -339,7 +339,7 @@ def check_shared(run: RunFolder, lock: IO[str] | None, grid: Mesh) -> None:
     if not grid.several_nodes:
         return
     word = from_first(grid.group, lambda: leave_word(lock) if lock else "")
-    if blind := without(grid.group, sees_word(run.lock, word)):
+    if blind := ranks_without(grid.group, sees_word(run.lock, word)):
         raise ConfigError(
             f"the run folder '{run.path}' is not the same on all ranks (rank {blind[0]} does not see what rank 0 "
             "wrote): --run must lie on a disk that all nodes share"

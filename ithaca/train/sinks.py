@@ -86,7 +86,7 @@ def check_report(report: str) -> None:
 
 
 class Sinks:
-    """All places that metrics go to. One that fails is told once, and once more when it works again."""
+    """All places that metrics go to. There is one warning if a place fails, and one when it works again."""
 
     def __init__(self, sinks: list[Sink], folder: RunFolder, warn: Callable[[str], None]):
         self._sinks, self._failing, self._folder, self._warn = sinks, list[Sink](), folder, warn

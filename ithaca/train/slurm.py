@@ -1,8 +1,8 @@
 """`srun ithaca train …`: what SLURM's environment says of the step that this process is a task of.
 
-Only a step of several tasks says anything. Batch scripts and `salloc` shells have variables of the job, SLURM_NTASKS
+Only a step of several tasks counts. Batch scripts and `salloc` shells have variables of the job, SLURM_NTASKS
 and even SLURM_PROCID among them, but none of a step; the shell of `srun --pty` may have those of a step, but no other
-task does what it does. Ranks are numbered by node and by task within it, not by SLURM_PROCID, so that those of a node
+task runs its commands. Ranks are numbered by node and by task within it, not by SLURM_PROCID, so that those of a node
 follow each other however tasks were dealt out, and rank 0 is on the step's first host.
 
 Variables: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
@@ -21,7 +21,7 @@ FIRST_PORT, PORTS = 20000, 10000
 
 @dataclass(frozen=True)
 class Step:
-    """A task, seen in its step."""
+    """A SLURM step, seen from one of its tasks."""
 
     hosts: tuple[str, ...]
     tasks: tuple[int, ...]  # of each host
@@ -35,7 +35,7 @@ class Step:
         return all(count == 1 for count in self.tasks)
 
     def environment(self) -> dict[str, str]:
-        """What torchrun would have told this task as a rank."""
+        """The environment variables that torchrun would have set for this task as a rank."""
         return {
             "RANK": str(sum(self.tasks[: self.node]) + self.local),
             "WORLD_SIZE": str(sum(self.tasks)),
@@ -47,7 +47,7 @@ class Step:
 
 
 def read_step(environ: Mapping[str, str]) -> Step | None:
-    """The step of several tasks that this process is one of, None where it is of none."""
+    """The step that this process is a task of; None without a step, or if the step has one task."""
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PTY_PORT" in environ:
         return None
     try:
@@ -74,7 +74,7 @@ def read_hosts(text: str) -> list[str]:
     """'gpu[003-004,7]-ib,x1' as gpu003-ib, gpu004-ib, gpu7-ib, x1."""
     hosts = []
     for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        parts = re.split(r"\[([^\]]*)\]", entry)  # every other one stood in brackets
+        parts = re.split(r"\[([^\]]*)\]", entry)  # every other part stood in brackets
         choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
         hosts += ["".join(chosen) for chosen in product(*choices)]
     return hosts

@@ -53,9 +53,9 @@ def resolve_stages(config: Config, record: Config | None, find_rate: Callable[[]
 
     Batches stay open as well if the first stage has none: its default follows from the mesh (`settle_batches`).
 
-    What a stage leaves open follows from the options of the run and from the first stage. In a run that continues, all
-    but rate and batch is as its record has it: there [plan] and [model] are those of one stage. `find_rate` gives the
-    default learning rate.
+    Options that a stage leaves open follow from the options of the run and from the first stage. In a run that
+        continues, all but rate and batch come from its record, because its [plan] and [model] are those of one stage.
+        `find_rate` gives the default learning rate.
     """
     stages, options = config.train.stages, config.train
     if not stages:
@@ -88,7 +88,7 @@ def settle_batches(config: Config, batch: int) -> Config:
 
 
 def _filled(stage: Stage, other: Stage) -> Stage:
-    """Return a stage with what it leaves open taken from another."""
+    """Return a stage with its open options taken from another."""
     names = "batch", "micro_batch", "learning_rate", "rope", "plan"
     open_options = {name: getattr(other, name) for name in names if not getattr(stage, name)}
     return replace(stage, warmup=other.warmup if stage.warmup is None else stage.warmup, **open_options)
@@ -108,7 +108,7 @@ def _same_tokens(number: int, stage: Stage, first: Stage) -> int:
 
 
 def span_of(config: Config, done: int) -> Span:
-    """Return the stage that comes after so many steps; after all of them, the last one."""
+    """Return the stage that comes after this many steps; after all of them, the last one."""
     stages = config.train.stages
     if not stages:
         assert config.train.steps is not None
@@ -120,7 +120,7 @@ def span_of(config: Config, done: int) -> Span:
 
 
 def stage_config(config: Config, done: int) -> Config:
-    """Return the configuration of the stage that comes after so many steps, as that of a run of its length."""
+    """Return the configuration of the stage that comes after this many steps, as if it were a run of its own."""
     stages = config.train.stages
     if not stages:
         return config
@@ -139,7 +139,7 @@ def stage_config(config: Config, done: int) -> Config:
 
 
 def trained_length(config: Config, done: int) -> int | None:
-    """Return the longest context that a run has been trained at after so many steps; None if its record has none."""
+    """Return the longest context that a run has been trained at after this many steps; None if its record has none."""
     stages = config.train.stages
     if not stages:
         return config.train.tokens

@@ -87,7 +87,7 @@ def settle(
     if config.data.packing == AUTO:
         config = replace(config, data=replace(config.data, packing=record.data.packing))
     if record.model.source != config.model.source:
-        saved = replace(saved, learning_rate=None)  # it suited the model of a start that came to nothing
+        saved = replace(saved, learning_rate=None)  # it was for another model, in a start that failed
     default = GPU_TOKENS if grid.device.type == "cuda" else CPU_TOKENS
     tokens = config.train.tokens or saved.tokens or default
     batch = config.train.batch or saved.batch

@@ -4,7 +4,7 @@
     step N + 1     with the memory log, which slows the host down more: device memory by owner
     the run folder profile-step-N/, as of `ithaca profile`, when a few steps more are done or the run ends
 
-Numbers stay the same: both only look. While memory is logged, operations are launched one by one, also under
+Both leave results unchanged. While memory is logged, operations are launched one by one, also under
 `plan.cuda_graph`: a replay allocates nothing. The seconds of both steps stand beside the median of their neighbours.
 Steps before and after count apart: after the first use of torch's profiler a process may be slower (docs/LOG.md).
 """
@@ -50,11 +50,11 @@ class StepProfile:
         self._seconds: dict[int, float] = {}
 
     def building(self) -> AbstractContextManager[object]:
-        """Let the log see what lives all the time: whatever the body allocates."""
+        """Record the allocations of the body, which live during the whole run."""
         return self._log or nullcontext()
 
     def begin(self, run: "TrainingRun") -> None:
-        """Say so if the run is past its step and has no profile of it."""
+        """Print a line if the run is past the step and has no profile of it."""
         if self.step and run.done >= self.step and not self.folder.exists():
             run.progress.say(f"Step {self.step} is not profiled: the run has done {run.done} steps already")
 
@@ -144,7 +144,7 @@ def check_step(step: int | None, steps: int) -> None:
 
 
 def describe_run(run: "TrainingRun") -> dict[str, Any]:
-    """What a profiled run is."""
+    """The report's entries that describe the run."""
     axes, options = run.mesh.axes, run.config.train
     return {
         **describe_model(run.model),

@@ -22,7 +22,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SECONDS = 0.5  # a terminal signals every process and torchrun forwards its own signal: together one request
 
 
-def heeded() -> tuple[signal.Signals, ...]:
+def stop_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that ask this process to stop."""
     kept = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return SIGNALS if kept else SIGNALS[:-1]
@@ -53,7 +53,7 @@ def show_cursor() -> None:
 
 def write_error(text: str) -> None:
     """Write a line to stderr past Python's streams: a signal may come while its thread writes to one of them."""
-    with contextlib.suppress(OSError):  # nobody may listen any more
+    with contextlib.suppress(OSError):  # the reader may be gone
         os.write(2, f"\n{text}\n".encode(errors="backslashreplace"))
 
 
@@ -79,7 +79,7 @@ class StopRequest:
     ):
         self._mesh, self._launched, self._requests = mesh, launched, Requests()
         self._seconds_left, self._ending, self._say = seconds_left, ending, say
-        self._before = {number: signal.signal(number, self._handle) for number in heeded()}
+        self._before = {number: signal.signal(number, self._handle) for number in stop_signals()}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until a rank has its handlers
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002

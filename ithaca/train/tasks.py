@@ -1,8 +1,8 @@
-"""Long-context tasks during a run: at which lengths and after which steps, and what is told of their scores.
+"""Long-context tasks during a run: at which lengths and after which steps, and the lines about their scores.
 
 They run under the run's Plan, mesh and ranks, after every `evaluate.every` steps and at the end of the run or of a
 stage. Tapes of training are freed meanwhile, so that an evaluation takes no more memory than a step; the next step
-allocates them again. No sequence is cut: a length beyond the stage's tokens waits for a longer stage, and is said.
+allocates them again. No sequence is cut: a length beyond the stage's tokens waits for a longer stage; a line says so.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Tasks:
     asked: dict[str, Any] | None = None  # what that evaluation measured; None if a checkpoint does not say
 
     def resume(self, manifest: dict[str, Any]) -> None:
-        """Go on from a checkpoint's note."""
+        """Take over the state that a checkpoint's manifest has."""
         noted = manifest.get("tasks", {})
         self.last, self.asked = noted.get("step", 0), noted.get("asked")
 
@@ -48,7 +48,7 @@ class Tasks:
         self.last, self.asked = step, self._asks()
 
     def note(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this."""
+        """Return the entry of a checkpoint's manifest."""
         return {"tasks": {"step": self.last, "asked": self.asked}} if self.last else {}
 
     def _asks(self) -> dict[str, Any]:
@@ -91,15 +91,15 @@ class Tasks:
         what = f"{named} at {at} tokens, {count} each, {when}, in {self.words.name}" if at else "none in this stage"
         return f"Tasks: {what}{self.left_out}"
 
-    def describe_loss(self, step: int, folder: Path) -> str:
-        """Return what is told if a user breaks off the tasks at the end of a stage: the next one has other lengths."""
+    def describe_stopped(self, step: int, folder: Path) -> str:
+        """Return the warning if a user stops the tasks at the end of a stage: the next stage has other lengths."""
         return (
             f"the tasks after step {step} are left out, because they were interrupted at the end of a stage; "
             f"before the run continues, `{self._command(folder)}` runs them on that checkpoint"
         )
 
     def describe_finished(self, step: int, folder: Path) -> str:
-        """Return what is told if a finished run, which had its tasks, gets others."""
+        """Return the warning if a finished run, which had its tasks, gets others."""
         return (
             f"the run is finished, so nothing was evaluated with the new options of [evaluate]: "
             f"`{self._command(folder)}` measures the checkpoint of step {step} with them"

@@ -2,7 +2,7 @@
 
 Such a step has no loss. It changes no weight, no moment and not AdamW's count of updates, and weights do not decay. The
 step number and the learning rate go on, because data and schedule depend on the step alone. Such a pass of a step that
-has other passes is left out; its loss and gradients would be zero. A run says both, and counts them.
+has other passes is left out; its loss and gradients would be zero. A run counts both, with warnings.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Unlearned:
         self._warned = {"step": 0, "pass": 0}  # their numbers at the last warning
 
     def note(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint after `step` steps keeps of this."""
+        """Return the entries of the manifest of a checkpoint after `step` steps."""
         return {"updates": step - self._steps, "passes_without_labels": self._passes}
 
     def add(self, step: int, batches: Sequence[Batch]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The loss on data that a run does not train on: measured under its Plan and mesh, and what a run remembers of it.
+"""The loss on data that a run does not train on: measured under its Plan and mesh, and noted in checkpoints.
 
 A validation is forward only. Its passes have the size of training passes, so they use the same tapes and kernels, and
 no pass holds more memory than a training pass does. Losses are added up in float64, label by label, so the sum does not
@@ -63,8 +63,8 @@ def measure(
 ) -> Losses | None:
     """Return the losses of all labels over all ranks, in passes of `rows` rows. Collective.
 
-    `watch` is entered for each pass. `stopped` is asked before each; if it says yes, on all ranks, return None. `tell`
-    is told where the measurement is.
+    `watch` is entered for each pass. `stopped` is called before each; if it is True, on all ranks, return None. `tell`
+        is called with the progress.
     """
     edges = bucket_edges(windows.length)
     found = torch.zeros(2, len(edges) - 1, dtype=torch.float64)
@@ -98,7 +98,7 @@ def bucket_edges(length: int) -> tuple[int, ...]:
 
 def bucket_sums(batch: Batch, losses: Tensor, edges: tuple[int, ...]) -> Tensor:
     """Return the sums of losses and the numbers of labels in each bucket, [2, buckets] in float64."""
-    # A token's label is the token behind it
+    # A token's label is the next token
     buckets = torch.bucketize(batch.positions + 1, torch.tensor(edges[1:-1], device=losses.device), right=True)
     labeled = (batch.labels != IGNORED).to(losses.dtype)
     inside = [buckets == bucket for bucket in range(len(edges) - 1)]
@@ -130,7 +130,7 @@ def open_validation(config: Config, run: RunFolder, grid: Mesh, data: Data, held
 
 
 def _check_apart(data: Data, held: TokenFile, mixed: bool) -> None:
-    """Raise an error if the run trains on what it would validate on. Every rank has read the same of both."""
+    """Raise an error if the run trains on its validation data. Every rank compares the same headers."""
     for source in sources_of(data):
         if source.data.header.blocks_sha256 == held.header.blocks_sha256:
             name = f"{source.title} of data.mix" if mixed else "data.source"
@@ -167,7 +167,7 @@ class Validation:
         return self.last[0] != step and (step == steps or (self._every > 0 and step % self._every == 0))
 
     def add(self, step: int, loss: float) -> bool:
-        """Take the loss after a step. Return whether it is the lowest so far, of those that training has reached."""
+        """Add the loss after a step. Return whether it is the lowest so far, not counting the one at the start."""
         self.last = step, loss
         if self.start is None:
             self.start = self.last
@@ -178,7 +178,7 @@ class Validation:
         return True
 
     def note(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this."""
+        """Return the entry of a checkpoint's manifest."""
         if self.start is None or self.last is None:
             return {}
         return {"validation": {"data": self.data, "start": list(self.start), "last": list(self.last)}}

@@ -18,7 +18,7 @@ from ithaca.profile import profile
 from ithaca.profile.memory_log import PACKAGE, Allocation, Change, MemoryLog
 from ithaca.profile.operations import find_operation, held_by_operations
 from ithaca.profile.timeline import _on_device, _snapshots, largest_at_peak, make_timeline, peak_bytes
-from ithaca.rehearsal.rehearse import loopback_mesh, play
+from ithaca.rehearsal.rehearse import loopback_mesh, run_scene
 from ithaca.rehearsal.scene import Scene
 from ithaca.schedule.step_memory import phases, resident
 from tests.nursery import Nursery
@@ -56,8 +56,10 @@ def profiled(name: str, file: Path) -> None:
     (held,) = _snapshots(log, changes, [begins])
     wanted = resident(job) + dict(phases(job))["attention of the last block"]
     meter = {owner: size for owner, size in log.peak.items() if size > 0 and owner != HOST}
-    metered = play(scene, grid)["memory"]
-    file.write_text(json.dumps({"report": report, "held": held, "wanted": wanted, "meter": meter, "play": metered}))
+    metered = run_scene(scene, grid)["memory"]
+    file.write_text(
+        json.dumps({"report": report, "held": held, "wanted": wanted, "meter": meter, "run_scene": metered})
+    )
 
 
 @pytest.fixture(scope="module", params=SCENES)
@@ -70,7 +72,7 @@ def found(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: py
 
 def test_the_peak_is_the_meters(found: dict[str, Any]) -> None:
     report, line = found["report"], found["report"]["timeline"]
-    assert report["memory"] == found["meter"] == found["play"]
+    assert report["memory"] == found["meter"] == found["run_scene"]
     peak = {owner: sizes[line["peak"]] for owner, sizes in line["owners"].items() if sizes[line["peak"]]}
     assert peak == report["memory"]
     totals = [sum(sizes) for sizes in zip(*line["owners"].values(), strict=True)]

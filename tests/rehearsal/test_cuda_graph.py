@@ -23,7 +23,7 @@ GRAPH = Plan(recipe="dense", zero=2, checkpoint="none", cuda_graph=True)
 SCENE = Scene(model="tiny", plan=GRAPH, tokens=128, layers=LAYERS, documents=(0, 32, 128), repeats=3)
 
 
-def play(changes: dict[str, Any], file: Path) -> None:
+def run_scene(changes: dict[str, Any], file: Path) -> None:
     """In a process of its own: the same scene launched one by one, and replayed."""
     graphs_on_a_cpu()
     said, now = list[str](), 0
@@ -43,13 +43,13 @@ def play(changes: dict[str, Any], file: Path) -> None:
     TimedKernel._now = tick
     rehearse.run_step = noting(rehearse.run_step, said)
     grid, scene = rehearse.loopback_mesh(ONE_RANK), replace(SCENE, **changes)
-    eager = rehearse.play(replace(scene, plan=replace(GRAPH, cuda_graph=None)), grid)
+    eager = rehearse.run_scene(replace(scene, plan=replace(GRAPH, cuda_graph=None)), grid)
     said.clear()
-    file.write_text(json.dumps([eager, rehearse.play(scene, grid), said]))
+    file.write_text(json.dumps([eager, rehearse.run_scene(scene, grid), said]))
 
 
 def played(nursery: Nursery, folder: Path, **changes: Any) -> Any:
-    end = nursery.job(play, changes, folder / "found.json")[0]
+    end = nursery.job(run_scene, changes, folder / "found.json")[0]
     assert end.code == 0, end.err
     return json.loads((folder / "found.json").read_text())
 

@@ -19,7 +19,7 @@ from ithaca.model.presets import PRESETS
 from ithaca.parallel.axes import Axes
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal import kernel_bound, rehearse
-from ithaca.rehearsal.rehearse import play
+from ithaca.rehearsal.rehearse import run_scene
 from ithaca.rehearsal.scene import Scene
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import step_memory
@@ -40,7 +40,7 @@ def real(name: str) -> dict[str, int]:
     """What a rank of four, which are all there, holds when it holds most."""
     plan, axes = SCENES[name]
     scene = Scene(model="tiny", plan=ithaca.Plan(**plan), tokens=2048, layers=2, axes=Axes(**axes))
-    return play(scene, ithaca.mesh(**axes))["memory"]
+    return run_scene(scene, ithaca.mesh(**axes))["memory"]
 
 
 def rehearsed(nursery: Nursery, folder: Path, name: str, *words: str) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def play_keeping_all(name: str, file: Path) -> None:
     plan, axes = KEEPING_ALL[name]
     grid = rehearse.loopback_mesh(Axes(**axes))
     scene = Scene(model="tiny", plan=Plan(**plan, checkpoint="none"), tokens=1024, axes=grid.axes, memory_only=True)
-    file.write_text(json.dumps([play(replace(scene, layers=count), grid)["peak_bytes"] for count in (2, 3, 4)]))
+    file.write_text(json.dumps([run_scene(replace(scene, layers=count), grid)["peak_bytes"] for count in (2, 3, 4)]))
 
 
 @pytest.mark.parametrize("name", KEEPING_ALL)
@@ -133,7 +133,7 @@ def play_some_layers(file: Path) -> None:
     grid = rehearse.loopback_mesh(Axes(ulysses=2))
     scene = Scene(model="tiny", plan=Plan(recipe="sweep", chunk=512), tokens=2048, axes=grid.axes, layers=1)
     some, other = replace(scene, hold_absent=False), replace(scene, layers=2, hold_absent=False)
-    file.write_text(json.dumps([play(each, grid) for each in (some, scene, other, some)]))
+    file.write_text(json.dumps([run_scene(each, grid) for each in (some, scene, other, some)]))
 
 
 def test_layers_that_are_left_out_need_not_be_held(nursery: Nursery, tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def command_without_memory(words: list[str]) -> None:
 
     from ithaca.cli import main
 
-    rehearse.play = full  # pyrefly: ignore
+    rehearse.run_scene = full  # pyrefly: ignore
     sys.argv = ["ithaca", "rehearse", *words]
     main()
 

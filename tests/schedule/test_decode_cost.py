@@ -65,7 +65,7 @@ def watch(name: str, place: str, present: int, file: Path) -> None:
         axes=Axes(**axes),
         dtype="bfloat16",
     )
-    found = evaluation.play_evaluation(scene, mesh(**axes))
+    found = evaluation.run_evaluation_scene(scene, mesh(**axes))
     dist.destroy_process_group()
     file.write_text(json.dumps(found))
 

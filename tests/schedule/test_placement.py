@@ -273,7 +273,7 @@ def test_what_is_on_the_disk_is_said_and_counted(folders, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_way_through_the_page_cache_is_said(folders, tmp_path: Path, monkeypatch, direct: bool) -> None:
-    monkeypatch.setattr("ithaca.tape.file._go_direct", lambda _: direct)
+    monkeypatch.setattr("ithaca.tape.file._set_direct", lambda _: direct)
     said: list[str] = []
     model = ithaca.apply(ithaca.load_model(folders["untied"], "float64"), sweep(tmp_path, o="disk", chunk=32))
     model.allocate(1, 64, said.append)

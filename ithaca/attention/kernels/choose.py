@@ -19,7 +19,7 @@ def make_kernel(name: str) -> Kernel:
 def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_size: int, computes: bool = True) -> Kernel:
     """The kernel of that name. 'auto' gives the first one in facts.py that runs on this device.
 
-    A kernel that is named and will not compute is believed by its facts: loading its package can take seconds.
+    If the kernel will not compute (`computes`), only its facts are checked: loading its package can take seconds.
     """
     if name == "auto":
         return next(kernel for kernel, reason in _candidates(device, dtype, head_size) if reason is None)
@@ -35,12 +35,12 @@ def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_size
 
 
 def usable_kernels(device: torch.device, dtype: torch.dtype, head_size: int) -> tuple[str, ...]:
-    """The names of the kernels that run on this device, the one that 'auto' takes first."""
+    """The names of the kernels that run on this device, in the order in which 'auto' prefers them."""
     return tuple(kernel.name for kernel, reason in _candidates(device, dtype, head_size) if reason is None)
 
 
 def explain_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """The name of the kernel that runs and, of the kernels that `auto` prefers to it, why each does not."""
+    """The name of the kernel that runs, and why each kernel that `auto` prefers to it does not."""
     names = list(KERNEL_FACTS)
     faster = names[: names.index(kernel.name)]
     reasons = {name: make_kernel(name).refuses(device, dtype, head_size) for name in faster}

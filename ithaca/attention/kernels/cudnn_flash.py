@@ -1,7 +1,7 @@
 """cuDNN for shapes that repeat, torch's flash attention for the rest: each where it is faster.
 
-What cuDNN is slow at, long causal calls and shapes that documents make, is cut (cut.py) and merged again in at least
-fp32. Memory, if something is cut: o or dq in fp32; backward also dk and dv in fp32.
+Long causal calls and shapes that documents make, which are slow in cuDNN, are cut (cut.py) and merged again in at least
+fp32. Memory, if a call is cut: o or dq in fp32; backward also dk and dv in fp32.
 """
 
 import torch

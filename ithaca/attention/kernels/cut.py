@@ -1,8 +1,8 @@
 """Attention cut into triangles and rectangles of a few shapes, as arithmetic on offsets.
 
-cuDNN builds something for each new shape (0.1–0.3 s), and its causal calls slow down with their length. So triangles
-are cut into squares of at most `longest` tokens and the rectangles beside them, and everything that documents make into
-sides of `bucket` · 2^i, the largest first. There are few such shapes. A rest thinner than a bucket remains:
+cuDNN builds a plan for each new shape (0.1–0.3 s), and its causal calls slow down with their length. So triangles are
+cut into triangles of at most `longest` tokens and the rectangles beside them, and shapes that documents make are cut to
+sides of `bucket` · 2^i, the largest first. There are few such shapes. A remainder thinner than a bucket is left:
 
     a triangle of 7 buckets  ◣ 4 buckets, ■ 2 × 4 and ◣ 2 below it, ■ 1 × 4, ■ 1 × 2 and ◣ 1 below those
     its last rows            a rectangle with all keys above, and a small triangle, both `ragged`
@@ -15,9 +15,9 @@ from ithaca.attention.documents import Pieces
 from ithaca.attention.visits import Visit
 
 
-@lru_cache(maxsize=256)  # every layer asks for the same ones
+@lru_cache(maxsize=256)  # every layer asks for the same pieces
 def cut_pieces(pieces: Pieces, bucket: int, longest: int) -> tuple[Visit, ...]:
-    """Visits that together are these pieces; only what remains is `ragged`. `longest` is a multiple of `bucket`."""
+    """Visits that together cover these pieces; only remainders are `ragged`. `longest` is a multiple of `bucket`."""
     assert pieces.q_bounds[0] == pieces.k_bounds[0] == 0, "rows or keys before all pieces"
     if pieces.causal:
         return tuple(_triangles(pieces, bucket, longest))

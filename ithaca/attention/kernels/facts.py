@@ -28,7 +28,7 @@ class KernelFacts:
     longest: int | None = None
     """Rows of the longest causal call. A longer one is cut: dq, dk and dv are then summed in fp32; None: it is not."""
     bucket: int = 1
-    """What is cut is cut into multiples of this many tokens; a rest thinner than that sees all keys in one call."""
+    """Calls are cut into multiples of this many tokens; a thinner remainder sees all keys in one call."""
     scores: int = 0
     """fp32 tensors [query heads, queries, keys] that backward holds at once; the fused kernels hold none."""
     device: str | None = None
@@ -41,7 +41,7 @@ class KernelFacts:
     """The largest head size; sizes are then multiples of `head_step`. None: any head size."""
     head_step: int = 8
     replays: bool = False
-    """Whether a CUDA graph of its calls serves other documents: it reads their bounds on the device."""
+    """Whether a CUDA graph of its calls can be replayed with other documents: it reads their bounds on the device."""
     compiles: bool = False
     """Whether it compiles when it first meets a kind of call (`Kernel.prepare`)."""
     package: str | None = None
@@ -66,12 +66,12 @@ class KernelFacts:
 
     @property
     def installed(self) -> bool:
-        """Whether the package that it needs is there."""
+        """Whether the package that it needs is installed."""
         return self.package is None or _installed(self.package)
 
     @property
     def missing(self) -> str:
-        """The sentence about a package that is not there."""
+        """The sentence that says how to install its package."""
         return f"it needs the package {self.package}: pip install 'ithaca[{self.extra}]'"
 
 
@@ -159,5 +159,5 @@ def gpu_kernels(head_size: int, capability: tuple[int, int] = _HOPPER) -> list[K
 
 
 def gpu_kernel(head_size: int, capability: tuple[int, int] = _HOPPER) -> KernelFacts:
-    """The kernel that `auto` takes of these, with the packages that are here."""
+    """The kernel that `auto` takes on such a GPU, with the packages that are installed here."""
     return next(facts for facts in gpu_kernels(head_size, capability) if facts.installed)

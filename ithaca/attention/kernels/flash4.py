@@ -122,7 +122,7 @@ def _everything(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, do: Tensor, pie
 
 
 def _writable(name: str) -> Path:
-    """The folder of that name; made if it is not there."""
+    """The folder of that name, made if needed; raises PlanError if it cannot be written."""
     try:
         folder = Path(name).expanduser()
         folder.mkdir(parents=True, exist_ok=True)

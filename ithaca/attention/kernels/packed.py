@@ -12,9 +12,9 @@ REMEMBERED = 64  # bounds that stay on the device
 
 
 class PackedKernel(FactsKernel):
-    """A kernel that is told where pieces begin and end by two tensors on the device.
+    """A kernel that takes the bounds of pieces as two tensors on the device.
 
-    Every layer of a step asks for the same ones, so they are copied once: a copy in every call would take longer than
+        Every layer of a step has the same bounds, so they are copied once: a copy in every call would take longer than
     small pieces do, and from memory that is not pinned it would make the host wait.
     """
 
@@ -24,7 +24,7 @@ class PackedKernel(FactsKernel):
 
     def lengths(self, pieces: Pieces, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, int, int]:
         """Bounds of the rows and of the keys, int32, and the most rows and keys of a piece."""
-        # These kernels leave what is outside of all pieces as it was in memory
+        # These kernels do not write rows outside of all pieces
         assert (pieces.q_bounds[0], pieces.q_bounds[-1]) == (0, len(q)), "rows outside of all pieces"
         assert (pieces.k_bounds[0], pieces.k_bounds[-1]) == (0, len(k)), "keys outside of all pieces"
         if pieces.on_device is not None:  # any piece may be as long as all together

@@ -85,10 +85,10 @@ def _now(form: str) -> str:
 
 
 class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with the answers that it would give after many checks given at once.
+    """Jinja's sandbox, with shortcuts that give the same answers without its many checks.
 
-    They are for what templates ask all the time: fields of messages, places in a loop, names that a template sets.
-    Together that halves the time of a rendering, and a conversation is rendered once or twice for each of its turns.
+    The shortcuts serve the most frequent lookups: fields of messages, places in a loop, names that a template sets.
+    They halve the time of a rendering, and a conversation is rendered once or twice for each of its turns.
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -104,7 +104,7 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
 
 
 class Template:
-    """A compiled template. `marked`: whether it says itself what the assistant wrote."""
+    """A compiled template. `marked`: whether it marks the assistant's text itself."""
 
     def __init__(self, source: str):
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols])
@@ -127,11 +127,11 @@ class Template:
             if length > most:
                 raise TooLong
         text = "".join(pieces)
-        return _taken_out(text) if self.marked else (text, [])
+        return _without_marks(text) if self.marked else (text, [])
 
 
-def _taken_out(text: str) -> tuple[str, list[Span]]:
-    """Return the text without marks, and the spans between them. Of marks inside marks the outer ones count."""
+def _without_marks(text: str) -> tuple[str, list[Span]]:
+    """Return the text without marks, and the spans between them. Of nested marks the outer ones count."""
     parts = re.split(f"([{_BEGIN}{_END}])", text)
     spans: list[Span] = []
     start = at = depth = 0

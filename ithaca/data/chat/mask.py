@@ -12,7 +12,7 @@ def learned_tokens(offsets: np.ndarray, spans: Sequence[Span], length: int) -> n
 
     So a token that lies across the border of a span is learned, as in `transformers`.
     """
-    inside = np.zeros(length + 1, np.int64)  # then: learned characters before each
+    inside = np.zeros(length + 1, np.int64)  # after the cumulative sum: learned characters before each
     for start, end in spans:
         inside[start + 1 : end + 1] = 1
     inside = inside.cumsum()

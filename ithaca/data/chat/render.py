@@ -78,7 +78,7 @@ class Renderer:
                     kind = NoRendering if answer["problem"] == "syntax" else DataError
                     raise kind(self._sentence(name, answer, len(request)))
         finally:
-            if not done:  # answers that nobody has read are still under way
+            if not done:  # unread answers are still under way
                 self.close()
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Renderer:
             assert pipe is not None
             with contextlib.suppress(OSError):  # it has ended, and something was still to be written
                 pipe.close()
-        if self._owner == os.getpid():  # a fork has copies of the pipes, and no business with the process
+        if self._owner == os.getpid():  # a fork has copies of the pipes, and must not end the process
             child.kill()
             child.wait()
 

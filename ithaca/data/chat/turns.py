@@ -1,8 +1,8 @@
 """The samples of a conversation, and what is learned in them: the assistant's text, as spans of characters.
 
 Where the template does not mark it, a turn's span is what it adds to the prompt before it: the rendering up to and with
-the turn, less the rendering before it with the generation prompt. Both must be beginnings of the sample's text. Then
-the model is asked in training what it is asked when it answers.
+the turn, less the rendering before it with the generation prompt. Both must be beginnings of the sample's text. So
+training has the same prompts as generation.
 
 Some templates write a turn differently once others follow (Qwen3 drops the thinking). No text holds all their turns, so
 they become several samples. Turns that agree share one: an agent's trajectory of hundreds of calls stays one sample.
@@ -14,14 +14,14 @@ than two renderings are in memory at a time, and each sample is encoded once.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-GROWTH = 16  # samples may be so many times as long as their conversation without being asked for
+GROWTH = 16  # samples may be this many times as long as their conversation, unless `--chat turns` allows more
 
 Span = tuple[int, int]  # characters, from … up to
 Render = Callable[[int, bool], str]  # the text of the first n messages; True adds the generation prompt
 
 
 class NoSpan(Exception):
-    """What a turn adds cannot be told; the message says why."""
+    """The span of a turn cannot be found; the message says why."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ def _plan(render: Render, text: str, count: int, turns: Sequence[int]) -> list[_
             )
         if not text.startswith(answer):
             text = answer
-            plan = [sample for sample in plan if sample.spans]  # what follows the last turn teaches nothing
+            plan = [sample for sample in plan if sample.spans]  # a sample without a learned turn teaches nothing
             plan.append(_Sample(turn + 1, len(text), []))
         plan[-1].spans.insert(0, (len(prompt), len(answer)))
     return plan

@@ -28,7 +28,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def write_frame(file: IO[bytes], content: bytes) -> None:
-    """Write a length and so many bytes."""
+    """Write the length of the content, then the content."""
     file.write(_LENGTH.pack(len(content)))
     file.write(content)
 
@@ -78,9 +78,9 @@ class _Renderer:
         except MemoryError:
             yield {"problem": "memory", "why": ""}
         except Exception as problem:  # a template can raise whatever Python can
-            yield self._told(problem, most)
+            yield self._described(problem, most)
 
-    def _told(self, problem: Exception, most: int) -> dict[str, Any]:
+    def _described(self, problem: Exception, most: int) -> dict[str, Any]:
         kind = {"TooLong": "length", "TemplateSyntaxError": "syntax"}.get(type(problem).__name__, "refused")
         line = getattr(problem, "lineno", None)
         why = str(problem) or type(problem).__name__

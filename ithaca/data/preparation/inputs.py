@@ -36,7 +36,7 @@ class Input:
 
 @dataclass
 class Inputs:
-    """The files that were found, those that were not read, and what to tell about the choice."""
+    """The files that were found, those that were not read, and notes about choices."""
 
     files: list[Input] = field(default_factory=list)
     skipped: list[Path] = field(default_factory=list)  # files in folders that no reader takes
@@ -46,7 +46,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Finding:
-    """How files are found."""
+    """The options by which files are found."""
 
     bin_dtype: str | None = None
     own: frozenset[Path] = frozenset()  # files that this process writes, which are skipped in folders

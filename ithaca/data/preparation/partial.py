@@ -51,7 +51,7 @@ PIECE = 1 << 22  # tokens or documents converted at a time; a multiple of 8, so 
 
 @dataclass(frozen=True)
 class Journal:
-    """How far a run has come. `identity` is a digest of its inputs and its tokenizer."""
+    """The progress of a run. `identity` is a digest of its inputs and its tokenizer."""
 
     identity: str
     version: int = 1  # of the rules by which documents become tokens; older journals do not have it

@@ -104,7 +104,7 @@ def prepare(
 
 
 def _nothing_left(path: Path, now: Journal) -> DataError:
-    """Return the error about inputs without a token, with what --skip-bad would have said about those it skipped."""
+    """Return the error about inputs without a token, with the reasons why --skip-bad skipped some."""
     text = f"'{path}' has no token in its {now.empty + now.bad} documents"
     if not now.bad:
         return DataError(f"{text}: name files with text or tokens")

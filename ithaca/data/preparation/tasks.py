@@ -104,7 +104,7 @@ class Job:
         yield Part(place, document.where, part, first, last=True)
 
     def here(self, task: Task) -> bool:
-        """Return whether a task is not worth sending: tokens in files are read where they are written."""
+        """Return whether the calling process should work on a task: it can read ready tokens from files itself."""
         return isinstance(task, Group) and any(
             isinstance(item, Document) and isinstance(item.content, Stored) for item in task.items
         )
@@ -132,7 +132,7 @@ class Job:
         return [found for item in items for found in self._encode_one(item)]
 
     def _encode_one(self, item: Document | Bad) -> list[Encoded | Bad]:
-        """Encode a document apart from its group, in which there are others that cannot be encoded."""
+        """Encode a document alone, because its group has a document that cannot be encoded."""
         if isinstance(item, Bad):
             return [item]
         try:

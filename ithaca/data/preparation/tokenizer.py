@@ -131,7 +131,7 @@ class Json:
         return tuple(framed[:at]), tuple(framed[at + len(plain.ids) :])
 
     def _probe(self, added: set[int]) -> tokenizers.Encoding:
-        """Return a text of a token or more that are not among the added ones."""
+        """Return the encoding of a text that has a token or more, and none of the added ones."""
         for text in ("a", *list(self._inner.get_vocab(with_added_tokens=False))[:1000]):
             try:
                 found = self._inner.encode(text, add_special_tokens=False)

@@ -100,7 +100,7 @@ class Workers(Generic[Task]):
 
 
 class _Held(Generic[Task]):
-    """Tasks up to the first that cannot be made. Its error is held until the results of those before it are taken."""
+    """Tasks up to the first that cannot be made. Its error is held until the results of earlier tasks are taken."""
 
     def __init__(self, tasks: Iterator[Task]):
         self._tasks = tasks

@@ -1,4 +1,4 @@
-"""What a block of the sweep needs beside its weights, in each of its head rounds."""
+"""The arguments of a block of the sweep beside its weights, in each of its head rounds."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ class Rotations:
 
 @dataclass(frozen=True)
 class SweepCall:
-    """What one block needs beside its weights."""
+    """The arguments of one block beside its weights."""
 
     spec: Spec
     layer: int
@@ -56,7 +56,7 @@ class SweepCall:
     weights_of: Sequence[Readable]  # by layer
     table: Readable  # the embedding's
     tokens: Tensor  # of this rank
-    settle: Callable[[], None]  # frees what reductions have taken (parallel/sharding.py)
+    settle: Callable[[], None]  # frees the memory that reductions of gradients hold (parallel/sharding.py)
     mark: Mark = no_mark
     round: int = 0  # the head round that runs
 
@@ -71,7 +71,7 @@ class SweepCall:
 
     @property
     def heads(self) -> Heads:
-        """The same, of all ranks together."""
+        """The heads of this round, of all ranks together."""
         return Heads(self.split.q_heads, self.split.kv_heads)
 
     @property
@@ -85,13 +85,13 @@ class SweepCall:
         return len(self.split.kv[self.exchange.rank])
 
     def own_lse(self, tile: Tensor) -> Tensor:
-        """The rows of a tile of log-sum-exps, by heads as kernels have it, of this rank's heads in this round."""
+        """[heads, tokens]: the part of a log-sum-exp tile that belongs to this rank's heads in this round."""
         mine, first = self.split.q[self.exchange.rank], self.rounds[0].q[self.exchange.rank]
         start = mine.start - first.start
         return tile.view(tile.shape[::-1])[start : start + len(mine)]
 
     def mark_chunk(self, phase: str, chunk: int) -> None:
-        """Mark where a chunk attends: chunks are numbered through all rounds."""
+        """Mark that a chunk's attention begins. Chunks are numbered through all rounds."""
         self.mark(phase, self.layer, self.round * self.walk.tiles.count + chunk)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The chunks of a sweep as arithmetic: how many wait for messages at a time, and which visit which. No torch."""
+"""Arithmetic on the chunks of a sweep: how many wait for messages at a time, and which visit which. No torch."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +15,7 @@ LONG = 8
 
 
 def hops(ulysses: int, ring: int) -> int:
-    """Exchanges between a chunk's projections and its attention; as many lead back."""
+    """Exchanges between a chunk's projections and its attention. As many follow its attention."""
     return (ulysses > 1) + (ring > 1)
 
 
@@ -28,12 +28,12 @@ def chunks_under_way(ulysses: int, ring: int, recomputed: bool = False) -> int:
 
 
 def chunks_sending_keys(ulysses: int, ring: int) -> int:
-    """Chunks whose K and V go with their own queries in backward: those that begin before the first one attends."""
+    """Chunks that send K and V with their own queries in backward: all that begin before the first one attends."""
     return 1 + hops(ulysses, ring)
 
 
 def is_long(chunks: int) -> bool:
-    """Whether a pass over so many chunks frees the head's gradient before the last block goes backward."""
+    """Whether a pass over this many chunks frees the head's gradient before the last block goes backward."""
     return chunks >= LONG
 
 
@@ -55,7 +55,7 @@ def visits_of(job: "Job") -> Visits:
     return _visits(job.document_lengths, job.layout.chunks.size)
 
 
-@lru_cache(maxsize=64)  # the planner's search asks for the same ones many times
+@lru_cache(maxsize=64)  # the planner's search asks for the same values many times
 def _visits(lengths: tuple[int, ...], size: int) -> Visits:
     start = count = rows = 0
     for length in lengths:

@@ -92,16 +92,16 @@ def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:
     at = dict(enumerate(placement.x))  # where each x is by now
     total = Copies()
     for layer, rebuild in rebuilds_of(job.plan, job.spec).items():
-        homes = {above: getattr(placement, kind)[index] for above, (kind, index) in rebuild.homes.items()}
-        passing = layer not in rebuild.homes
+        targets = {above: getattr(placement, kind)[index] for above, (kind, index) in rebuild.targets.items()}
+        passing = layer not in rebuild.targets
         times = _backward_reads(job, layer) if passing else 1
         for below in range(rebuild.source, layer):
             if below != EMBEDDING:
                 total += Copies(into=times * o * (placement.o[below] in places))
             if below != EMBEDDING and (below == rebuild.source or not passing):
                 total += Copies(into=times * x * (at[below] in places))
-            at[below + 1] = homes.get(below + 1, "" if passing else homes[layer])
+            at[below + 1] = targets.get(below + 1, "" if passing else targets[layer])
             total += Copies(out=x * (at[below + 1] in places))
-        for above, place in homes.items():  # read by their own backward passes
+        for above, place in targets.items():  # read by their own backward passes
             total += Copies(into=_backward_reads(job, above) * x * (place in places))
     return total

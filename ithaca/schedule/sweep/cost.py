@@ -1,4 +1,4 @@
-"""What the sweep takes: tapes and slots, tensors at its peaks, messages, FLOPs. Its copies: copies.py. No torch.
+"""The costs of the sweep: tapes and slots, tensors at its peaks, messages, FLOPs. Copies: copies.py. No torch.
 
 With T local tokens of a chunk, N chunks, Q and K features of all query and key/value heads:
 
@@ -105,7 +105,7 @@ def tapes(job: "Job") -> list[TapeSpec]:
     ulysses, more = job.axes.ulysses, chunks_under_way(job.axes.ulysses, job.axes.ring)
     x_slots = X_SLOTS + chunks_under_way(job.axes.ulysses, job.axes.ring, RECOMPUTE in placement.o)
     rebuilds = rebuilds_of(plan, spec)
-    passing = any(layer not in rebuild.homes for layer, rebuild in rebuilds.items())
+    passing = any(layer not in rebuild.targets for layer, rebuild in rebuilds.items())
 
     def saved(name: str, words: tuple[str, ...], features: tuple[int, ...], slots: int) -> list[TapeSpec]:
         layers = {place: tuple(layer for layer, word in enumerate(words) if word == place) for place in KEPT}
@@ -119,7 +119,7 @@ def tapes(job: "Job") -> list[TapeSpec]:
     rebuilt_off_device = any(
         kind == "o" and placement.o[layer] != "device"
         for rebuild in rebuilds.values()
-        for kind, layer in rebuild.homes.values()
+        for kind, layer in rebuild.targets.values()
     )
     if rebuilt_off_device and not {"host", "disk"} & {*placement.x}:
         # No x is saved off the device, but rebuilt ones pass through slots
@@ -174,7 +174,7 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
 
 
 def _peaks(job: "Job", recomputed: bool) -> dict[str, Counter[str]]:
-    """The same of layers that save o, or of those that recompute it."""
+    """`peaks` of the layers that save o, or of the layers that recompute it."""
     largest, T = head_passes(job)[0], job.block_tokens
     q, k, projection = job.own_queries(largest), job.own_keys(largest), job.projection_bytes(largest)
     ulysses, ring = job.axes.ulysses, job.axes.ring
@@ -244,7 +244,7 @@ def reading(job: "Job") -> dict[str, Counter[str]]:
 
 
 def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:
-    """What a block sends, forward and backward, if the sequence is one document."""
+    """The messages of a block, forward and backward, if the sequence is one document."""
     rounds, last_layer = head_passes(job), layer == job.spec.layers - 1
     recomputed = job.plan.placement(job.spec.layers).o[layer] == RECOMPUTE
     forward: list[Message] = []

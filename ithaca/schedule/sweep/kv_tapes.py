@@ -9,7 +9,7 @@ from ithaca.tape.tape import Tape
 
 
 class KVTiles:
-    """Tiles of K and V. A tile that is not there yet is computed at its first read (`make`).
+    """Tiles of K and V. A tile that is not written yet is computed at its first read (`make`).
 
     Tapes are as wide as the largest head round. A round with fewer heads uses the first places of a token.
     """
@@ -20,7 +20,7 @@ class KVTiles:
         self._open: dict[int, tuple[list[Tensor], bool]] = {}  # tile -> K and V, and whether they are new
 
     def put(self, index: int, k: Tensor, v: Tensor) -> None:
-        """Take in a new tile. It stays open for the first reader and is written when that one releases it."""
+        """Add a new tile. It stays open for its first reader and is written when that reader releases it."""
         tiles = [tape.blank(index) for tape in self._tapes]
         for tile, tensor in zip(tiles, (k, v), strict=True):
             tile[:, : self._heads].copy_(tensor)
@@ -38,7 +38,7 @@ class KVTiles:
         return k, v
 
     def prefetch(self, index: int) -> None:
-        """Begin to fetch a tile that is there already."""
+        """Begin to fetch a tile, if it is written."""
         if index in self._written:
             for tape in self._tapes:
                 tape.prefetch(index)
@@ -58,8 +58,8 @@ class KVTiles:
 class KVGradients:
     """dK and dV of every tile, in at least fp32. Chunks run in reverse and add to those of earlier tiles.
 
-    A tile stays open until its visits are over (`close`); that of the visiting chunk itself, to which nobody adds any
-    more, until it is taken. If there is one tile, and one part of its gradients is all of them, that part waits in the
+    A tile stays open until the chunk's visit to it is over (`close`). The chunk's own tile, to which no later chunk
+    adds, stays open until `take`. If there is one tile and one kernel call gives all its gradients, they stay in the
     kernel's own tensors.
     """
 
@@ -100,7 +100,7 @@ class KVGradients:
         self._open[index] = tiles
 
     def close(self, index: int) -> None:
-        """Store a tile that was added to. Other chunks will add to it again."""
+        """Store a tile after additions. Other chunks will add to it again."""
         if self._heads:  # otherwise this rank has no heads in this round, and nothing was added
             for tape, tile in zip(self._tapes, self._open.pop(index), strict=True):
                 tape.write(index, tile)

@@ -1,12 +1,12 @@
 """Placement from budgets: tapes go to the device, then to the host, then to the disk; the rest is recomputed.
 
-Of the tapes that all layers share, K and V are where the Plan says. A residual or log-sum-exps that the Plan leaves
+Of the tapes that all layers share, K and V live where the Plan says. A residual or log-sum-exps that the Plan leaves
 open are placed here with x and o.
 
-What is cheapest to compute again is given up first: x of layer 0 (a look-up in the embedding), then x of other layers
-(output projection and MLP, linear in the tokens), and only then o, from the first layer on (attention, at long contexts
-nearly all of a step). Not saving an o frees little, because the next layer's x can then no longer be rebuilt and must
-be saved.
+The tensors that are cheapest to compute again are given up first: x of layer 0 (a look-up in the embedding), then x of
+other layers (output projection and MLP, linear in the tokens), and only then o, from the first layer on (attention, at
+long contexts nearly all of a step). Not saving an o frees little, because the next layer's x can then no longer be
+rebuilt and must be saved.
 
 A disk is slow, so going there counts as work: at long contexts o goes to the disk before it is given up, x hardly ever.
 To the disk go first the tapes that move least for each byte they keep: o and log-sum-exps are written and read once in
@@ -118,7 +118,7 @@ def fill(
     works = [_work_again(spec, tokens, *saved) for saved in choices]
     for work, saved in sorted(zip(works, choices, strict=True), key=lambda pair: pair[0]):
         if cost is None and work >= least:
-            break  # even without a byte on the disk
+            break  # no later choice is cheaper, even without a byte on the disk
         placed = _all_on_device(plan, job, free, folder, *saved)
         placed = placed or _fill(plan, job, free, folder, shared, *saved)
         if placed is None:
@@ -138,7 +138,7 @@ def _check_sweep(plan: Plan) -> None:
 
 
 def every_choice(layers: int) -> list[Saved]:
-    """What can be saved: every o with x of ever fewer layers, then o of ever fewer."""
+    """All choices of what to save: every o with x of ever fewer layers, then o of ever fewer layers."""
     every, fewest = set(range(layers)), fewest_kept(layers)
     fewer_x = [(layers_to_keep(layers, count), every) for count in range(layers - 1, fewest - 1, -1)]
     fewer_o = [
@@ -149,7 +149,7 @@ def every_choice(layers: int) -> list[Saved]:
 
 
 def some_choices(layers: int) -> list[Saved]:
-    """A few of all, evenly spread: good enough to compare Plans by."""
+    """A few of all choices, evenly spread: good enough to compare Plans by."""
     every = every_choice(layers)
     return [*every[:: max(len(every) // FEW, 1)], *least_choices(layers, recomputing=True)]
 
@@ -162,7 +162,7 @@ def least_choices(layers: int, recomputing: bool) -> list[Saved]:
 
 
 def _possible(job: Job, free: Budget, choices: list[Saved]) -> Iterator[Saved]:
-    """Choices that are not too much for all places together: most need no closer look."""
+    """The choices that fit into all places together. This cheap check drops most choices."""
     length = job.tiles.length
     x, o = (next(tape.row for tape in job.tapes if tape.name == name) * length for name in ("x", "o"))
     room = free.device + free.host + free.disk
@@ -178,7 +178,7 @@ def _work_again(spec: Spec, tokens: int, saved_x: set[int], saved_o: set[int]) -
 
 
 def _disk_work(plan: Plan, spec: Spec, itemsize: int) -> int:
-    """What a token's x and o on the disk count as, in multiplications: x is written and read three times, o once."""
+    """Multiplications that a token's x and o on disk count as: x is written once and read three times, o once each."""
     placement = plan.placement(spec.layers)
     numbers = 4 * placement.x.count("disk") * spec.hidden + 2 * placement.o.count("disk") * spec.heads * spec.head_size
     return numbers * itemsize * DISK_COST
@@ -227,8 +227,8 @@ def _fill(
 
 
 def _fill_layers(plan: Plan, job: Job, free: Budget, folder: str | None, words: Words) -> tuple[Plan, Budget]:
-    """Move x and o from the host to the device from the last layer down, because what is read soonest gains most. What
-    the host has no room for goes to the disk."""
+    """Move x and o from the host to the device, the last layer first, because backward reads it soonest. What the host
+    has no room for goes to the disk."""
     placed = replace(job, plan=_placed(plan, folder, words))
     if (used := _used(placed)).device > free.device:
         return placed.plan, used
@@ -256,7 +256,7 @@ def _shared_places(plan: Plan) -> Iterator[Words]:
 
 
 def _movable(plan: Plan, words: Words) -> Words:
-    """What may go to the disk, in this order. x and o may; the others if the Plan leaves them open."""
+    """The tapes that may go to the disk, in this order: x and o, and the others if the Plan leaves them open."""
     names = [name for name in ("o", "lse", "x", "residual") if name in ("x", "o") or not getattr(plan, name)]
     return {name: words[name] for name in names}
 

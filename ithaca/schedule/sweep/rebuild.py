@@ -20,8 +20,8 @@ from ithaca.model.spec import Spec
 from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, Placement
 from ithaca.plans.plan import Plan
 
-Home = tuple[str, int]  # ("o", 31): the tape of layer 31's o
-EMBEDDING = -1  # in the place of a layer: what is below layer 0
+TapeName = tuple[str, int]  # ("o", 31): the tape of layer 31's o
+EMBEDDING = -1  # the "layer" below layer 0
 LONGEST_PASSING = 4  # layers that a chunk passes through with their weights gathered together
 
 
@@ -29,8 +29,8 @@ LONGEST_PASSING = 4  # layers that a chunk passes through with their weights gat
 class Rebuild:
     """How the x of one layer is rebuilt."""
 
-    source: int  # the layer below whose x is there, or EMBEDDING
-    homes: Mapping[int, Home]  # the tapes for x of the layers above it; an x without one exists only in passing
+    source: int  # the layer below that has an x to start from, or EMBEDDING
+    targets: Mapping[int, TapeName]  # the tapes that take x of the layers above it; an x without one is not stored
 
     def layers(self, top: int) -> range:
         """The layers whose output projection and MLP run to rebuild the x of `top`."""
@@ -38,7 +38,7 @@ class Rebuild:
 
 
 def rebuilds_of(plan: Plan, spec: Spec) -> Mapping[int, Rebuild]:
-    """What a backward pass rebuilds, by layer."""
+    """The rebuilds of a backward pass, by layer."""
     return plan_rebuilds(plan.placement(spec.layers), x_fits_o(spec)) if plan.sweeps else {}
 
 
@@ -47,24 +47,24 @@ def x_fits_o(spec: Spec) -> bool:
     return spec.heads * spec.head_size >= spec.hidden
 
 
-@lru_cache(maxsize=4096)  # the planner's search asks for the same ones many times
+@lru_cache(maxsize=4096)  # the planner's search asks for the same values many times
 def plan_rebuilds(placement: Placement, roomy: bool) -> Mapping[int, Rebuild]:
-    """Rebuilds by layer; `roomy`: the tape of an o can hold an x."""
+    """The rebuilds of a backward pass, by layer; `roomy`: the tape of an o can hold an x."""
     rebuilds: dict[int, Rebuild] = {}
-    there: dict[int, Home] = {layer: ("x", layer) for layer, word in enumerate(placement.x) if word != REBUILD}
-    free: list[Home] = []
+    there: dict[int, TapeName] = {layer: ("x", layer) for layer, word in enumerate(placement.x) if word != REBUILD}
+    free: list[TapeName] = []
     last = len(placement.x) - 1
     for layer in reversed(range(last + 1)):
         o_serves = roomy and placement.o[layer] != RECOMPUTE
         if layer not in there:
             source = max((below for below in there if below < layer), default=EMBEDDING)
-            free.sort(key=lambda home: (KEPT.index(_place(placement, home)), home))
-            homes = dict(zip(range(layer, source, -1), free, strict=False))
-            del free[: len(homes)]
-            if not homes and o_serves and layer == last and layer - 1 > source:
-                homes = {layer - 1: ("o", layer)}
-            rebuilds[layer] = Rebuild(source, homes)
-            there |= homes
+            free.sort(key=lambda target: (KEPT.index(_place(placement, target)), target))
+            targets = dict(zip(range(layer, source, -1), free, strict=False))
+            del free[: len(targets)]
+            if not targets and o_serves and layer == last and layer - 1 > source:
+                targets = {layer - 1: ("o", layer)}
+            rebuilds[layer] = Rebuild(source, targets)
+            there |= targets
         if layer in there:
             free.append(there.pop(layer))
         if o_serves and ("o", layer) not in there.values():
@@ -73,7 +73,7 @@ def plan_rebuilds(placement: Placement, roomy: bool) -> Mapping[int, Rebuild]:
 
 
 def layers_to_keep(layers: int, count: int) -> set[int]:
-    """The best layers to save x of, if only `count` are saved; layer 0 is none of them, because it costs a look-up.
+    """The best layers to save x of, if only `count` are saved; never layer 0, because its x costs only a look-up.
 
     Free tapes double on the way down, and so can distances: 2, 4, 8 … layers, and each x is rebuilt only once. The
     first distance stays short, because the weights of all its layers are gathered together.
@@ -91,19 +91,19 @@ def layers_to_keep(layers: int, count: int) -> set[int]:
 
 
 def fewest_kept(layers: int) -> int:
-    """How many x must be saved for the first distance to be short."""
+    """How many x must be saved so that the first distance is short."""
     return 0 if layers <= LONGEST_PASSING else 1
 
 
 def passing_layers(rebuilds: Mapping[int, Rebuild]) -> int:
     """The most layers whose weights are gathered together to rebuild an x in passing."""
-    in_passing = (rebuild.layers(layer) for layer, rebuild in rebuilds.items() if layer not in rebuild.homes)
+    in_passing = (rebuild.layers(layer) for layer, rebuild in rebuilds.items() if layer not in rebuild.targets)
     return max(map(len, in_passing), default=0)
 
 
 def looks_up_in_passing(rebuilds: Mapping[int, Rebuild]) -> bool:
     """Whether the embedding's table is gathered while a block runs, to rebuild an x in passing."""
-    return any(rebuild.source == EMBEDDING and layer not in rebuild.homes for layer, rebuild in rebuilds.items())
+    return any(rebuild.source == EMBEDDING and layer not in rebuild.targets for layer, rebuild in rebuilds.items())
 
 
 def rebuild_passes(placement: Placement, spec: Spec, rounds: int = 1) -> int:
@@ -112,11 +112,11 @@ def rebuild_passes(placement: Placement, spec: Spec, rounds: int = 1) -> int:
     for layer, rebuild in plan_rebuilds(placement, x_fits_o(spec)).items():
         # In passing, each round rebuilds x for the chunk itself and, except in the first round of the last layer,
         # before that for its K and V
-        times = 1 if layer in rebuild.homes else 2 * rounds - (layer == last)
+        times = 1 if layer in rebuild.targets else 2 * rounds - (layer == last)
         passes += times * len(rebuild.layers(layer))
     return passes
 
 
-def _place(placement: Placement, home: Home) -> str:
-    kind, layer = home
+def _place(placement: Placement, target: TapeName) -> str:
+    kind, layer = target
     return placement.x[layer] if kind == "x" else placement.o[layer]

@@ -165,7 +165,7 @@ def _join_rounds(call: SweepCall, chunk: int, o: Tensor) -> Tensor | None:
 
 
 def _open_xs(call: SweepCall) -> AbstractContextManager[OpenReader]:
-    """x of the block for its backward pass."""
+    """Open the block's x for its backward pass."""
     if call.tapes.rebuild(call.layer):
         call.mark(REBUILD, call.layer)
     return open_xs(call.tapes, call.layer, call.advance_from, call.look_up)
@@ -253,7 +253,7 @@ def _chunk_backward(
 
 
 def _leave_gradient(call: SweepCall, chunk: int, do: Tensor) -> None:
-    """Leave the gradient of o for the rounds that follow."""
+    """Save the gradient of o for the rounds that follow."""
     if len(call.rounds) > 1:
         tape = call.tapes.between_rounds
         tape.write(chunk, tape.blank(chunk).copy_(do), again=True)
@@ -344,6 +344,6 @@ def run_chunks(chunks: Iterable[ChunkSteps], staggered: bool) -> None:
 
 
 def _advance(running: list[ChunkSteps]) -> list[ChunkSteps]:
-    """Run each chunk to its next yield; the chunks that are not done."""
+    """Run each chunk to its next yield. Return the chunks that are not done."""
     ended = object()
     return [chunk for chunk in running if next(chunk, ended) is not ended]

@@ -1,4 +1,4 @@
-"""What blocks of tensor ranks take: kept tensors, tensors at their peaks, messages, FLOPs. No torch.
+"""The costs of blocks of tensor ranks: kept tensors, tensors at their peaks, messages, FLOPs. No torch.
 
 With t ranks and n local tokens, a gathered hidden state has t · n · E numbers; a rank has M / t features of the MLP.
 Between blocks a rank keeps what `whole` keeps (whole/cost.py): n tokens with all features are as many numbers as all
@@ -18,7 +18,7 @@ Messages, each of n · E numbers to t − 1 ranks; r tiles of the MLP:
 
 A post-norm block computes its last product again, too, and reduces it. Beside these: the gradients of weights that
 several ranks hold, in fp32; the embedding, one hidden state each way; the loss, one hidden state there and one back,
-and two fp32 numbers of every token to every rank. Nothing of it is hidden: a product waits for what it reads. K and V
+and two fp32 numbers of every token to every rank. No message is hidden: a product waits for its input. K and V
 travel around a ring as under `whole`.
 """
 
@@ -61,13 +61,13 @@ def kept(job: "Job", layers: range) -> int:
 
 
 def _everything(job: "Job") -> int:
-    """What autograd keeps: x, both norms, the sum with the output projection; q, k, v, o, lse; gate, up, product."""
+    """Bytes that autograd keeps: x, norms, the sum with the output projection; q, k, v, o, lse; gate, up, product."""
     size = 3 * job.hidden(job.block_tokens) + _projection_bytes(job) + 3 * _wide(job, job.block_tokens)
     return size + 2 * job.own_queries() + 2 * job.own_keys() + job.own_lse()
 
 
 def _projection_bytes(job: "Job") -> int:
-    """What the projections leave for their backward pass: the normed x; with norms of q and k, these as well."""
+    """Bytes that projections keep for their backward pass: the normed x; with norms of q and k, these as well."""
     return job.hidden(job.block_tokens) + (job.own_queries() + job.own_keys() if job.spec.qk_norm else 0)
 
 
@@ -128,7 +128,7 @@ def reading(job: "Job") -> dict[str, Counter[str]]:
 
 
 def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:
-    """What a block sends, forward and backward; the last one with the embedding and the loss."""
+    """The messages of a block, forward and backward; of the last block with those of embedding and loss."""
     forward, backward = whole.over_ring(job)
     if job.axes.tensor == 1:
         return forward, backward
@@ -152,7 +152,7 @@ def _shared_gradients(job: "Job", names: Iterable[str]) -> list[Message]:
 
 
 def _ends(job: "Job", state: int) -> tuple[list[Message], list[Message]]:
-    """The batch, the embedding and the loss."""
+    """Messages of the batch, the embedding and the loss, forward and backward."""
     parts = -(-job.block_tokens // job.loss_rows)
     batch = Message(TO_RANKS, job.split, token_bytes=3 * ID)
     hidden = Message(TO_RANKS, job.split, token_bytes=state, count=parts)

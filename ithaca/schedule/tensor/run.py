@@ -26,7 +26,7 @@ class TensorRanks:
     spread: TensorSpread
 
     def begin(self, batch: Batch) -> "TensorPass":
-        """A pass over a batch: every rank learns the tokens, labels and positions of all of them."""
+        """A pass over a batch: gathers the tokens, labels and positions of all ranks."""
         mine = torch.stack((batch.tokens, batch.labels, batch.positions))
         tokens, labels, positions = self.spread.gather(mine[None]).unbind(1)
         return TensorPass(self.part, self.spread, tokens, labels, positions)
@@ -50,7 +50,7 @@ class TensorPass:
         return embed(table, self.tokens, self.vocabulary, tile)
 
     def sharing(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A block's function that also has the gradients of weights summed that several ranks hold."""
+        """Wrap a block's function so that gradients of weights that several ranks hold are summed over these."""
 
         def shared(w: Mapping[str, Tensor], x: Tensor) -> Tensor:
             self.spread.share_gradients(self.part, w)

@@ -1,10 +1,10 @@
-"""Embedding and loss of tensor ranks, each of which has the rows of some tokens of the vocabulary in table and head.
+"""Embedding and loss of tensor ranks. Each rank has the rows of one part of the vocabulary, in table and head.
 
-A rank looks up what it has for the tokens of all ranks, zeros for the others, and the sum over the ranks gives each its
-own tokens. The loss goes by tiles, as in schedule/loss.py: the final norm of a rank's own tokens, then the logits of
-the tile's tokens of all ranks over the rank's part of the vocabulary. The log-sum-exps of the parts and the labels'
-logits are gathered, two numbers a token, so whole logits exist nowhere. `naive_loss` of schedule/loss.py is the slow
-twin."""
+A rank looks up the tokens of all ranks, with zeros for tokens outside its part; a reduce-scatter sums these and gives
+each rank its own tokens. The loss goes by tiles, as in schedule/loss.py: the final norm of a rank's own tokens, then
+the logits of the tile's tokens of all ranks over the rank's part of the vocabulary. The log-sum-exps of the parts and
+the labels' logits are gathered, two numbers a token, so no rank has complete logits. `naive_loss` of schedule/loss.py
+is the slow twin."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from ithaca.schedule.loss import scaled_once
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The parts of the vocabulary, one of which is this rank's, and the way to the other ranks."""
+    """The parts of the vocabulary, one for each rank, and the collectives of the ranks."""
 
     parts: list[range]
     spread: TensorSpread
@@ -39,7 +39,7 @@ class Vocabulary:
         return self.parts[self.spread.rank]
 
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of these ids are this rank's, and their rows here; 0 for others."""
+        """(mask of the ids in this rank's part, their rows in it; 0 for other ids)."""
         rows = ids - self.tokens.start
         mine = (rows >= 0) & (rows < len(self.tokens))
         return mine, rows.where(mine, 0)
@@ -49,7 +49,7 @@ class Vocabulary:
         return iter(Tiles(tokens, max(tile // self.spread.ranks, 1)).slices())
 
     def of_all_ranks(self, ids: Tensor, part: slice) -> Tensor:
-        """A tile's ids of all ranks, of ids [ranks, tokens]."""
+        """The ids of a tile's tokens, of all ranks; `ids`: [ranks, tokens]."""
         return ids[:, part].flatten()
 
 
@@ -200,6 +200,6 @@ def whole_logits(spec: Spec, x_TE: Tensor, weight: Tensor, head: Tensor, vocabul
     """[n, vocabulary] of this rank's tokens. For small inputs: all logits of all ranks' tokens exist at once."""
     spread, parts = vocabulary.spread, vocabulary.parts
     part_TV = F.linear(spread.gather(norm(spec, x_TE, weight)), head)
-    even_TV = F.pad(part_TV, (0, max(map(len, parts)) - part_TV.shape[1]))  # as ranks gather alike
+    even_TV = F.pad(part_TV, (0, max(map(len, parts)) - part_TV.shape[1]))  # an all-gather needs equal shapes
     every = spread.gather(even_TV[None]).unflatten(1, (spread.ranks, -1))[:, spread.rank]
     return torch.cat([found[:, : len(part)] for found, part in zip(every, parts, strict=True)], 1)

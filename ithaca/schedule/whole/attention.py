@@ -34,7 +34,7 @@ from ithaca.schedule.round_heads import put_heads, take_heads
 
 @dataclass(frozen=True)
 class Attention:
-    """What a block's attention needs beside its weights and its input."""
+    """A block's attention, with all that it needs beside weights and input."""
 
     spec: Spec
     kernel: Kernel
@@ -111,12 +111,12 @@ class _Outputs:
 
 
 class BackwardAttention:
-    """The same attention in a block's backward pass: gives `o`, saved or recomputed; the caller sets `do`."""
+    """Attention in a block's backward pass. It gives `o`, saved or recomputed; the caller sets `do`."""
 
     do: Tensor
 
     def __init__(self, call: Attention, w: Summed, x: Tensor, rotation: Rotation | None, kept: Sequence[Tensor]):
-        self._call, self._w, self._x, self._turn = call, w, x, rotation
+        self._call, self._w, self._x, self._rotation = call, w, x, rotation
         self._held: tuple[Projection, tuple[Tensor, ...]] | None = None
         self._lses: Sequence[Tensor] = ()
         if kept:
@@ -127,7 +127,7 @@ class BackwardAttention:
             self.o, self._lses = call.forward(w, x, rotation)
 
     def _project(self, q: Sequence[int], kv: Sequence[int]) -> Projection:
-        return Projection(self._call.spec, self._w, self._x, self._turn, Heads(q, kv), self._call.spread)
+        return Projection(self._call.spec, self._w, self._x, self._rotation, Heads(q, kv), self._call.spread)
 
     def _hold(self) -> Tensor:
         """Recompute the attention of one round and hold its tensors for its backward pass."""
@@ -179,7 +179,7 @@ class BackwardAttention:
     def _rounds(self, group: tuple[HeadSplit, ...], lses: Iterator[Tensor], dx: Tensor) -> None:
         """Rounds that read the same K and V."""
         exchange = self._call.exchange
-        k, v = self._call.send_keys(self._w, self._x, self._turn, group[0])
+        k, v = self._call.send_keys(self._w, self._x, self._rotation, group[0])
         sums: Sequence[Tensor] = ()
         for split in group:
             projection = self._project(split.q_heads, range(0))

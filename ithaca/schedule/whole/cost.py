@@ -1,4 +1,4 @@
-"""What blocks that run over all local tokens take: kept tensors, tensors at their peaks, messages, FLOPs. No torch.
+"""The costs of blocks that run over all local tokens: kept tensors, tensors at peaks, messages, FLOPs. No torch.
 
 Between blocks, per local token in units of a hidden state d: `none` about 17 d; `selective` x and o, 2 d and the
 log-sum-exp; `full` x, 1 d, on the device or elsewhere. Within a block everything is of all local tokens T:
@@ -117,7 +117,7 @@ def kept(job: "Job", layers: range) -> int:
 
 
 def _everything(job: "Job") -> int:
-    """What autograd keeps: x, both norms, the sum with the output projection; q, k, v, o, lse; gate, up, product."""
+    """Bytes that autograd keeps: x, norms, the sum with the output projection; q, k, v, o, lse; gate, up, product."""
     T = job.block_tokens
     size = 3 * job.hidden(T) + job.projection_bytes() + 3 * T * job.spec.mlp * job.itemsize
     size += 2 * job.own_queries() + 2 * job.own_keys() + job.own_lse()
@@ -126,7 +126,7 @@ def _everything(job: "Job") -> int:
 
 
 def one_round(job: "Job") -> bool:
-    """Whether all heads are attended with at once."""
+    """Whether attention runs with all heads at once."""
     return len(job.rounds) == len(job.rounds[0]) == 1
 
 
@@ -170,7 +170,7 @@ def peaks(job: "Job") -> dict[str, Counter[str]]:
 
 
 def _peaks_in_rounds(job: "Job", states: int) -> dict[str, Counter[str]]:
-    """The same if a few heads are attended with at a time."""
+    """`peaks` with head rounds."""
     T, split = job.block_tokens, job.rounds[0][0]
     own = job.own_queries(split)
     sent = T * len(split.q_heads) * job.spec.head_size * job.itemsize
@@ -205,7 +205,7 @@ def reading(job: "Job") -> dict[str, Counter[str]]:
 
 
 def ring_bytes(job: "Job") -> int:
-    """What a ring adds to attention: the sum of dq in fp32, and what travels."""
+    """Bytes that a ring adds to attention: the sum of dq in fp32, and the blocks that travel."""
     return 2 * job.own_queries() + _travelling_bytes(job, job.own_keys()) if job.axes.ring > 1 else 0
 
 
@@ -221,7 +221,7 @@ def _travelling_bytes(job: "Job", k: int) -> int:
 
 
 def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:  # noqa: ARG001
-    """What a block sends, forward and backward."""
+    """The messages of a block, forward and backward."""
     forward, backward = _over_ulysses(job) if job.axes.ulysses > 1 else ([], [])
     around = over_ring(job)
     return [*forward, *around[0]], [*backward, *around[1]]
@@ -306,7 +306,7 @@ def _layer_launches(job: "Job") -> float:
 
 
 def _copies(job: "Job", places: Iterable[str]) -> StepCopies:
-    """Every saved x goes there and comes back once."""
+    """Every x in these places is copied out once and back once."""
     words = job.plan.placement(job.spec.layers).x
     size = sum(words.count(place) for place in places) * job.hidden(local_tokens(job))
     return StepCopies(Copies(out=size), Copies(into=size))

@@ -3,7 +3,7 @@
 
 A ring rank keeps its queries, two segments of the sequence. The K and V of each rank arrive one block after the other,
 and the next block is on its way while the kernel runs on this one. Backward they arrive again. The sums of a block's dK
-and dV, in at least fp32, follow one step behind it and are home after the last step. Only key/value heads travel.
+and dV, in at least fp32, follow one step behind it and reach their owner in the last step. Only K/V heads travel.
 
     around    R − 1 steps of K and V, point to point; backward R more steps of their gradients
     gather    all K and V at once, in R times their memory; backward the gradients of all, in fp32, reduce-scattered
@@ -65,9 +65,9 @@ class RingKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)"""
-        dq, home = torch.zeros_like(q, dtype=at_least_fp32(q.dtype)), self._ring.kv_gradient_sums(self._gathers)
+        dq, gradients = torch.zeros_like(q, dtype=at_least_fp32(q.dtype)), self._ring.kv_gradient_sums(self._gathers)
         for owner, kv in self._blocks(k, v):
-            (key, value), (dk, dv) = kv, home.begin(owner, kv)
+            (key, value), (dk, dv) = kv, gradients.begin(owner, kv)
             for visit in self._visits(owner):
                 rows, keys = visit.rows, visit.keys
                 dq_part, dk_part, dv_part = self._kernel.backward(
@@ -76,9 +76,9 @@ class RingKernel:
                 dq[rows] += dq_part
                 dk[keys] += dk_part
                 dv[keys] += dv_part
-            home.end()
+            gradients.end()
         del kv, key, value
-        dk, dv = home.wait()
+        dk, dv = gradients.wait()
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
     def _blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:

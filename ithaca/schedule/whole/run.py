@@ -29,7 +29,7 @@ from ithaca.tape.tape import Tape
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What one block needs beside its weights and its input."""
+    """The arguments of one block beside its weights and its input."""
 
     attention: Attention
     layer: int
@@ -73,7 +73,7 @@ class _Checkpointed(torch.autograd.Function):
         kept = (o, *lses) if call.checkpoint == "selective" else ()
         if call.tapes is None:
             kept = (x, *kept)
-        elif call.tapes.kept:
+        elif call.tapes.training:
             _put(call.tapes.x(call.layer), x)
         ctx.save_for_backward(*weights, *kept)
         ctx.call, ctx.names = call, names

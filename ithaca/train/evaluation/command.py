@@ -116,7 +116,7 @@ def evaluate_ranks(options: Options) -> None:
 
 
 def limit_passes(opened: Opened, longest: float | None, roll: Roll) -> Callable[[], AbstractContextManager[None]]:
-    """Return what limits the time of each pass. Collective."""
+    """Return a function whose context limits the time of a pass. Collective."""
     model, grid = opened.model, opened.model.mesh
     flops = model.spec.flops_per_token(opened.tokens) * opened.tokens / grid.context_ranks
     seconds = longest or timeout(step_seconds(flops, grid.device, torch.get_num_threads()))
@@ -141,7 +141,7 @@ def _losses(
 
 
 def _warnings(opened: Opened, windows: Windows) -> list[str]:
-    """Return what the loss may say nothing of: the words and the lengths that the model was made for."""
+    """Return warnings that the loss may say little: the model was made for other tokens, or for shorter contexts."""
     source = opened.model.source
     shorter = f"--tokens {format_tokens(context_length(source.spec))} stays within it"
     found = [
@@ -237,7 +237,7 @@ def as_object(options: Options, windows: Windows, losses: Losses, samples: list[
 
 
 def _perplexity(loss: float) -> float | None:
-    """None where it is too large for a float."""
+    """exp(loss); None if it is too large for a float."""
     return math.exp(loss) if loss < 700 else None
 
 

@@ -82,7 +82,7 @@ class Opened:
 
 
 def open_model(path: Path, config: Config, grid: Mesh, tokens: int | None, chosen: bool, best: bool) -> Opened:
-    """Return the model with its weights, and what it is. Collective.
+    """Return the model with its weights, its context length and its step. Collective.
 
     `chosen`: the user has set a Plan or a mesh. Else a run's own are used if there are as many ranks as it had.
     """

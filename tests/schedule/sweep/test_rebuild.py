@@ -39,7 +39,7 @@ def test_a_rebuilt_x_overwrites_nothing_that_is_needed(placement: Placement, roo
             rebuild = rebuilds.pop(layer)
             assert rebuild.source == max((held for held in holds.values() if held < layer), default=EMBEDDING)
             assert all(placement.o[below] != RECOMPUTE for below in rebuild.layers(layer))
-            for above, home in rebuild.homes.items():
+            for above, home in rebuild.targets.items():
                 kind, owner = home
                 assert rebuild.source < above <= layer
                 assert kind == "x" or (roomy and placement.o[owner] != RECOMPUTE)

@@ -51,7 +51,7 @@ def watch(plan: Plan, file: Path) -> None:
     scene = rehearse.Scene(
         model="tiny", plan=plan, tokens=TOKENS, layers=1, memory_only=True, axes=AXES, dtype="bfloat16"
     )
-    rehearse.play(scene, mesh(ulysses=AXES.ulysses), watch=Watching)
+    rehearse.run_scene(scene, mesh(ulysses=AXES.ulysses), watch=Watching)
     dist.destroy_process_group()
     file.write_text(json.dumps(seen))
 
