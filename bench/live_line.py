@@ -27,8 +27,8 @@ from ithaca.parallel.axes import Axes
 from ithaca.rehearsal.kernel_bound import synchronize
 from ithaca.rehearsal.rehearse import loopback_mesh
 from ithaca.schedule.marks import FORWARD, OPTIMIZER, Event, StepMarks, make_marks
-from ithaca.train.live_line import LiveLine
-from ithaca.train.report import Progress
+from ithaca.train.report.live_line import LiveLine
+from ithaca.train.report.report import Progress
 
 MARKS = 10_000  # of which the time of one is the median
 

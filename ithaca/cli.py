@@ -79,8 +79,8 @@ def train(
             )
     if with_optimizer and not from_:
         raise ConfigError("--with-optimizer needs --from RUN: name the run whose optimizer state to take")
-    from ithaca.train.configuration import FIRST_RUN, read_again, read_run_config
-    from ithaca.train.named_run import check_again, check_new, holds_run
+    from ithaca.train.setup.configuration import FIRST_RUN, read_again, read_run_config
+    from ithaca.train.setup.named_run import check_again, check_new, holds_run
 
     words = set_ or []
     sets = [*words, *([] if profile_step is None else [f"run.profile_step={profile_step}"])]
@@ -98,8 +98,8 @@ def train(
         resolved = read_again(run, sets)
     else:
         resolved = read_run_config(config, sets, run if not fresh else None, from_)
-    from ithaca.train.launch import find_starter, launch
-    from ithaca.train.origin import Origin, origin_again
+    from ithaca.train.ranks.launch import find_starter, launch
+    from ithaca.train.setup.origin import Origin, origin_again
 
     origin = Origin(from_, with_optimizer) if from_ else origin_again(run) if run and again else None
     folder = launch(resolved, ranks, run, fresh, nodes, meet, origin)
@@ -122,7 +122,7 @@ def export(
     ] = False,
 ) -> None:
     """Write the model of a run's last checkpoint as a Hugging Face folder."""
-    from ithaca.train.export import export as write
+    from ithaca.train.folder.export import export as write
 
     step = write(run, folder, dtype, best)
     print(f"Wrote the model after step {step}: transformers.AutoModelForCausalLM.from_pretrained('{folder}')")

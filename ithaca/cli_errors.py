@@ -55,7 +55,7 @@ def fail(sentence: str, code: int) -> NoReturn:
     line = " ".join(sentence.split("\n")).strip()
     print("error:", line, file=sys.stderr)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from ithaca.train.elastic import end_torchrun, report_error
+        from ithaca.train.ranks.elastic import end_torchrun, report_error
 
         report_error(line)
         end_torchrun()
@@ -65,7 +65,7 @@ def fail(sentence: str, code: int) -> NoReturn:
 def end(code: int) -> NoReturn:
     """End the process. A rank ends at once: leaving its job, NCCL would wait for the messages of other ranks."""
     if "RANK" in os.environ:
-        from ithaca.train.elastic import exit_now
+        from ithaca.train.ranks.elastic import exit_now
 
         exit_now(code)
     sys.exit(code)

@@ -28,8 +28,9 @@ from torch.distributed.run import main as torchrun
 from ithaca.base import torch_private
 from ithaca.base.parent import end_with_parent
 from ithaca.cli import main
-from ithaca.train import launch, processes, start
-from ithaca.train.stop import SIGNALS
+from ithaca.train.ranks import launch, processes
+from ithaca.train.ranks.stop import SIGNALS
+from ithaca.train.setup import start
 
 SECONDS = 900  # a job that takes longer hangs, however busy the machine is
 
@@ -104,7 +105,7 @@ def _do_once() -> None:
     """Import, read and draw here what every job would import, read and draw again."""
     import matplotlib.pyplot as pyplot
 
-    import ithaca.train.launch  # noqa: F401
+    import ithaca.train.ranks.launch  # noqa: F401
 
     start.standard_library = functools.cache(start.standard_library)  # pyrefly: ignore
     start.standard_library()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ithaca.train.stop import SAME_SECONDS
+from ithaca.train.ranks.stop import SAME_SECONDS
 
 CTRL_C = b"\x03"
 COLUMNS, LINES = 150, 50

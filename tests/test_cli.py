@@ -11,7 +11,7 @@ import pytest
 from ithaca import __version__
 from ithaca.base.errors import ConfigError, DataError, IthacaError, LostRankError, ModelError, PlanError, RunError
 from ithaca.cli import main
-from ithaca.train.named_run import check_new
+from ithaca.train.setup.named_run import check_new
 from tests.nursery import Ended
 
 Say = Callable[..., Ended]

@@ -13,7 +13,7 @@ from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.plans.plan import Plan
 from ithaca.plans.recipes import RECIPES
-from ithaca.train.configuration import tell_once
+from ithaca.train.setup.configuration import tell_once
 
 SMALL, LLAMA = (read_spec(PRESETS[name]) for name in ("smollm2-135m", "llama3-8b"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ithaca.config import read_config
-from ithaca.train.run_folder import RunFolder
+from ithaca.train.folder.run_folder import RunFolder
 from tests.models import make_model, save
 from tests.nursery import Nursery
 

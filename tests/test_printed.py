@@ -11,7 +11,7 @@ from ithaca.config import Config, read_config
 from ithaca.model.presets import PRESETS
 from ithaca.plans.plan import Plan
 from ithaca.plans.recipes import RECIPES
-from ithaca.train.run_folder import RunFolder
+from ithaca.train.folder.run_folder import RunFolder
 from tests.models import make_model, save, save_tokenizer
 from tests.nursery import Nursery
 from tests.printed import commands, settings

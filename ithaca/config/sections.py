@@ -105,7 +105,8 @@ class TrainSection:
     epochs: float | None = None
     """Passes over the data, instead of train.steps. The steps are rounded up, and recorded as train.steps."""
     learning_rate: float | None = None
-    """The highest learning rate, reached at the end of the warm-up. Default: by the model (train/learning_rate.py)."""
+    """The highest learning rate, reached at the end of the warm-up. Default: by the model
+    (docs/training.md)."""
     schedule: str = "cosine"
     """`cosine`: the rate falls after the warm-up. `wsd`: it stays, then falls linearly at the end."""
     warmup: int | None = None

@@ -5,7 +5,7 @@ from functools import partial
 
 from ithaca.config import Config
 from ithaca.doctor.command import Options, check, examine_ranks
-from ithaca.train.launch import run_once
+from ithaca.train.ranks.launch import run_once
 
 
 def start(options: Options, ranks: int | None) -> None:

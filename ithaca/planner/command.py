@@ -15,16 +15,16 @@ from ithaca.model.extend import beyond_context
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import Spec
+from ithaca.planner.answer.json_object import as_object
+from ithaca.planner.answer.mesh_table import compare_meshes, mesh_lines, mesh_object
+from ithaca.planner.answer.picture import check_kind, draw
+from ithaca.planner.answer.refusal import refusal
+from ithaca.planner.answer.report import Beside, Question, explain, train_line
 from ithaca.planner.batch import most_sequences, plan_batch, read_batch
 from ithaca.planner.documents import read_documents
 from ithaca.planner.hardware import MOST_ON_A_NODE, Cluster, Gpu, Machine, parse_gpus, read_gpus
-from ithaca.planner.json_object import as_object
 from ithaca.planner.lean import leanest
-from ithaca.planner.mesh_table import compare_meshes, mesh_lines, mesh_object
 from ithaca.planner.meshes import impossible
-from ithaca.planner.picture import check_kind, draw
-from ithaca.planner.refusal import refusal
-from ithaca.planner.report import Beside, Question, explain, train_line
 from ithaca.planner.search import LONGEST, Answer, binding, longest, search
 from ithaca.plans.plan import Plan
 from ithaca.schedule.variants import SHORTEST

@@ -13,10 +13,10 @@ from ithaca.config import read_config
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
+from ithaca.planner.answer.next_command import Trial, next_command, next_lines
 from ithaca.planner.documents import Documents, read_documents
 from ithaca.planner.hardware import Machine, parse_gpus, read_gpus
 from ithaca.planner.meshes import choose
-from ithaca.planner.next_command import Trial, next_command, next_lines
 from ithaca.plans.plan import Plan
 
 NODE_GPUS, NODE_GPU = 8, "H100-80GB"  # the nodes that the mesh is chosen for

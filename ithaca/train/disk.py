@@ -14,9 +14,9 @@ from ithaca.config import Config
 from ithaca.data.mixture import Data
 from ithaca.parallel.agree import least, on_this_node, together
 from ithaca.parallel.mesh import Mesh
+from ithaca.planner.answer.slow_disk import slow_disk, slow_disk_warning
 from ithaca.planner.documents import file_documents
 from ithaca.planner.hardware import Machine
-from ithaca.planner.slow_disk import slow_disk, slow_disk_warning
 from ithaca.rehearsal.this_gpu import known_gpu
 from ithaca.schedule.job import Job
 from ithaca.tape.devices import count_devices

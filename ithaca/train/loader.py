@@ -14,7 +14,7 @@ from ithaca.assemble import Model
 from ithaca.config import TrainSection
 from ithaca.data.packing import Rows
 from ithaca.parallel.batch import Batch, RankBatch, batch_rows, join_batches
-from ithaca.train.stop import SIGNALS
+from ithaca.train.ranks.stop import SIGNALS
 
 
 class Loader:

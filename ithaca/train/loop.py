@@ -24,26 +24,26 @@ from ithaca.parallel.batch import Batch, check_rows
 from ithaca.parallel.hangs import Roll, is_collective_error, set_timeout, step_seconds, timeout
 from ithaca.parallel.mesh import Mesh
 from ithaca.schedule.marks import OPTIMIZER, StepMarks, make_marks
-from ithaca.train.announce import describe_run
-from ithaca.train.conclusion import stopped_at_once, tell_conclusion
 from ithaca.train.disk import check_disks
-from ithaca.train.learning_rate import is_settled, learning_rate
-from ithaca.train.live_line import LiveLine
+from ithaca.train.folder.record import check_record, list_changes, make_record
+from ithaca.train.folder.run_folder import VALIDATION, RunFolder
 from ithaca.train.loader import Loader
-from ithaca.train.loss_watch import LossWatch
 from ithaca.train.measurements import evaluate, make_validation, measure_start, notes, validate
-from ithaca.train.metrics import explain_out_of_memory, gpu_peak_flops, step_metrics, step_ring_work
-from ithaca.train.origin import Origin, adopt, warn_of_seen_documents
-from ithaca.train.record import check_record, list_changes, make_record
-from ithaca.train.report import Progress
-from ithaca.train.run_folder import VALIDATION, RunFolder
-from ithaca.train.sinks import Sinks, open_sinks
-from ithaca.train.stages import OtherStage, Span, span_of
-from ithaca.train.start import describe_rope
+from ithaca.train.ranks.stop import StopRequest, write_error
+from ithaca.train.report.announce import describe_run
+from ithaca.train.report.conclusion import stopped_at_once, tell_conclusion
+from ithaca.train.report.live_line import LiveLine
+from ithaca.train.report.loss_watch import LossWatch
+from ithaca.train.report.metrics import explain_out_of_memory, gpu_peak_flops, step_metrics, step_ring_work
+from ithaca.train.report.report import Progress
+from ithaca.train.report.sinks import Sinks, open_sinks
+from ithaca.train.report.unlearned import Unlearned, with_labels
+from ithaca.train.setup.learning_rate import is_settled, learning_rate
+from ithaca.train.setup.origin import Origin, adopt, warn_of_seen_documents
+from ithaca.train.setup.stages import OtherStage, Span, span_of
+from ithaca.train.setup.start import describe_rope
 from ithaca.train.step_profile import StepProfile, check_step
-from ithaca.train.stop import StopRequest, write_error
 from ithaca.train.tasks import Tasks
-from ithaca.train.unlearned import Unlearned, with_labels
 
 
 class TrainingRun:

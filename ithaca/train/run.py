@@ -11,15 +11,15 @@ from ithaca.parallel.agree import together
 from ithaca.parallel.hangs import Roll, answering
 from ithaca.parallel.joining import JOIN_SECONDS
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.train.elastic import leave
+from ithaca.train.folder.run_folder import RunFolder, check_shared
 from ithaca.train.loop import TrainingRun
-from ithaca.train.opening import open_run
-from ithaca.train.origin import Origin
-from ithaca.train.run_folder import RunFolder, check_shared
-from ithaca.train.sinks import check_report
-from ithaca.train.stages import OtherStage
-from ithaca.train.start import FreeMemory, free_memory
-from ithaca.train.stop import write_error
+from ithaca.train.ranks.elastic import leave
+from ithaca.train.ranks.stop import write_error
+from ithaca.train.report.sinks import check_report
+from ithaca.train.setup.opening import open_run
+from ithaca.train.setup.origin import Origin
+from ithaca.train.setup.stages import OtherStage
+from ithaca.train.setup.start import FreeMemory, free_memory
 
 
 def train(config: Config, path: Path, launched: bool = False, origin: Origin | None = None) -> None:

@@ -22,7 +22,7 @@ from ithaca.evaluate.language import Language, read_language
 from ithaca.evaluate.long_context import Found, TaskOptions, choose_lengths, measure_tasks, table, write_results
 from ithaca.evaluate.tasks import shortest
 from ithaca.model.source import ModelSource
-from ithaca.train.run_folder import TASKS
+from ithaca.train.folder.run_folder import TASKS
 
 
 @dataclass

@@ -27,8 +27,8 @@ from ithaca.data.windows import Windows
 from ithaca.parallel.agree import together
 from ithaca.parallel.batch import IGNORED, Batch, RankBatch, batch_rows, join_batches
 from ithaca.parallel.mesh import Mesh
-from ithaca.train.run_folder import VALIDATION, RunFolder
-from ithaca.train.start import check_data, open_file
+from ithaca.train.folder.run_folder import VALIDATION, RunFolder
+from ithaca.train.setup.start import check_data, open_file
 
 Point = tuple[int, float]  # a step and the validation loss after it
 

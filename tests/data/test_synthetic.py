@@ -12,7 +12,7 @@ from ithaca.data.packing import Rows
 from ithaca.data.reader import in_memory, save_tokens
 from ithaca.data.synthetic import LENGTH, needles
 from ithaca.planner.documents import file_documents
-from ithaca.train.start import read_data
+from ithaca.train.setup.start import read_data
 from tests.nursery import Nursery
 
 LINE = "sequences an epoch, cut from documents laid end to end (data.packing=auto: any part of such a document is a shorter one)"  # noqa: E501  # fmt: skip

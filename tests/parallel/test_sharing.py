@@ -9,7 +9,7 @@ import torch
 from ithaca.base.errors import ConfigError, PlanError
 from ithaca.config import Config, RunSection
 from ithaca.parallel import mesh, nccl
-from ithaca.train import launch
+from ithaca.train.ranks import launch
 
 
 class Library:

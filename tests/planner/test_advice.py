@@ -8,7 +8,7 @@ from ithaca.base.sizes import format_bytes
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
-from ithaca.planner.advice import out_of_memory
+from ithaca.planner.answer.advice import out_of_memory
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import step_memory

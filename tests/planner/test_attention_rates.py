@@ -9,7 +9,7 @@ import pytest
 from ithaca.attention.kernels import facts
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
-from ithaca.planner.assumptions import kernel_text
+from ithaca.planner.answer.assumptions import kernel_text
 from ithaca.planner.attention_rates import BY_LENGTH, by_length, job_kernel, ragged_share
 from ithaca.planner.command import read_cluster
 from ithaca.planner.hardware import Machine, read_gpus

@@ -7,11 +7,11 @@ import pytest
 
 from ithaca.base.errors import PlanError
 from ithaca.config import read_config
+from ithaca.planner.answer.json_object import as_object
+from ithaca.planner.answer.report import Question, train_line
 from ithaca.planner.batch import Batch, most_sequences, plan_batch, read_batch
 from ithaca.planner.hardware import Cluster
-from ithaca.planner.json_object import as_object
 from ithaca.planner.meshes import ranked_meshes
-from ithaca.planner.report import Question, train_line
 from ithaca.planner.search import fits, search
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import step_memory

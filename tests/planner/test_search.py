@@ -17,9 +17,9 @@ from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
+from ithaca.planner.answer.report import Question, train_line
 from ithaca.planner.hardware import MARGIN, RUNTIME, Cluster, read_gpus
 from ithaca.planner.meshes import ranked_meshes
-from ithaca.planner.report import Question, train_line
 from ithaca.planner.search import LONGEST, STEP, Answer, binding, fitting, longest, search, widest_meshes
 from ithaca.planner.seconds import predict_seconds
 from ithaca.plans.plan import Plan

@@ -11,9 +11,9 @@ from ithaca.cli import app
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.parallel.axes import Axes
+from ithaca.planner.answer.slow_disk import SlowDisk, slow_disk, slow_disk_line, slow_disk_warning
 from ithaca.planner.hardware import Machine, read_gpus
 from ithaca.planner.seconds import predict_seconds
-from ithaca.planner.slow_disk import SlowDisk, slow_disk, slow_disk_line, slow_disk_warning
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
 

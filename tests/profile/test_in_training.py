@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ithaca.train.run_folder import RunFolder
+from ithaca.train.folder.run_folder import RunFolder
 from tests.nursery import Nursery
 
 SETS = [

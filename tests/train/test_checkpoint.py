@@ -20,9 +20,9 @@ from ithaca.checkpoint import snapshot
 from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import Config
 from ithaca.data.preparation.prepare import prepare
-from ithaca.train.export import export
+from ithaca.train.folder.export import export
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from tests.models import make_model, save
 from tests.nursery import Nursery
 
@@ -314,7 +314,7 @@ def test_export_keeps_each_dtype(nursery, small_config, tmp_path: Path) -> None:
 
 def losing_metrics(config: Config, path: Path) -> None:
     """The disk of the metrics is full from the third step on."""
-    from ithaca.train.sinks import JsonLines
+    from ithaca.train.report.sinks import JsonLines
 
     write = JsonLines.write
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ithaca.config import Config
 from ithaca.plans.plan import Plan
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from ithaca.train.step_profile import StepProfile
 from tests.graphs import graphs_on_a_cpu, kind
 from tests.nursery import Nursery

@@ -11,9 +11,9 @@ from ithaca.config import Config
 from ithaca.planner.hardware import read_gpus
 from ithaca.plans.plan import PLACED, Plan
 from ithaca.train import disk
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.loop import TrainingRun
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from tests.nursery import Nursery
 
 

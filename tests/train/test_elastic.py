@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ithaca.train import elastic
+from ithaca.train.ranks import elastic
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from ithaca.base.errors import ConfigError
 from ithaca.config import TrainSection, read_config
 from ithaca.data.packing import Rows, rows_per_epoch
 from ithaca.data.reader import TokenFile, in_memory
-from ithaca.train.epochs import count_steps, describe_epochs
-from ithaca.train.run_folder import RunFolder
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.setup.epochs import count_steps, describe_epochs
 from tests.nursery import Nursery
 from tests.train.conftest import SMALL
 

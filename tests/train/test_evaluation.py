@@ -23,8 +23,8 @@ from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.train.evaluation import sample
 from ithaca.train.evaluation.command import lines
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from tests.models import make_model, save
 from tests.nursery import Ended, Nursery
 from tests.test_docs import quoted, shows

@@ -14,7 +14,7 @@ from ithaca.base.errors import ModelError, RunError
 from ithaca.checkpoint import reader
 from ithaca.config import Config
 from ithaca.model import save as saving
-from ithaca.train.export import export
+from ithaca.train.folder.export import export
 from ithaca.train.loop import TrainingRun
 from ithaca.train.run import train
 from tests.models import make_model, save

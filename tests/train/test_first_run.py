@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ithaca.config import Config, read_config
-from ithaca.train.configuration import FIRST_RUN
 from ithaca.train.evaluation.first_run import measure_ranks, tell_first_run
 from ithaca.train.run import train
+from ithaca.train.setup.configuration import FIRST_RUN
 from tests.nursery import Nursery
 from tests.train.test_validation import done
 

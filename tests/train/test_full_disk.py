@@ -9,10 +9,10 @@ import pytest
 
 from ithaca.base.sizes import parse_bytes
 from ithaca.config import Config
-from ithaca.train.export import export
+from ithaca.train.folder.export import export
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.loop import TrainingRun
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from tests.nursery import Ended, Nursery
 from tests.small_disk import fill, mount_small_disk, skip_without_mount
 from tests.train.test_vanish import as_a_command, losses, of

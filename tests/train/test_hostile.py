@@ -21,9 +21,9 @@ from ithaca.base.errors import IthacaError, RunError
 from ithaca.checkpoint.files import text_sha256
 from ithaca.checkpoint.reader import PlainReader, fill
 from ithaca.config import Config
-from ithaca.train.export import export
+from ithaca.train.folder.export import export
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from tests.nursery import Nursery
 from tests.train.test_checkpoint import raising
 

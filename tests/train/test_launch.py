@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.config import Config, TrainSection
-from ithaca.train import launch
-from ithaca.train.run_folder import RunFolder
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.ranks import launch
 
 
 def start(monkeypatch: pytest.MonkeyPatch, path: Path, attempt: Callable[[int], str | None]) -> list[int]:

@@ -13,10 +13,10 @@ from ithaca.config.warmup import default_warmup
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
 from ithaca.model.source import load_model
-from ithaca.train.configuration import read_run_config
-from ithaca.train.learning_rate import default_rate, describe_rate, warn_of_warmup
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.stages import Span
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.setup.configuration import read_run_config
+from ithaca.train.setup.learning_rate import default_rate, describe_rate, warn_of_warmup
+from ithaca.train.setup.stages import Span
 from tests.nursery import Ended, Nursery
 from tests.train.conftest import SMALL
 

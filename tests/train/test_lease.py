@@ -21,9 +21,9 @@ from ithaca.checkpoint.files import PARTIAL, CheckpointFolder, describe, rank_di
 from ithaca.checkpoint.lease import GoneError, Lease
 from ithaca.config import Config
 from ithaca.model.source import describe_model, load_model
-from ithaca.train import export as exporting
-from ithaca.train.export import export
-from ithaca.train.run_folder import RunFolder
+from ithaca.train.folder import export as exporting
+from ithaca.train.folder.export import export
+from ithaca.train.folder.run_folder import RunFolder
 from tests.nursery import Nursery
 
 

@@ -19,8 +19,8 @@ from ithaca.cli import main
 from ithaca.config import Config
 from ithaca.schedule.marks import BACKWARD, FORWARD, LOSS, OPTIMIZER, PassWork, Reached, Step, make_marks
 from ithaca.tape.engine import ThreadEngine
-from ithaca.train import live_line
-from ithaca.train.live_line import Estimate, LiveLine, describe
+from ithaca.train.report import live_line
+from ithaca.train.report.live_line import Estimate, LiveLine, describe
 from ithaca.train.run import train
 from tests.nursery import Nursery, fork_ranks
 from tests.terminal import run_on_a_terminal

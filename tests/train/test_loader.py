@@ -19,10 +19,10 @@ from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import TokenFile, in_memory, open_tokens
 from ithaca.data.sample import sequences
 from ithaca.parallel.batch import IGNORED
-from ithaca.train import opening
 from ithaca.train.loader import Loader
 from ithaca.train.loop import TrainingRun
 from ithaca.train.run import train
+from ithaca.train.setup import opening
 from tests.nursery import Nursery
 
 OPTIONS = TrainSection(tokens=48, batch=8, micro_batch=4, steps=3, seed=5)

@@ -13,8 +13,8 @@ from ithaca.data.reader import open_tokens
 from ithaca.data.synthetic import ASK, FACT
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from tests.models import make_model, save
 from tests.nursery import Nursery
 from tests.train.test_validation import done, stopping

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ithaca.config import TrainSection
-from ithaca.train.loss_watch import LABELS, LossWatch
+from ithaca.train.report.loss_watch import LABELS, LossWatch
 from tests.nursery import Nursery
 from tests.train.conftest import SMALL
 

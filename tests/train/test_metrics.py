@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ithaca.train.metrics import gpu_peak_flops, step_metrics
+from ithaca.train.report.metrics import gpu_peak_flops, step_metrics
 
 
 def mfu(monkeypatch: pytest.MonkeyPatch, gpu: str) -> float | None:

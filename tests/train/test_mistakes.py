@@ -15,7 +15,7 @@ import torch
 
 from ithaca.base.errors import ConfigError
 from ithaca.data.version1 import INDEX_MAGIC
-from ithaca.train.run_folder import RunFolder
+from ithaca.train.folder.run_folder import RunFolder
 from tests.models import make_model, save
 from tests.nursery import Nursery
 from tests.train.conftest import SMALL

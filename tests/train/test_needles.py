@@ -9,8 +9,8 @@ import pytest
 from ithaca.config import Config, read_config
 from ithaca.data.synthetic import ASK, FACT, IS, LENGTH, VOCAB, Kind, Vocabulary, make_document, needles
 from ithaca.plans.plan import Plan
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from tests.nursery import Nursery
 from tests.train.test_validation import done
 

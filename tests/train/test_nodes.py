@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from ithaca.cli import main
 from ithaca.config import Config, read_config
-from ithaca.train import launch
-from ithaca.train.processes import Watch, run_ranks, worker
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.ranks import launch
+from ithaca.train.ranks.processes import Watch, run_ranks, worker
+from ithaca.train.ranks.slurm import FIRST_PORT, PORTS, Step
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.slurm import FIRST_PORT, PORTS, Step
 from tests.nursery import SECONDS, Ended, Nursery
 from tests.train.conftest import SMALL
 from tests.train.test_mistakes import assert_one_sentence

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import ithaca
 from ithaca.config import Config
-from ithaca.train.export import export
+from ithaca.train.folder.export import export
 from tests.nursery import Nursery
 from tests.train.test_unlearned import masked, metrics, same, state
 

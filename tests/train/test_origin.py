@@ -14,13 +14,13 @@ import torch.distributed as dist
 from ithaca.checkpoint.files import CheckpointFolder, text_sha256
 from ithaca.config import Config
 from ithaca.optimizer.host_adamw import MOMENTS
-from ithaca.train.export import export
+from ithaca.train.folder.export import export
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.loader import Loader
 from ithaca.train.loop import TrainingRun
-from ithaca.train.origin import Origin
+from ithaca.train.ranks.stop import StopRequest
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.stop import StopRequest
+from ithaca.train.setup.origin import Origin
 from tests.nursery import Ended, Nursery
 from tests.train.test_unlearned import same, state
 

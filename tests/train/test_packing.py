@@ -16,8 +16,8 @@ from ithaca.config import Config, read_config
 from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import open_tokens
 from ithaca.train import run as whole_run
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.loop import TrainingRun
-from ithaca.train.run_folder import RunFolder
 from tests.nursery import Ended, Nursery
 from tests.train.conftest import SMALL
 

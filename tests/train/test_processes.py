@@ -20,9 +20,9 @@ import pytest
 import torch.distributed as dist
 
 from ithaca.base.errors import IthacaError, RunError
-from ithaca.train import processes, stop
-from ithaca.train.processes import Rank, Watch, run_ranks
-from ithaca.train.stop import StopRequest
+from ithaca.train.ranks import processes, stop
+from ithaca.train.ranks.processes import Rank, Watch, run_ranks
+from ithaca.train.ranks.stop import StopRequest
 from tests.nursery import Nursery, fork_ranks
 
 

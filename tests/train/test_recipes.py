@@ -8,8 +8,8 @@ import pytest
 
 from ithaca.config import Config, MeshSection
 from ithaca.plans.plan import Plan
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from tests.nursery import Nursery
 from tests.sampling import sampled
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ithaca.train.conclusion import stopped_at_once
-from ithaca.train.report import Progress
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.sinks import TensorBoard
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.report.conclusion import stopped_at_once
+from ithaca.train.report.report import Progress
+from ithaca.train.report.sinks import TensorBoard
 from tests.nursery import Nursery
 
 METRICS = {
@@ -58,7 +58,7 @@ def test_the_time_left_of_a_run_that_continues(
 ) -> None:
     """Two steps of this start took 60 s, so that the eight steps left take 240 s; the 90 steps before do not count."""
     now = 1000.0
-    monkeypatch.setattr("ithaca.train.report.time.perf_counter", lambda: now)
+    monkeypatch.setattr("ithaca.train.report.report.time.perf_counter", lambda: now)
     progress = Progress(tmp_path / "log", first_step=90, steps=100)
     now += 60
     progress.step({"step": 92, **METRICS})
@@ -76,7 +76,7 @@ def test_the_first_step_says_little_about_the_others(
     If all steps are long, that hardly counts.
     """
     now = 1000.0
-    monkeypatch.setattr("ithaca.train.report.time.perf_counter", lambda: now)
+    monkeypatch.setattr("ithaca.train.report.report.time.perf_counter", lambda: now)
     for first, later, left in ((30, 2, ["host 1 B", "3:10 left", "3:08 left"]), (90, 60, ["about 2:24:00 left"])):
         progress = Progress(tmp_path / "log", first_step=3, steps=100, log_every=1)
         for step, seconds in ((4, first), (5, later), (6, later)):
@@ -121,7 +121,7 @@ def logged(progress: Progress, folder: Path, steps: int, wait: Callable[[], None
 def test_which_steps_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first and the last one; in between those that `run.log_every` names, else twelve, or one a minute."""
     now = 0.0
-    monkeypatch.setattr("ithaca.train.report.time.perf_counter", lambda: now)
+    monkeypatch.setattr("ithaca.train.report.report.time.perf_counter", lambda: now)
 
     def wait() -> None:
         nonlocal now
@@ -142,7 +142,7 @@ def test_a_long_step_is_told_once_a_minute_without_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("ithaca.train.report.time.perf_counter", lambda: now)
+    monkeypatch.setattr("ithaca.train.report.report.time.perf_counter", lambda: now)
     progress = Progress(tmp_path / "log", 0, 9)
     for second in range(200):
         now = float(second)
@@ -156,7 +156,7 @@ def test_steps_of_less_than_a_minute_do_not_tell_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("ithaca.train.report.time.perf_counter", lambda: now)
+    monkeypatch.setattr("ithaca.train.report.report.time.perf_counter", lambda: now)
     progress = Progress(tmp_path / "log", 0, 9, log_every=100)
     for step in range(1, 10):
         now += 50

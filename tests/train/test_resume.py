@@ -16,9 +16,9 @@ from ithaca.checkpoint.files import CheckpointFolder, text_sha256
 from ithaca.config import Config, read_config
 from ithaca.data.reader import open_tokens
 from ithaca.train import loop
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.loop import TrainingRun
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from tests.data.old_format import write_version1
 from tests.nursery import Ended, Nursery
 from tests.train.conftest import SMALL

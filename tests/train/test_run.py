@@ -12,8 +12,8 @@ import torch
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.config import Config, read_config
 from ithaca.model.source import load_model
-from ithaca.train.learning_rate import learning_rate
-from ithaca.train.run_folder import RunFolder
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.setup.learning_rate import learning_rate
 
 
 def test_a_configuration_comes_back_as_it_went(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_link_to_a_folder_that_is_gone(tmp_path: Path) -> None:
 def test_two_jobs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path / "run")
     held = folder.hold()
-    monkeypatch.setattr("ithaca.train.run_folder.LOCK_SECONDS", 0.3)
+    monkeypatch.setattr("ithaca.train.folder.run_folder.LOCK_SECONDS", 0.3)
     for intrusion in (folder.hold, folder.set_aside):
         with pytest.raises(RunError, match="in use by another job"):
             intrusion()
@@ -83,7 +83,7 @@ def test_two_jobs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
-    program = f"from ithaca.train.run_folder import *\nheld = RunFolder(Path('{tmp_path}/run')).hold()"
+    program = f"from ithaca.train.folder.run_folder import *\nheld = RunFolder(Path('{tmp_path}/run')).hold()"
     subprocess.run([sys.executable, "-c", program], check=True)
     RunFolder(tmp_path / "run").hold().close()
 

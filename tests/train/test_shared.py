@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from ithaca.base.errors import ConfigError
 from ithaca.config import Config
-from ithaca.train import run_folder as run_module
+from ithaca.train.folder import run_folder as run_module
+from ithaca.train.folder.run_folder import RunFolder, leave_word, sees_word
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder, leave_word, sees_word
 
 
 def train_on_two_nodes(config: Config, folder: Path, apart: bool) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from ithaca.base.errors import ConfigError
-from ithaca.train.slurm import read_counts, read_hosts, read_step
+from ithaca.train.ranks.slurm import read_counts, read_hosts, read_step
 
 # What a batch script of two nodes with 8 tasks each finds, and an `salloc` shell as well
 JOB = {

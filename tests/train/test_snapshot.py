@@ -12,9 +12,9 @@ import ithaca
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.snapshot import Snapshot, training_state
 from ithaca.config import Config
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.ranks.stop import StopRequest
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.stop import StopRequest
 from tests.optimizer import test_adamw
 from tests.optimizer.test_adamw import alone, give_gradients, make_late, with_free
 

@@ -14,11 +14,11 @@ import pytest
 from ithaca.base.errors import ConfigError
 from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import Config, parse_config, read_config
-from ithaca.train.learning_rate import learning_rate
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.loop import TrainingRun
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.stages import resolve_stages, span_of, stage_config, stage_seed, trained_length
+from ithaca.train.setup.learning_rate import learning_rate
+from ithaca.train.setup.stages import resolve_stages, span_of, stage_config, stage_seed, trained_length
 from tests.nursery import Nursery
 from tests.train.test_validation import done
 

@@ -23,11 +23,11 @@ from ithaca.planner.search import search
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
 from ithaca.schedule.step_memory import Memory, step_memory
-from ithaca.train import start
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.loop import TrainingRun
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.start import Chosen, choose_plan, free_memory
+from ithaca.train.setup import start
+from ithaca.train.setup.start import Chosen, choose_plan, free_memory
 from tests.nursery import Nursery
 
 K, M = 2**10, 2**20

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 import ithaca
-from ithaca.train import stop
-from ithaca.train.stop import SIGNALS, Requests, StopRequest
+from ithaca.train.ranks import stop
+from ithaca.train.ranks.stop import SIGNALS, Requests, StopRequest
 from tests.nursery import Nursery
 
 

@@ -23,12 +23,12 @@ from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.config import Config
 from ithaca.parallel import hangs as lost
 from ithaca.parallel.batch import Batch
-from ithaca.train import elastic
 from ithaca.train import run as whole_run
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.loop import TrainingRun
+from ithaca.train.ranks import elastic
+from ithaca.train.ranks.stop import SAME_SECONDS, StopRequest
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.stop import SAME_SECONDS, StopRequest
 from tests.missing import survive, vanish
 from tests.nursery import Nursery, ranks_of
 from tests.train.test_nodes import wait_for_steps

@@ -24,9 +24,9 @@ from ithaca.plans.plan import Plan
 from ithaca.rehearsal.memory_meter import Meter, mark_gradients
 from ithaca.schedule import memory_check
 from ithaca.train import tasks as run_tasks
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.loop import TrainingRun
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from tests.models import make_model, save
 from tests.nursery import Nursery
 from tests.sampling import sampled

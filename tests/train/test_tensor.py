@@ -8,8 +8,8 @@ import transformers
 
 from ithaca.config import Config, MeshSection
 from ithaca.plans.plan import Plan
-from ithaca.train.export import export
-from ithaca.train.run_folder import RunFolder
+from ithaca.train.folder.export import export
+from ithaca.train.folder.run_folder import RunFolder
 from tests.nursery import Nursery
 from tests.train.test_snapshot import train_some
 

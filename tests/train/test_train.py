@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from ithaca.base.shell import continue_command
-from ithaca.train.run_folder import RunFolder
+from ithaca.train.folder.run_folder import RunFolder
 from tests.nursery import Nursery
 from tests.train.conftest import SMALL
 

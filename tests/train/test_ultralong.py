@@ -10,8 +10,8 @@ import pytest
 
 from ithaca.config import Config, read_config
 from ithaca.data.preparation.prepare import prepare
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from tests.models import make_model, save
 from tests.nursery import Nursery
 from tests.train.test_validation import done

@@ -17,13 +17,13 @@ from ithaca.checkpoint.files import CheckpointFolder, text_sha256
 from ithaca.config import Config
 from ithaca.data.packing import Rows
 from ithaca.parallel.batch import IGNORED
-from ithaca.train.conclusion import draw_loss
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.loop import TrainingRun
+from ithaca.train.ranks.stop import StopRequest
+from ithaca.train.report.conclusion import draw_loss
+from ithaca.train.report.sinks import WeightsAndBiases
+from ithaca.train.report.unlearned import Unlearned
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.sinks import WeightsAndBiases
-from ithaca.train.stop import StopRequest
-from ithaca.train.unlearned import Unlearned
 from tests.nursery import Nursery
 
 STEPS = 8

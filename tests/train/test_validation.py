@@ -26,10 +26,10 @@ from ithaca.data.reader import in_memory
 from ithaca.data.windows import Windows
 from ithaca.rehearsal.memory_meter import Meter, mark_gradients
 from ithaca.train import measurements, validation
-from ithaca.train.export import export
+from ithaca.train.folder.export import export
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.loop import TrainingRun
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from ithaca.train.validation import Losses, bucket_edges, measure
 from tests.models import make_model, save
 from tests.nursery import Nursery

@@ -14,10 +14,10 @@ import pytest
 from ithaca.base.errors import ConfigError, IthacaError, RunError
 from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.config import Config
-from ithaca.train import run_folder
+from ithaca.train.folder import run_folder
+from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.loop import TrainingRun
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
 from tests.nursery import Ended, Nursery
 from tests.train.test_nodes import wait_for_steps
 from tests.train.test_survive import words

@@ -30,13 +30,13 @@ from ithaca.model.families import read_spec
 from ithaca.model.folder import read_json
 from ithaca.parallel.agree import together
 from ithaca.parallel.hangs import Roll, answering, set_timeout, step_seconds, timeout
-from ithaca.train.elastic import leave
 from ithaca.train.evaluation.model import Opened, check_model_path, open_model, read_options, start_mesh
 from ithaca.train.evaluation.sample import check_samples, generate
-from ithaca.train.launch import run_once
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.stages import trained_length
-from ithaca.train.start import check_data, check_vocabulary, open_file
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.ranks.elastic import leave
+from ithaca.train.ranks.launch import run_once
+from ithaca.train.setup.stages import trained_length
+from ithaca.train.setup.start import check_data, check_vocabulary, open_file
 from ithaca.train.validation import Losses, measure
 
 Found = dict[str, Any]

@@ -17,12 +17,12 @@ from ithaca.evaluate.long_context import Found, TaskOptions, measure_tasks
 from ithaca.evaluate.tasks import HEAT
 from ithaca.parallel.agree import together
 from ithaca.parallel.hangs import answering
-from ithaca.train.elastic import leave
 from ithaca.train.evaluation.command import limit_passes
 from ithaca.train.evaluation.model import load_checkpoint, open_model, read_options, start_mesh
-from ithaca.train.launch import run_once
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.start import load_source
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.ranks.elastic import leave
+from ithaca.train.ranks.launch import run_once
+from ithaca.train.setup.start import load_source
 
 COUNT = 50  # samples at each length
 

@@ -18,11 +18,11 @@ from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, load_model
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.train.export import best_step
-from ithaca.train.record import check_model
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.stages import checkpoint_model
-from ithaca.train.start import CPU_TOKENS, GPU_TOKENS, choose_plan, free_memory
+from ithaca.train.folder.export import best_step
+from ithaca.train.folder.record import check_model
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.setup.stages import checkpoint_model
+from ithaca.train.setup.start import CPU_TOKENS, GPU_TOKENS, choose_plan, free_memory
 
 SETTABLE = ("plan", "mesh")  # sections of the configuration that an evaluation has
 ALSO = ("model.dtype", "train.device", "run.share_gpus", "run.timeout")

@@ -20,7 +20,7 @@ from ithaca.schedule.marks import BACKWARD, PassWork, Reached, Step, pass_work
 from ithaca.schedule.step_memory import phases, step_memory
 from ithaca.schedule.sweep.copies import copies
 from ithaca.schedule.sweep.rebuild import rebuild_passes
-from ithaca.train.live_line import describe
+from ithaca.train.report.live_line import describe
 from tests.models import make_model, relative, save
 from tests.schedule.contexts import Options, context_step, packed, random_delays
 from tests.schedule.steps import EXACT, Outcome, Rows, assert_same, model_step, naive_step, random_batch

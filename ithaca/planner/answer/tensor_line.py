@@ -9,7 +9,7 @@ from ithaca.base.sizes import format_count, format_number, format_seconds
 from ithaca.planner.search import LEAST_MEMORY, Answer, search
 
 if TYPE_CHECKING:
-    from ithaca.planner.report import Question
+    from ithaca.planner.answer.report import Question
 
 FAR = 0.75  # share of the answer's rate: a slower alternative gets no line
 

@@ -11,10 +11,10 @@ import torch
 from ithaca.assemble import Model
 from ithaca.parallel.balance import RingWork, ring_work
 from ithaca.parallel.batch import Batch
-from ithaca.planner.advice import out_of_memory
+from ithaca.planner.answer.advice import out_of_memory
 from ithaca.planner.hardware import peak_flops
 from ithaca.schedule.job import Job
-from ithaca.train.unlearned import with_labels
+from ithaca.train.report.unlearned import with_labels
 
 
 def step_metrics(

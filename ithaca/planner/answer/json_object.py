@@ -3,11 +3,11 @@
 from typing import Any
 
 from ithaca.base import owners
-from ithaca.planner.assumptions import assumptions, kernel_text
+from ithaca.planner.answer.assumptions import assumptions, kernel_text
+from ithaca.planner.answer.next_command import plan_options
+from ithaca.planner.answer.report import Beside, Question, alternatives, fetched, longest_known, mfu, train_line
 from ithaca.planner.batch import Batch
 from ithaca.planner.lean import Lean
-from ithaca.planner.next_command import plan_options
-from ithaca.planner.report import Beside, Question, alternatives, fetched, longest_known, mfu, train_line
 from ithaca.planner.search import Answer
 from ithaca.planner.seconds import bare_seconds
 

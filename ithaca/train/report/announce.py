@@ -8,10 +8,10 @@ import torch
 from ithaca.attention.kernels.choose import explain_kernel
 from ithaca.base.sizes import format_count, format_seconds, format_tokens
 from ithaca.data.misfit import byte_tokens
-from ithaca.train.epochs import describe_epochs
-from ithaca.train.learning_rate import describe_rate, warn_of_warmup
-from ithaca.train.origin import describe_origin, describe_weights
-from ithaca.train.start import has_random_weights
+from ithaca.train.setup.epochs import describe_epochs
+from ithaca.train.setup.learning_rate import describe_rate, warn_of_warmup
+from ithaca.train.setup.origin import describe_origin, describe_weights
+from ithaca.train.setup.start import has_random_weights
 
 if TYPE_CHECKING:
     from ithaca.train.loop import TrainingRun

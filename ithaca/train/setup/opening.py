@@ -9,10 +9,10 @@ from ithaca.data.packing import Rows
 from ithaca.data.windows import Windows
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.mesh import Mesh, mesh
-from ithaca.train.origin import Origin, find_origin
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.stages import Span, span_of
-from ithaca.train.start import FreeMemory, check_data, check_vocabulary, open_data, open_rows, open_source, settle
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.setup.origin import Origin, find_origin
+from ithaca.train.setup.stages import Span, span_of
+from ithaca.train.setup.start import FreeMemory, check_data, check_vocabulary, open_data, open_rows, open_source, settle
 from ithaca.train.step_profile import StepProfile, open_profile
 from ithaca.train.tasks import Tasks, open_tasks
 from ithaca.train.validation import open_validation

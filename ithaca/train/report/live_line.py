@@ -14,8 +14,8 @@ import torch
 
 from ithaca.base.sizes import format_clock
 from ithaca.schedule.marks import OPTIMIZER, Reached, StepMarks
-from ithaca.train.report import Progress
-from ithaca.train.stop import write_error
+from ithaca.train.ranks.stop import write_error
+from ithaca.train.report.report import Progress
 
 POLL_SECONDS = 0.25
 SHORT_SECONDS = 2.0  # a step shows its progress after this time

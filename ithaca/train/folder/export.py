@@ -20,9 +20,9 @@ from ithaca.checkpoint.lease import GoneError, Lease
 from ithaca.checkpoint.snapshot import WEIGHT
 from ithaca.model.save import check_vacant, write_folder
 from ithaca.model.source import DTYPES, describe_model
-from ithaca.train.record import check_model
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.stages import checkpoint_model
+from ithaca.train.folder.record import check_model
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.setup.stages import checkpoint_model
 
 
 def export(path: Path, folder: Path, dtype: str | None, best: bool = False) -> int:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from ithaca.base.errors import IthacaError, LostRankError, RunError, first_line
 from ithaca.base.parent import end_with_parent
-from ithaca.train.elastic import exit_now, leave
-from ithaca.train.stop import SIGNALS, Requests, stop_signals
+from ithaca.train.ranks.elastic import exit_now, leave
+from ithaca.train.ranks.stop import SIGNALS, Requests, stop_signals
 
 POLL_SECONDS = 0.2
 GONE_SECONDS = 10.0  # that the launcher waits at its end for ranks that it has killed

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from ithaca.base.disk import not_a_file, reason, same_file
 from ithaca.base.sizes import format_bytes, format_clock, format_number
-from ithaca.train.run_folder import writing
+from ithaca.train.folder.run_folder import writing
 
 SILENT_SECONDS = 60.0  # after which a step, or the progress of a long step, is logged
 LONG_STEP = 60.0  # seconds; in so long a step it hardly counts that the first step also compiles

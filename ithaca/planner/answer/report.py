@@ -12,16 +12,16 @@ from ithaca.base.errors import PlanError
 from ithaca.base.shell import set_options
 from ithaca.base.sizes import format_bytes, format_count, format_number, format_seconds, format_tokens
 from ithaca.model.spec import Spec
-from ithaca.planner.assumptions import assumptions, kernel_text, used_numbers
+from ithaca.planner.answer.assumptions import assumptions, kernel_text, used_numbers
+from ithaca.planner.answer.next_command import Trial, next_command, next_lines, plan_settings
+from ithaca.planner.answer.slow_disk import slow_disk, slow_disk_line
+from ithaca.planner.answer.tensor_line import tensor_lines
 from ithaca.planner.balance import Balance, balance, describe
 from ithaca.planner.batch import Batch
 from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import MOST_GPUS, Cluster, causal_mfu
 from ithaca.planner.lean import Lean
-from ithaca.planner.next_command import Trial, next_command, next_lines, plan_settings
 from ithaca.planner.search import LEAST_MEMORY, Answer, longest, search
-from ithaca.planner.slow_disk import slow_disk, slow_disk_line
-from ithaca.planner.tensor_line import tensor_lines
 from ithaca.plans.places import REBUILD, RECOMPUTE
 from ithaca.plans.recipes import RECIPES
 

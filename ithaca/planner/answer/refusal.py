@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from ithaca.base.sizes import format_bytes, format_tokens
+from ithaca.planner.answer.report import Question, longest_recomputed
 from ithaca.planner.hardware import Cluster
-from ithaca.planner.report import Question, longest_recomputed
 from ithaca.planner.search import STEP, binding, longest
 from ithaca.schedule.job import FP32
 

@@ -14,7 +14,7 @@ import math
 
 from ithaca.base.sizes import format_count
 from ithaca.config import TrainSection
-from ithaca.train.stages import Span
+from ithaca.train.setup.stages import Span
 
 WITH_WEIGHTS = 1e-5
 ANCHOR_RATE, ANCHOR_PARAMETERS, LARGEST = 3e-4, 8e9, 3e-3

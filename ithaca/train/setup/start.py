@@ -29,19 +29,19 @@ from ithaca.model.presets import PRESETS
 from ithaca.model.source import ModelSource, describe_model, extend_model, load_model
 from ithaca.parallel.agree import least, together, together_with
 from ithaca.parallel.mesh import Mesh
+from ithaca.planner.answer.refusal import refusal
+from ithaca.planner.answer.report import Question, explain
 from ithaca.planner.documents import Documents, file_documents
 from ithaca.planner.hardware import RUNTIME, Cluster, read_gpus
-from ithaca.planner.refusal import refusal
-from ithaca.planner.report import Question, explain
 from ithaca.planner.search import binding, longest, search
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.this_gpu import known_gpu
 from ithaca.schedule.variants import SHORTEST
 from ithaca.tape.budget import host_budget
-from ithaca.train.epochs import STEPS, count_steps
-from ithaca.train.learning_rate import default_rate
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.stages import Span, checkpoint_model, resolve_stages, settle_batches, stage_config, stage_seed
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.setup.epochs import STEPS, count_steps
+from ithaca.train.setup.learning_rate import default_rate
+from ithaca.train.setup.stages import Span, checkpoint_model, resolve_stages, settle_batches, stage_config, stage_seed
 
 CPU_TOKENS, GPU_TOKENS = 8 * 2**10, 64 * 2**10  # default context lengths
 ENDS = 65536  # tokens at each end of the data that old checkpoints have a checksum of

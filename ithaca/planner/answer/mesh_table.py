@@ -9,10 +9,10 @@ from typing import Any
 from ithaca.base.sizes import format_bytes, format_number, format_seconds, format_tokens
 from ithaca.model.spec import Spec
 from ithaca.parallel.head_split import HeadSplit, imbalance
+from ithaca.planner.answer.report import Question, train_lines
 from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import Cluster
 from ithaca.planner.meshes import Choice, cannot_share, mesh_shapes, weigh
-from ithaca.planner.report import Question, train_lines
 from ithaca.planner.search import Answer, best_of, search
 from ithaca.plans.plan import Plan
 

@@ -19,10 +19,10 @@ from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.files import CheckpointFolder, is_origin, total_updates
 from ithaca.config import Config, ModelSection
 from ithaca.optimizer.host_adamw import MOMENTS
-from ithaca.train.record import check_model
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.stages import checkpoint_model
-from ithaca.train.start import has_random_weights
+from ithaca.train.folder.record import check_model
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.setup.stages import checkpoint_model
+from ithaca.train.setup.start import has_random_weights
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from ithaca.base.disk import reason
 from ithaca.base.errors import ConfigError
-from ithaca.train.report import Appended
-from ithaca.train.run_folder import RunFolder, writing
+from ithaca.train.folder.run_folder import RunFolder, writing
+from ithaca.train.report.report import Appended
 
 
 class Sink(Protocol):

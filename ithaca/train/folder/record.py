@@ -16,9 +16,9 @@ from ithaca.config import Config, parse_config
 from ithaca.data.mixture import Data
 from ithaca.model.spec import Spec
 from ithaca.plans.recipes import TILE
-from ithaca.train.learning_rate import RATE_OPTIONS, is_settled, learning_rate
-from ithaca.train.stages import span_of
-from ithaca.train.start import data_change
+from ithaca.train.setup.learning_rate import RATE_OPTIONS, is_settled, learning_rate
+from ithaca.train.setup.stages import span_of
+from ithaca.train.setup.start import data_change
 
 
 def make_record(config: Config, data: Data, model: Model) -> dict[str, Any]:

@@ -30,16 +30,16 @@ from ithaca.base.sizes import format_bytes
 from ithaca.config import Config
 from ithaca.parallel.joining import read_job
 from ithaca.tape.budget import host_budget
-from ithaca.train.conclusion import stopped_at_once
-from ithaca.train.elastic import leave
-from ithaca.train.origin import Origin, check_origin, find_origin
-from ithaca.train.processes import Watch, run_ranks
-from ithaca.train.report import tell
+from ithaca.train.folder.run_folder import RunFolder
+from ithaca.train.ranks.elastic import leave
+from ithaca.train.ranks.processes import Watch, run_ranks
+from ithaca.train.ranks.slurm import Step, read_step
+from ithaca.train.ranks.stop import SIGNALS, show_cursor
+from ithaca.train.report.conclusion import stopped_at_once
+from ithaca.train.report.report import tell
 from ithaca.train.run import train
-from ithaca.train.run_folder import RunFolder
-from ithaca.train.slurm import Step, read_step
-from ithaca.train.start import load_source
-from ithaca.train.stop import SIGNALS, show_cursor
+from ithaca.train.setup.origin import Origin, check_origin, find_origin
+from ithaca.train.setup.start import load_source
 
 CPU_RANKS = 1024
 RANK_BYTES = 250 * 10**6  # of host memory: Python, torch and its libraries, before a rank has a model

@@ -9,8 +9,8 @@ from ithaca.base.disk import not_a_file, reason
 from ithaca.base.errors import RunError
 from ithaca.base.shell import continue_command, quoted
 from ithaca.base.sizes import format_count
-from ithaca.train.report import Progress
-from ithaca.train.run_folder import VALIDATION, RunFolder, partial_name
+from ithaca.train.folder.run_folder import VALIDATION, RunFolder, partial_name
+from ithaca.train.report.report import Progress
 
 
 def tell_conclusion(

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import psutil
 
-from ithaca.train.report import tell
+from ithaca.train.report.report import tell
 
 RESTARTS, MOST = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # <attempt's folder>/<local rank>/error.json

@@ -1,0 +1,1 @@
+"""The answer of the planner: in lines, as JSON, as a picture, as a refusal."""

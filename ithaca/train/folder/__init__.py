@@ -1,0 +1,1 @@
+"""The run folder, what checkpoints record in it, and its export."""

@@ -1,0 +1,1 @@
+"""The processes of a run: started, watched, stopped, and how each ends."""
