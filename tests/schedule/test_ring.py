@@ -16,7 +16,7 @@ from tests.models import make_model, relative, save
 from tests.sampling import sampled
 from tests.schedule.contexts import LAYERS, MODELS, Options, context_step, open_model, packed, save_models, sized
 from tests.schedule.counting import sent_messages, stated_messages
-from tests.schedule.steps import EXACT, Rows, assert_same, naive_step, random_batch
+from tests.schedule.steps import EXACT, Rows, assert_same, naive_step, random_batch, read_weights
 
 SHAPES = ((1, 2), (1, 4), (2, 2), (2, 3), (4, 2))  # Ulysses × ring ranks
 RECIPES: dict[str, Options] = {
@@ -127,11 +127,8 @@ def logits_of(folder: Path, options: Options, rows: Tensor, ids: Tensor) -> Tens
 @pytest.mark.parametrize("recipe", ["hybrid", "sweep"])
 def test_logits(ranks, folders, recipe: str) -> None:
     rows, _, ids = random_batch(2, 19, documents=True, ignored=0.0, seed=3)
-    source = ithaca.load_model(folders["8/2"], "float64")
-    weights = {name: torch.empty(shape, dtype=torch.float64) for name, shape in source.spec.shapes()}
-    for name, weight in weights.items():
-        source.weights.read(name, range(len(weight)), weight)
-    wanted = torch.stack([naive.logits(source.spec, weights, row, own) for row, own in zip(rows, ids, strict=True)])
+    spec, weights = read_weights(folders["8/2"])
+    wanted = torch.stack([naive.logits(spec, weights, row, own) for row, own in zip(rows, ids, strict=True)])
     options = RECIPES[recipe] | ({"chunk": 7} if recipe == "sweep" else {})
     for found in ranks(4).run(logits_of, folders["8/2"], options, rows, ids):
         assert relative(found, wanted) <= EXACT
