@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,9 +63,9 @@ def sent_messages(model: ithaca.Model, batch: Batch) -> list[Traffic]:
         return [forward, sent.take()]
 
 
-def stated_messages(model: ithaca.Model, tokens: int) -> list[Traffic]:
-    """What the schedule's cost says that a rank sends in all layers: forward, and backward."""
-    job, mesh = model.reservation.job(tokens), model.mesh
+def stated_messages(model: ithaca.Model, tokens: int, documents: tuple[int, ...] | None = None) -> list[Traffic]:
+    """What the schedule's cost says that a rank sends in all layers: forward, and backward; None: one document."""
+    job, mesh = replace(model.reservation.job(tokens), documents=documents), model.mesh
     peers = Peers.all(mesh.axes.by_heads, mesh.ring, mesh.head_rank)
     blocks = [job.costs.messages(job, layer) for layer in range(job.spec.layers)]
     return [traffic([message for block in blocks for message in block[way]], job, peers) for way in (0, 1)]

@@ -50,14 +50,15 @@ def sequence(options: dict, world: int) -> tuple[ithaca.Plan, int, int]:
 def sent(
     folder: Path, plan: ithaca.Plan, tokens: int, document: int | None = None
 ) -> tuple[list[Traffic], list[Traffic]]:
-    """Forward and backward: all-to-alls and the bytes of their parts for other ranks; and what is said of one document.
+    """Forward and backward: all-to-alls and the bytes of their parts for other ranks; and what is said of them.
 
     `document`: tokens of each document; None: all.
     """
     model, row = open_model(folder, plan, {"ulysses": dist.get_world_size()}), torch.arange(tokens) % 97
     batch = model.shard(row, row, torch.arange(tokens) // (document or tokens))
     assert batch.layout.padded == tokens
-    return sent_messages(model, batch), stated_messages(model, tokens)
+    lengths = tuple(end - start for start, end in itertools.pairwise(batch.bounds))
+    return sent_messages(model, batch), stated_messages(model, tokens, lengths)
 
 
 FEW = ("ulysses-selective", "alst", "untied", "sweep-host-2", "sweep-recompute-3", "sweep-mixed-3", "fpdt-3")
@@ -129,7 +130,8 @@ def test_documents_send_the_same_bytes_in_fewer_messages(ranks, folders) -> None
     """K and V that no later chunk asks for travel with the queries of their own."""
     plan, local, _ = sequence(SWEEPS["sweep-host-3"], 2)
     whole = ranks(2).run(sent, folders["8/2"], plan, 2 * local)[0][0]
-    parts = ranks(2).run(sent, folders["8/2"], plan, 2 * local, 4)[0][0]
+    parts, stated = ranks(2).run(sent, folders["8/2"], plan, 2 * local, 4)[0]
+    assert parts == stated
     assert parts[0] == whole[0]
     assert parts[1].bytes == whole[1].bytes
     assert parts[1].messages < whole[1].messages

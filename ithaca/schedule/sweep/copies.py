@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ithaca.plans.places import KEPT, RECOMPUTE
 from ithaca.schedule.costs import Copies, StepCopies, local_tokens
-from ithaca.schedule.sweep.chunks import chunks_sending_keys, head_passes, visits_of
+from ithaca.schedule.sweep.chunks import chunks_asked_early, head_passes, visits_of
 from ithaca.schedule.sweep.rebuild import EMBEDDING, rebuilds_of
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def _backward_reads(job: "Job", layer: int) -> float:
 
     The last layer still has K and V of its last round.
     """
-    rounds, first = len(job.rounds), chunks_sending_keys(job.axes.ulysses, job.axes.ring)
+    rounds = len(job.rounds)
     without_keys = rounds - (layer == job.spec.layers - 1)
-    return rounds + without_keys * max(job.chunks - first, 0) / job.chunks
+    return rounds + without_keys * chunks_asked_early(job) / job.chunks
 
 
 def kv_copies(job: "Job") -> StepCopies:

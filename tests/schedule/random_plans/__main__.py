@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 import torch
@@ -62,6 +62,13 @@ def cases(seed: int, only: str | None) -> Iterator[Case]:
     return (case for case in map(make_case, count(seed)) if only in (None, case.recipe))
 
 
+def report(case: Case, verdict: Verdict, refusals: bool) -> None:
+    for finding in verdict.findings:
+        print(f"FINDING {case}\n    {finding}", flush=True)
+    if refusals and verdict.refused:
+        print(f"refused, seed {case.seed}: {verdict.refused}: {verdict.sentence}", flush=True)
+
+
 def table(verdicts: list[tuple[Case, Verdict]]) -> list[str]:
     """Cases by recipe and world, and how many were refused or are findings."""
     lines = [
@@ -83,19 +90,19 @@ def main() -> None:
     parser.add_argument("--only", choices=list(RECIPES), help="cases of this recipe alone")
     parser.add_argument("--refusals", action="store_true", help="also print the sentences of refused cases")
     args = parser.parse_args()
+    jobs = Jobs()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no rank is left behind
     torch.set_num_threads(1)  # before any rank is forked
     transformers.logging.disable_progress_bar()
-    jobs, verdicts, start = Jobs(), [], time.monotonic()
-    for _, case in zip(range(args.count), cases(args.seed, args.only), strict=False):
-        verdict = try_case(case, jobs)
-        verdicts.append((case, verdict))
-        for finding in verdict.findings:
-            print(f"FINDING {case}\n    {finding}", flush=True)
-        if args.refusals and verdict.refused:
-            print(f"refused, seed {case.seed}: {verdict.refused}: {verdict.sentence}", flush=True)
-    print("\n".join(table(verdicts)))
-    print(f"{len(verdicts)} cases in {time.monotonic() - start:.0f} s")
+    verdicts, start = [], time.monotonic()
+    try:
+        for case in islice(cases(args.seed, args.only), args.count):
+            verdict = try_case(case, jobs)
+            verdicts.append((case, verdict))
+            report(case, verdict, args.refusals)
+    finally:  # also after Ctrl-C
+        print("\n".join(table(verdicts)))
+        print(f"{len(verdicts)} cases in {time.monotonic() - start:.0f} s", flush=True)
     sys.exit(any(verdict.findings for _, verdict in verdicts))
 
 

@@ -1,5 +1,6 @@
 """The bytes that a step's tapes copy to the device and from it are those that the sweep's cost states, to the byte."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -34,14 +35,21 @@ PLACES: dict[str, dict[str, str]] = {
 }
 
 
-def counted(plan: Plan, model_name: str | Path = "tiny", ulysses: int = 1, ring: int = 1) -> tuple[float, float, Job]:
-    """Bytes into the device and out of it in one step on a rank."""
+def counted(
+    plan: Plan,
+    model_name: str | Path = "tiny",
+    ulysses: int = 1,
+    ring: int = 1,
+    documents: tuple[int, ...] = (TOKENS,),
+) -> tuple[float, float, Job]:
+    """Bytes into the device and out of it in one step on a rank, over documents of these lengths."""
     mesh = ithaca.mesh(ulysses=ulysses, ring=ring) if ulysses * ring > 1 else None
     model = ithaca.apply(ithaca.load_model(model_name, "float64"), plan, mesh)
     model.allocate(1, TOKENS)
-    row, job = torch.arange(TOKENS) % 97, model.reservation.job(TOKENS)
+    row, job = torch.arange(TOKENS) % 97, replace(model.reservation.job(TOKENS), documents=documents)
+    ids = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
     with counting_copies(model) as copied:
-        loss = model(model.shard(row, row))
+        loss = model(model.shard(row, row, ids))
         forward = copied.take()
         assert copies(job, ("host", "disk")).forward == forward
         loss.backward()
@@ -92,6 +100,27 @@ def test_copies_of_chunks_that_overlap(ranks, axes: tuple[int, int], o: str) -> 
     for into, out, job in ranks(axes[0] * axes[1]).run(counted, plan, "tiny", *axes):
         stated = job.costs.work(job).host
         assert (stated.into, stated.out) == (into, out)
+
+
+DOCUMENTS = (70, 1, 16, 25, 16)  # over eight chunks: the first reaches the fifth, others a next one or none
+
+
+@pytest.mark.parametrize("name", ["x", "K and V", "every second x", "attention recomputed, K and V", "everything"])
+def test_copies_of_documents(name: str) -> None:
+    """K and V that no later chunk asks for are not fetched, and no x is read for them."""
+    plan = Plan(recipe="sweep", chunk=16, tile=8, **DEVICE | PLACES[name])
+    into, out, job = counted(plan, documents=DOCUMENTS)
+    stated = job.costs.work(job).host
+    assert (stated.into, stated.out) == pytest.approx((into, out), rel=1e-12)
+    assert stated.into < counted(plan)[0]
+
+
+@pytest.mark.parametrize("name", ["x", "everything"])
+def test_copies_of_documents_on_ranks(ranks, name: str) -> None:
+    plan = Plan(recipe="sweep", chunk=16, tile=8, **DEVICE | PLACES[name])
+    for into, out, job in ranks(2).run(counted, plan, "tiny", 2, 1, DOCUMENTS):
+        stated = job.costs.work(job).host
+        assert (stated.into, stated.out) == pytest.approx((into, out), rel=1e-12)
 
 
 def test_the_busier_direction_counts() -> None:
