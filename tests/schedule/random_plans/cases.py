@@ -76,7 +76,7 @@ def make_case(seed: int) -> Case:
     daring = chance.random() < DARING
     recipe = _weighted(chance, RECIPE_WEIGHTS)
     axes = _axes(chance, recipe, daring)
-    keys, family = _model(chance, axes, daring)
+    family, keys = _model(chance, axes, daring)
     plan = _plan(chance, recipe, axes, keys, daring)
     on_disk = any("disk" in str(plan.get(name)) for name in ("x", "o", "lse", "residual", "kv"))
     plan, batches = _sized(chance, plan, axes, daring)
@@ -118,10 +118,10 @@ def _prime_factors(number: int) -> list[int]:
     return [first, *_prime_factors(number // first)] if first else []
 
 
-def _model(chance: random.Random, axes: Axes, daring: bool) -> tuple[Options, str]:
-    """Keys of a model's configuration, and its family."""
+def _model(chance: random.Random, axes: Axes, daring: bool) -> tuple[str, Options]:
+    """A family of models, and keys of its configuration."""
     family, layers = chance.choice(list(FAMILIES)), chance.choice((1, 2, 3, 4, 4, 6))
-    kv_heads, heads = _heads(chance, 1 if daring else axes.by_heads)
+    heads, kv_heads = _heads(chance, 1 if daring else axes.by_heads)
     # transformers' class of Llama alone wants a hidden size that heads divide
     hidden = heads * chance.randint(2, 6) if FAMILIES[family][0] == "Llama" else chance.randint(6, 60)
     keys = {
@@ -138,14 +138,15 @@ def _model(chance: random.Random, axes: Axes, daring: bool) -> tuple[Options, st
         keys["no_rope_layers"] = [chance.randint(0, 1) for _ in range(layers)]
     if family in ("llama-bias", "qwen3", "smollm3"):
         keys["attention_bias"] = chance.random() < 0.5
-    return keys, family
+    return family, keys
 
 
 def _heads(chance: random.Random, least: int) -> tuple[int, int]:
+    """Query heads, `least` or more, and key/value heads."""
     while True:
         kv_heads, each = chance.randint(1, 8), chance.randint(1, 4)
         if least <= kv_heads * each <= 16:
-            return kv_heads, kv_heads * each
+            return kv_heads * each, kv_heads
 
 
 def _plan(chance: random.Random, recipe: str, axes: Axes, keys: Options, daring: bool) -> Options:
@@ -187,6 +188,7 @@ def _words(chance: random.Random, layers: int, known: tuple[str, ...]) -> str:
 
 
 def _is_possible(options: Options, axes: Axes, keys: Options) -> bool:
+    """Whether Ithaca takes these options, as far as that is known without a model."""
     try:
         plan = ithaca.Plan(**options, disk="/" if "disk" in str(options) else None)
         plan.placement(keys["num_hidden_layers"])
