@@ -92,11 +92,11 @@ def run_case(case: Case, top: Path) -> Verdict:
 def _findings(case: Case, top: Path) -> Iterator[str]:
     """Everything that is wrong in this rank. Every rank goes on to the end, so that none waits for another."""
     model = open_case(case, top)
+    optimizer = ithaca.make_optimizer(model, learning_rate=0.0)  # refuses a model whose weights are all frozen
     (loss, gradients), uses = torch.load(top / "wanted.pt")
     trained = {name for name, parameter in shards(model.decoder) if parameter.requires_grad}
     wanted = loss, {name: gradient for name, gradient in gradients.items() if name in trained}
     norm = UPSTREAM * torch.stack([gradient.norm() for gradient in wanted[1].values()]).norm().item()
-    optimizer = ithaca.make_optimizer(model, learning_rate=0.0)
     yield from _judge_tapes(model, case)
     for _ in range(case.steps):
         yield from judge_uses(model, case.uses, batches_of(case), uses)
