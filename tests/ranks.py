@@ -26,8 +26,8 @@ SECONDS = 900  # a case that takes longer hangs, however busy the machine is
 class Ranks:
     """`world` processes in one gloo job; `run` calls a function in each and gives back their results by rank."""
 
-    def __init__(self, world: int):
-        self.world = world
+    def __init__(self, world: int, seconds: float = SECONDS):
+        self.world, self._seconds = world, seconds
         fork = multiprocessing.get_context("fork")
         store = tempfile.mktemp(prefix="ithaca-ranks-")
         pipes = [fork.Pipe() for _ in range(world)]
@@ -55,7 +55,7 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((function, args))
         answers: dict[int, tuple[bool, Any]] = {}
-        until = time.monotonic() + SECONDS
+        until = time.monotonic() + self._seconds
         while len(answers) < self.world:
             missing = {self._pipes[rank]: rank for rank in range(self.world) if rank not in answers}
             wait([*missing, *(process.sentinel for process in self._processes)], until - time.monotonic())
@@ -63,7 +63,9 @@ class Ranks:
             answers |= {rank: pipe.recv() for pipe, rank in missing.items() if pipe.poll()}
             if time.monotonic() > until:
                 self.stop()
-                raise TimeoutError(f"ranks {list(missing.values())} of {self.world} took more than {SECONDS} s")
+                late = [rank for rank in range(self.world) if rank not in answers]
+                failed = "".join(f"\nrank {rank} failed:\n{said}" for rank, (fine, said) in answers.items() if not fine)
+                raise TimeoutError(f"ranks {late} of {self.world} took more than {self._seconds} s{failed}")
         return answers
 
     def _signal(self, number: int) -> None:

@@ -16,24 +16,34 @@ Rows = tuple[Tensor, ...]  # tokens, labels, documents
 Outcome = tuple[float, dict[str, Tensor]]  # the loss, and gradients by their Hugging Face names
 
 
-def random_batch(rows: int, length: int, documents: bool, ignored: float, seed: int) -> Rows:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 97, (rows, length), generator=generator)
+def random_batch(
+    rows: int, length: int, documents: bool | float, ignored: float, seed: int, vocabulary: int = 97
+) -> Rows:
+    """`documents`: the share of tokens that begin one; True: some. `ignored`: the share of labels that are."""
+    generator, begins = torch.Generator().manual_seed(seed), 0.15 if documents is True else documents
+    tokens = torch.randint(0, vocabulary, (rows, length), generator=generator)
     labels = tokens.masked_fill(torch.rand(rows, length, generator=generator) < ignored, -100)
-    ids = (torch.rand(rows, length, generator=generator) < 0.15).cumsum(1) if documents else torch.zeros_like(tokens)
+    ids = (torch.rand(rows, length, generator=generator) < begins).cumsum(1) if begins else torch.zeros_like(tokens)
     return tokens, labels, ids
 
 
-def naive_step(folder: Path, batches: list[Rows]) -> Outcome:
-    """The mean loss over all valid tokens of all batches, and its gradients, one row at a time."""
+def read_weights(folder: Path) -> tuple[ithaca.Spec, dict[str, Tensor]]:
+    """A model's sizes, and its weights by their Hugging Face names."""
     source = ithaca.load_model(folder, "float64")
     weights = {name: torch.empty(shape, dtype=torch.float64) for name, shape in source.spec.shapes()}
     for name, weight in weights.items():
         source.weights.read(name, range(len(weight)), weight)
+    return source.spec, weights
+
+
+def naive_step(folder: Path, batches: list[Rows]) -> Outcome:
+    """The mean loss over all valid tokens of all batches, and its gradients, one row at a time."""
+    spec, weights = read_weights(folder)
+    for weight in weights.values():
         weight.requires_grad_()
     rows = [row for batch in batches for row in zip(*batch, strict=True)]
     valid = sum(((labels[1:] != -100) & (ids[1:] == ids[:-1])).sum() for _, labels, ids in rows)
-    loss = sum(naive.loss(source.spec, weights, *row) for row in rows) / valid
+    loss = sum(naive.loss(spec, weights, *row) for row in rows) / valid
     loss.backward()
     return loss.item(), {name: weight.grad for name, weight in weights.items()}
 
@@ -56,7 +66,7 @@ def ithaca_step(folder: Path, plan: ithaca.Plan, batches: list[Rows], replicate:
 
 
 def assert_same(found: Outcome, wanted: Outcome, bound: float = EXACT) -> None:
-    assert abs(found[0] - wanted[0]) <= bound * abs(wanted[0])
+    assert abs(found[0] - wanted[0]) <= bound * abs(wanted[0]), f"loss {found[0]}, and {wanted[0]} is right"
     assert found[1].keys() == wanted[1].keys()
     # Where tokens see only themselves, gradients of q and k are zero but for rounding: no relative distance
     floor = 1e-5 * max(gradient.norm().item() for gradient in wanted[1].values())

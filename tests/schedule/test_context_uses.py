@@ -18,7 +18,7 @@ from ithaca.schedule.sweep.call import SweepCall
 from tests.models import make_model, relative, save
 from tests.sampling import sampled
 from tests.schedule.contexts import RECIPES, context_step, open_model, packed, random_delays, save_models
-from tests.schedule.steps import EXACT, Outcome, Rows, assert_same, model_step, random_batch
+from tests.schedule.steps import EXACT, Outcome, Rows, assert_same, model_step, random_batch, read_weights
 
 CUT = {
     name: ithaca.Plan(**options, **({"chunk": 11, "tile": 4} if options["recipe"] in ("sweep", "fpdt") else {}))
@@ -72,14 +72,6 @@ def test_transformers(ranks, theirs, name: str, family: str, world: int) -> None
         assert_same(found, wanted, 1e-6)
 
 
-def weights_of(folder: Path) -> tuple[ithaca.Spec, dict[str, Tensor]]:
-    source = ithaca.load_model(folder, "float64")
-    weights = {name: torch.empty(shape, dtype=torch.float64) for name, shape in source.spec.shapes()}
-    for name, weight in weights.items():
-        source.weights.read(name, range(len(weight)), weight)
-    return source.spec, weights
-
-
 def all_logits(
     folder: Path, plan: ithaca.Plan, sizes: dict[str, int], inputs: list[tuple[Tensor, Tensor]]
 ) -> list[Tensor]:
@@ -101,7 +93,7 @@ def test_logits(ranks, folders, name: str, mesh: str) -> None:
     sizes = MESHES[mesh]
     inputs = [(random_batch(rows, 19, documents=True, ignored=0.0, seed=rows)[0::2]) for rows in (1, 3)]
     inputs += [(inputs[0][0][:, :2], inputs[0][1][:, :2])]
-    spec, weights = weights_of(folders["14/2"])
+    spec, weights = read_weights(folders["14/2"])
     wanted = [torch.stack([naive.logits(spec, weights, *row) for row in zip(*rows, strict=True)]) for rows in inputs]
     first = inputs[0][0][0]
     wanted += [naive.logits(spec, weights, first, torch.zeros_like(first))]

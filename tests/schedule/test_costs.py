@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import ithaca
-from ithaca.schedule.costs import Peers, Traffic, traffic
+from ithaca.schedule.costs import Traffic
 from tests.sampling import sampled
 from tests.schedule.contexts import LAYERS, head_counts, open_model, save_models
+from tests.schedule.counting import sent_messages, stated_messages
 
 LOCAL = 6  # tokens of each rank: no padding
 BYTES = 8  # of a number
@@ -50,37 +50,15 @@ def sequence(options: dict, world: int) -> tuple[ithaca.Plan, int, int]:
 def sent(
     folder: Path, plan: ithaca.Plan, tokens: int, document: int | None = None
 ) -> tuple[list[Traffic], list[Traffic]]:
-    """Forward and backward: all-to-alls and the bytes of their parts for other ranks; and what is said of one document.
+    """Forward and backward: all-to-alls and the bytes of their parts for other ranks; and what is said of them.
 
     `document`: tokens of each document; None: all.
     """
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    model, found = open_model(folder, plan, {"ulysses": ranks}), [Traffic(0, 0), Traffic(0, 0)]
-    begin, backward = dist.all_to_all_single, False
-
-    def counting(target: Tensor, source: Tensor, target_sizes: list[int], source_sizes: list[int], *args, **kwargs):
-        assert source.numel() == sum(source_sizes)
-        leaving = (sum(source_sizes) - source_sizes[rank]) * source.element_size()
-        found[backward] += Traffic(1, leaving)
-        return begin(target, source, target_sizes, source_sizes, *args, **kwargs)
-
-    row = torch.arange(tokens) % 97
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", counting)
-        batch = model.shard(row, row, torch.arange(tokens) // (document or tokens))
-        loss = model(batch)
-        backward = True
-        loss.backward()
+    model, row = open_model(folder, plan, {"ulysses": dist.get_world_size()}), torch.arange(tokens) % 97
+    batch = model.shard(row, row, torch.arange(tokens) // (document or tokens))
     assert batch.layout.padded == tokens
-    return found, stated(model, tokens)
-
-
-def stated(model: ithaca.Model, tokens: int) -> list[Traffic]:
-    """What the schedule's cost says that a rank sends in all layers: forward, and backward."""
-    job, rank = model.reservation.job(tokens), model.exchange.rank
-    peers = Peers.all(model.mesh.ulysses, model.mesh.ring, rank)
-    blocks = [job.costs.messages(job, layer) for layer in range(LAYERS)]
-    return [traffic([message for block in blocks for message in block[way]], job, peers) for way in (0, 1)]
+    lengths = tuple(end - start for start, end in itertools.pairwise(batch.bounds))
+    return sent_messages(model, batch), stated_messages(model, tokens, lengths)
 
 
 FEW = ("ulysses-selective", "alst", "untied", "sweep-host-2", "sweep-recompute-3", "sweep-mixed-3", "fpdt-3")
@@ -152,7 +130,8 @@ def test_documents_send_the_same_bytes_in_fewer_messages(ranks, folders) -> None
     """K and V that no later chunk asks for travel with the queries of their own."""
     plan, local, _ = sequence(SWEEPS["sweep-host-3"], 2)
     whole = ranks(2).run(sent, folders["8/2"], plan, 2 * local)[0][0]
-    parts = ranks(2).run(sent, folders["8/2"], plan, 2 * local, 4)[0][0]
+    parts, stated = ranks(2).run(sent, folders["8/2"], plan, 2 * local, 4)[0]
+    assert parts == stated
     assert parts[0] == whole[0]
     assert parts[1].bytes == whole[1].bytes
     assert parts[1].messages < whole[1].messages

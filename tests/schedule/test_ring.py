@@ -10,14 +10,13 @@ from torch import Tensor
 
 import ithaca
 from ithaca.attention.merge import merge
-from ithaca.parallel.collectives import Group, Pending
 from ithaca.schedule import reference as naive
 from ithaca.schedule.costs import Traffic
 from tests.models import make_model, relative, save
 from tests.sampling import sampled
 from tests.schedule.contexts import LAYERS, MODELS, Options, context_step, open_model, packed, save_models, sized
-from tests.schedule.steps import EXACT, Rows, assert_same, naive_step, random_batch
-from tests.schedule.test_costs import stated
+from tests.schedule.counting import sent_messages, stated_messages
+from tests.schedule.steps import EXACT, Rows, assert_same, naive_step, random_batch, read_weights
 
 SHAPES = ((1, 2), (1, 4), (2, 2), (2, 3), (4, 2))  # Ulysses × ring ranks
 RECIPES: dict[str, Options] = {
@@ -128,11 +127,8 @@ def logits_of(folder: Path, options: Options, rows: Tensor, ids: Tensor) -> Tens
 @pytest.mark.parametrize("recipe", ["hybrid", "sweep"])
 def test_logits(ranks, folders, recipe: str) -> None:
     rows, _, ids = random_batch(2, 19, documents=True, ignored=0.0, seed=3)
-    source = ithaca.load_model(folders["8/2"], "float64")
-    weights = {name: torch.empty(shape, dtype=torch.float64) for name, shape in source.spec.shapes()}
-    for name, weight in weights.items():
-        source.weights.read(name, range(len(weight)), weight)
-    wanted = torch.stack([naive.logits(source.spec, weights, row, own) for row, own in zip(rows, ids, strict=True)])
+    spec, weights = read_weights(folders["8/2"])
+    wanted = torch.stack([naive.logits(spec, weights, row, own) for row, own in zip(rows, ids, strict=True)])
     options = RECIPES[recipe] | ({"chunk": 7} if recipe == "sweep" else {})
     for found in ranks(4).run(logits_of, folders["8/2"], options, rows, ids):
         assert relative(found, wanted) <= EXACT
@@ -179,31 +175,10 @@ def test_refused(ranks, folders, tmp_path: Path) -> None:
 
 def sent(folder: Path, plan: ithaca.Plan, mesh: dict[str, int], tokens: int) -> tuple[list[Traffic], list[Traffic]]:
     """Forward and backward: collectives, and the bytes that leave this rank; and what is said of them."""
-    model, found = open_model(folder, plan, mesh), [Traffic(0, 0), Traffic(0, 0)]
-    backward = False
-
-    def count(name: str) -> None:
-        whole = getattr(Group, name)
-
-        def counted(over: Group, target: Tensor, source: Tensor, *sizes: list[int]) -> Pending:
-            leaving = (over.ranks - 1) * min(source.numel(), target.numel())
-            if name == "all_to_all":
-                leaving = sum(sizes[1]) - sizes[1][over.rank]
-            found[backward] += Traffic(1, leaving * source.element_size())
-            return whole(over, target, source, *sizes)
-
-        patch.setattr(Group, name, counted)
-
-    row = torch.arange(tokens) % 97
+    model, row = open_model(folder, plan, mesh), torch.arange(tokens) % 97
     batch = model.shard(row, row)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_to_all", "all_gather", "reduce_scatter"):
-            count(name)
-        loss = model(batch)
-        backward = True
-        loss.backward()
     assert batch.layout.padded == tokens
-    return found, stated(model, tokens)
+    return sent_messages(model, batch), stated_messages(model, tokens)
 
 
 def traffic_cases() -> Iterator[object]:

@@ -32,6 +32,25 @@ def chunks_sending_keys(ulysses: int, ring: int) -> int:
     return 1 + hops(ulysses, ring)
 
 
+def chunks_asked_early(job: "Job") -> int:
+    """Chunks whose K and V a later chunk reads in backward before they could go with their own queries.
+
+    K and V of such a chunk take a message, and its x is read for them alone.
+    """
+    sending = chunks_sending_keys(job.axes.ulysses, job.axes.ring)
+    return _asked_early(job.document_lengths, job.layout.chunks.size, sending)
+
+
+@lru_cache(maxsize=64)  # as below
+def _asked_early(lengths: tuple[int, ...], size: int, sending: int) -> int:
+    start = count = 0
+    for length in lengths:
+        last = (start + length - 1) // size  # the chunk that reads K and V of all others of this document
+        count += max(last + 1 - start // size - sending, 0)
+        start += length
+    return count
+
+
 def is_long(chunks: int) -> bool:
     """Whether a pass over this many chunks frees the head's gradient before the last block goes backward."""
     return chunks >= LONG

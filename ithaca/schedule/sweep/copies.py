@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ithaca.plans.places import KEPT, RECOMPUTE
 from ithaca.schedule.costs import Copies, StepCopies, local_tokens
-from ithaca.schedule.sweep.chunks import chunks_sending_keys, head_passes, visits_of
+from ithaca.schedule.sweep.chunks import chunks_asked_early, head_passes, visits_of
 from ithaca.schedule.sweep.rebuild import EMBEDDING, rebuilds_of
 
 if TYPE_CHECKING:
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 def copies(job: "Job", places: tuple[str, ...]) -> StepCopies:
     """Bytes that tapes in these places take to the device and from it in a step. The loss counts as forward."""
     plan, spec, placement = job.plan, job.spec, job.plan.placement(job.spec.layers)
-    local, rounds = local_tokens(job), len(job.rounds)
+    local, rounds, reads = local_tokens(job), len(job.rounds), _backward_reads(job)
     x, o = job.hidden(local), job.queries(local)
     lse = local * job.axes.ulysses * len(job.heads.q) * job.high
     again = float(job.chunks > 1)  # a single tile that is read at once stays in its slot
-    forward, backward = Copies(), _rebuild_copies(job, places)
+    forward, backward = Copies(), _rebuild_copies(job, places, reads)
     for layer in range(spec.layers):
         if placement.x[layer] in places:
             forward += Copies(into=(again + rounds - 1) * x, out=x)  # written by the layer below
-            backward += Copies(into=_backward_reads(job, layer) * x)
+            backward += Copies(into=reads[layer] * x)
         elif placement.x[layer] not in KEPT and plan.residual in places:
             forward += Copies(into=(again + rounds - 1) * x, out=x)  # it passes through the residual tape
         if placement.o[layer] in places:
@@ -57,14 +57,13 @@ def copies(job: "Job", places: tuple[str, ...]) -> StepCopies:
     return total + kv_copies(job) if plan.kv in places else total
 
 
-def _backward_reads(job: "Job", layer: int) -> float:
-    """How often backward reads a layer's x: in each head round by its chunk, and for K and V of later chunks.
+def _backward_reads(job: "Job") -> list[float]:
+    """How often backward reads each layer's x: in each head round by its chunk, and for K and V of later chunks.
 
     The last layer still has K and V of its last round.
     """
-    rounds, first = len(job.rounds), chunks_sending_keys(job.axes.ulysses, job.axes.ring)
-    without_keys = rounds - (layer == job.spec.layers - 1)
-    return rounds + without_keys * max(job.chunks - first, 0) / job.chunks
+    rounds, early = len(job.rounds), chunks_asked_early(job) / job.chunks
+    return [rounds + rounds * early] * (job.spec.layers - 1) + [rounds + (rounds - 1) * early]
 
 
 def kv_copies(job: "Job") -> StepCopies:
@@ -85,8 +84,11 @@ def kv_copies(job: "Job") -> StepCopies:
     return StepCopies(forward, backward + Copies(into=gradients, out=gradients))
 
 
-def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:
-    """What rebuilding x reads and writes: x and o of the layers below, and the tapes that take the result."""
+def _rebuild_copies(job: "Job", places: tuple[str, ...], reads: list[float]) -> Copies:
+    """What rebuilding x reads and writes: x and o of the layers below, and the tapes that take the result.
+
+    `reads`: how often backward reads each x.
+    """
     placement, local = job.plan.placement(job.spec.layers), local_tokens(job)
     x, o = job.hidden(local), job.queries(local)
     at = dict(enumerate(placement.x))  # where each x is by now
@@ -94,7 +96,7 @@ def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:
     for layer, rebuild in rebuilds_of(job.plan, job.spec).items():
         targets = {above: getattr(placement, kind)[index] for above, (kind, index) in rebuild.targets.items()}
         passing = layer not in rebuild.targets
-        times = _backward_reads(job, layer) if passing else 1
+        times = reads[layer] if passing else 1
         for below in range(rebuild.source, layer):
             if below != EMBEDDING:
                 total += Copies(into=times * o * (placement.o[below] in places))
@@ -103,5 +105,5 @@ def _rebuild_copies(job: "Job", places: tuple[str, ...]) -> Copies:
             at[below + 1] = targets.get(below + 1, "" if passing else targets[layer])
             total += Copies(out=x * (at[below + 1] in places))
         for above, place in targets.items():  # read by their own backward passes
-            total += Copies(into=_backward_reads(job, above) * x * (place in places))
+            total += Copies(into=reads[above] * x * (place in places))
     return total

@@ -54,7 +54,7 @@ from ithaca.schedule.costs import (
     moved_bytes,
     other_launches,
 )
-from ithaca.schedule.sweep.chunks import chunks_sending_keys, chunks_under_way, head_passes, is_long, visits_of
+from ithaca.schedule.sweep.chunks import chunks_asked_early, chunks_under_way, head_passes, is_long, visits_of
 from ithaca.schedule.sweep.copies import copies, kv_copies
 from ithaca.schedule.sweep.rebuild import looks_up_in_passing, passing_layers, rebuild_passes, rebuilds_of
 from ithaca.tape.spec import TapeSpec
@@ -244,7 +244,7 @@ def reading(job: "Job") -> dict[str, Counter[str]]:
 
 
 def messages(job: "Job", layer: int) -> tuple[list[Message], list[Message]]:
-    """The messages of a block, forward and backward, if the sequence is one document."""
+    """The messages of a block, forward and backward."""
     rounds, last_layer = head_passes(job), layer == job.spec.layers - 1
     recomputed = job.plan.placement(job.spec.layers).o[layer] == RECOMPUTE
     forward: list[Message] = []
@@ -271,8 +271,7 @@ def _round_messages(
             backward += [Message(TO_HEADS, split, queries=3, count=N)]  # q, o, do
         backward += [Message(TO_TOKENS, split, queries=1, keys=2, count=N)]
         if not has_keys:
-            alone = max(N - chunks_sending_keys(job.axes.ulysses, job.axes.ring), 0)
-            backward += [Message(TO_HEADS, split, keys=2, count=alone)]
+            backward += [Message(TO_HEADS, split, keys=2, count=chunks_asked_early(job))]
     if job.axes.ring > 1:
         attended = [
             Message(TO_EACH, split, queries=1, count=N),  # q

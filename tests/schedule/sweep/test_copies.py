@@ -1,20 +1,18 @@
 """The bytes that a step's tapes copy to the device and from it are those that the sweep's cost states, to the byte."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import ithaca
 from ithaca.plans.plan import Plan
 from ithaca.schedule.job import Job
 from ithaca.schedule.sweep.copies import copies
-from ithaca.tape.disk import Disk
-from ithaca.tape.engine import Mark
 from tests.sampling import sampled
+from tests.schedule.counting import counting_copies, counting_disk
 
 TOKENS, CHUNK = 128, 32
 DEVICE = dict.fromkeys(("x", "o", "lse", "residual", "kv"), "device")
@@ -37,27 +35,26 @@ PLACES: dict[str, dict[str, str]] = {
 }
 
 
-def counted(plan: Plan, model_name: str | Path = "tiny", ulysses: int = 1, ring: int = 1) -> tuple[int, int, Job]:
-    """Bytes into the device and out of it in one step on a rank."""
+def counted(
+    plan: Plan,
+    model_name: str | Path = "tiny",
+    ulysses: int = 1,
+    ring: int = 1,
+    documents: tuple[int, ...] = (TOKENS,),
+) -> tuple[float, float, Job]:
+    """Bytes into the device and out of it in one step on a rank, over documents of these lengths."""
     mesh = ithaca.mesh(ulysses=ulysses, ring=ring) if ulysses * ring > 1 else None
     model = ithaca.apply(ithaca.load_model(model_name, "float64"), plan, mesh)
     model.allocate(1, TOKENS)
-    engine, found = model.engine, {"in": 0, "out": 0}
-
-    def counting(name: str, copy: Any) -> Any:
-        def counts(target: Tensor, source: Tensor, **how: Any) -> Mark:
-            found[name] += source.nbytes
-            return copy(target, source, **how)
-
-        return counts
-
-    engine.copy_in, engine.copy_out = counting("in", engine.copy_in), counting("out", engine.copy_out)  # pyrefly: ignore
-    row, job = torch.arange(TOKENS) % 97, model.reservation.job(TOKENS)
-    loss = model(model.shard(row, row))
-    forward = copies(job, ("host", "disk")).forward
-    assert (forward.into, forward.out) == (found["in"], found["out"])
-    loss.backward()
-    return found["in"], found["out"], job
+    row, job = torch.arange(TOKENS) % 97, replace(model.reservation.job(TOKENS), documents=documents)
+    ids = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
+    with counting_copies(model) as copied:
+        loss = model(model.shard(row, row, ids))
+        forward = copied.take()
+        assert copies(job, ("host", "disk")).forward == forward
+        loss.backward()
+        step = forward + copied.take()
+    return step.into, step.out, job
 
 
 @pytest.mark.parametrize("chunk", [CHUNK, TOKENS])
@@ -82,22 +79,12 @@ def test_copies_of_a_step(name: str, chunk: int) -> None:
     ],
     ids=str,
 )
-def test_what_the_disk_moves(places: dict[str, str], chunk: int, tmp_path: Path, monkeypatch) -> None:
-    moved = {"fetch": 0, "store": 0}
-
-    def counting(name: str, move: Any) -> Any:
-        def counts(disk: Disk, place: Any, tile: Tensor, *more: Any) -> Any:
-            moved[name] += tile.nbytes
-            return move(disk, place, tile, *more)
-
-        return counts
-
-    for name in moved:
-        monkeypatch.setattr(Disk, name, counting(name, getattr(Disk, name)))
+def test_what_the_disk_moves(places: dict[str, str], chunk: int, tmp_path: Path) -> None:
     plan = Plan(recipe="sweep", chunk=chunk, tile=8, disk=str(tmp_path), **DEVICE | places)
-    into, out, job = counted(plan)
-    stated = job.costs.work(job)
-    assert (stated.disk.into, stated.disk.out) == (moved["fetch"], moved["store"])
+    with counting_disk() as moved:
+        into, out, job = counted(plan)
+    stated, on_disk = job.costs.work(job), moved.take()
+    assert (stated.disk.into, stated.disk.out) == (on_disk.into, on_disk.out)
     assert (stated.host.into, stated.host.out) == (into, out)
 
 
@@ -113,6 +100,27 @@ def test_copies_of_chunks_that_overlap(ranks, axes: tuple[int, int], o: str) -> 
     for into, out, job in ranks(axes[0] * axes[1]).run(counted, plan, "tiny", *axes):
         stated = job.costs.work(job).host
         assert (stated.into, stated.out) == (into, out)
+
+
+DOCUMENTS = (70, 1, 16, 25, 16)  # over eight chunks: the first reaches the fifth, others a next one or none
+
+
+@pytest.mark.parametrize("name", ["x", "K and V", "every second x", "attention recomputed, K and V", "everything"])
+def test_copies_of_documents(name: str) -> None:
+    """K and V that no later chunk asks for are not fetched, and no x is read for them."""
+    plan = Plan(recipe="sweep", chunk=16, tile=8, **DEVICE | PLACES[name])
+    into, out, job = counted(plan, documents=DOCUMENTS)
+    stated = job.costs.work(job).host
+    assert (stated.into, stated.out) == pytest.approx((into, out), rel=1e-12)
+    assert stated.into < counted(plan)[0]
+
+
+@pytest.mark.parametrize("name", ["x", "everything"])
+def test_copies_of_documents_on_ranks(ranks, name: str) -> None:
+    plan = Plan(recipe="sweep", chunk=16, tile=8, **DEVICE | PLACES[name])
+    for into, out, job in ranks(2).run(counted, plan, "tiny", 2, 1, DOCUMENTS):
+        stated = job.costs.work(job).host
+        assert (stated.into, stated.out) == pytest.approx((into, out), rel=1e-12)
 
 
 def test_the_busier_direction_counts() -> None:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 import ithaca
-from ithaca.parallel.collectives import Group
-from ithaca.schedule.costs import Peers, Traffic, traffic
+from ithaca.schedule.costs import Traffic
 from tests.sampling import pairwise
-from tests.schedule.contexts import LAYERS, save_models
+from tests.schedule.contexts import save_models
+from tests.schedule.counting import sent_messages, stated_messages
 from tests.schedule.tensor.test_tensor import post_norm
 
 LOCAL = 6  # tokens of each rank: no padding
@@ -34,30 +34,8 @@ def sent(folder: Path | None, plan: ithaca.Plan) -> tuple[list[Traffic], list[Tr
     ranks = dist.get_world_size()
     source = ithaca.load_model(folder, "float64") if folder else post_norm()
     model = ithaca.apply(source, plan, ithaca.mesh(tensor=ranks, device="cpu"))
-    found, backward = [Traffic(0, 0), Traffic(0, 0)], False
-    gather, reduce = Group.all_gather, Group.reduce_scatter
-
-    def gathering(group, target, source):
-        found[backward] += Traffic(1, source.nbytes * (ranks - 1))
-        return gather(group, target, source)
-
-    def reducing(group, target, source):
-        found[backward] += Traffic(1, target.nbytes * (ranks - 1))
-        return reduce(group, target, source)
-
     row = torch.arange(LOCAL * ranks) % 97
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Group, "all_gather", gathering)
-        patch.setattr(Group, "reduce_scatter", reducing)
-        batch = model.shard(row, row)
-        loss = model(batch)
-        backward = True
-        loss.backward()
-    job = model.reservation.job(len(row))
-    peers = Peers.all(ranks, 1, model.mesh.tensor_rank)
-    blocks = [job.costs.messages(job, layer) for layer in range(LAYERS)]
-    said = [traffic([message for block in blocks for message in block[way]], job, peers) for way in (0, 1)]
-    return found, said
+    return sent_messages(model, model.shard(row, row)), stated_messages(model, len(row))
 
 
 @pytest.mark.parametrize(
