@@ -62,7 +62,7 @@ def beside_a_host(pid: Path) -> None:
     port = [store.port if store else 0]
     dist.broadcast_object_list(port)
     store = store or dist.TCPStore("localhost", port[0])
-    hangs._get_default_store = lambda: store
+    hangs.job_store = lambda: store  # pyrefly: ignore
     dist.barrier()
     if host:
         vanish("stopped", pid)
