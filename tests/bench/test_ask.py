@@ -64,12 +64,12 @@ def test_a_disturbed_step_is_timed_again(
 ) -> None:
     left = {1: iter([9.0, 2.74]), 2: iter(taken)}  # the first step of one layer warms up
 
-    def play(scene: Scene, _: Any) -> dict[str, Any]:
+    def run_scene(scene: Scene, _: Any) -> dict[str, Any]:
         assert scene.tokens == 512
         seconds = next(left[scene.layers])  # pyrefly: ignore
         return {"layers": scene.layers, "seconds": seconds, "peak_bytes": 1, "fits": True}
 
-    monkeypatch.setattr(child, "play", play)
+    monkeypatch.setattr(child, "run_scene", run_scene)
     monkeypatch.setattr(child, "loopback_mesh", lambda axes: SimpleNamespace(axes=axes, gpu=False))
     request = {"kind": "time", "model": "tiny", "plan": {"recipe": "ulysses"}, "axes": {"ulysses": 2}, "tokens": 512}
     found = child.time(request | {"layers": 2, "cap": 2**30, "hold": False})
