@@ -136,7 +136,7 @@ def watch(name: str, tied: bool, present: int, file: Path) -> None:
         axes=Axes(**axes),
         dtype="bfloat16",
     )
-    found = rehearse.play(scene, mesh(**axes), watch=Watching)
+    found = rehearse.run_scene(scene, mesh(**axes), watch=Watching)
     dist.destroy_process_group()
     states = {"last": seen[0], "first": seen[-1], "look-up": looking[-1:]}
     file.write_text(json.dumps({**states, "host": found["host_bytes"]}))
