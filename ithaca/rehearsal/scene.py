@@ -1,4 +1,4 @@
-"""A scene, which is rehearsed: a rank of a job, with the layers that run, their weights and tokens."""
+"""A scene: the rank of a job that a rehearsal runs, with its layers, weights and tokens."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
