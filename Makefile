@@ -1,7 +1,8 @@
 # Every target installs what it needs on first use; PYTHON names the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
-WORKERS ?= 2
+# More than the two cores of a small machine: many tests wait for other processes
+WORKERS ?= 3
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-all mutants check clean
