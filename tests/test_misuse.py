@@ -35,7 +35,7 @@ def cases(folder: Path) -> dict[str, tuple[Callable[[], Any], str, str]]:
         "a text": (lambda: model("the sea"), "InputError", f"the text 'the sea' was given, {CALL}"),
         "nothing": (lambda: model(), "InputError", f"nothing (None) was given, {CALL}"),
         "a tensor of valid tokens": (lambda: model(batch, ids), "InputError", "valid_tokens is tensor([["),
-        "no labels": (lambda: model.shard(ids, labels=None), "InputError", "labels are missing: labels=tokens counts every token"),
+        "no labels": (lambda: model.shard(ids, labels=None), "InputError", "labels are missing: labels=tokens counts"),
         "floats": (lambda: model.shard(ids.float(), labels=ids), "InputError", "tokens are float32: whole numbers"),
         "other labels": (
             lambda: model.shard(ids, labels=ids[:1]),
