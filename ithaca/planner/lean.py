@@ -3,7 +3,7 @@
 The least memory is found by asking for less and less: K and V, log-sum-exps, residual, x, o and the optimizer's moments
 leave the device one after the other, and chunks become small. Attention runs twice only if it must. The Plan with the
 very least has the smallest chunks, which can cost much time for little memory: Llama3-8B at 128K on 8 GPUs takes 1.62
-times the fastest step in 14.1 GiB, and 1.03 times in 15.3 GiB. So a Plan may take a tenth more.
+times the fastest step in 14.1 GiB, and 1.03 times in 15.3 GiB (predicted). So a Plan may take a tenth more.
 """
 
 from dataclasses import dataclass
