@@ -1,0 +1,240 @@
+"""Check what Ithaca claims of a GPU, all in one state of the code: commands, the figures they give, and their bounds.
+
+    python -m bench.claims --list                         claims, what they need, how long they take; runs nothing
+    python -m bench.claims --limit 570 --out results      begin what ends within this time, the next call goes on
+    python -m bench.claims --only kv --again              the claims whose names contain "kv", also those that have run
+
+A claim holds if its command ends well and every figure is within its bound. It is stored at once in claims.json, with
+the commit, the machine and the command, next to the results of the command itself. What was seen at this commit is not
+run again. Tests run several at a time, since nothing in them is timed; measurements have the GPU to themselves. A claim
+whose package or NCCL is missing is not run, and the table says so (docs/doctor.md: several ranks on one GPU).
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.record import commit
+from ithaca.attention.kernels.facts import KERNEL_FACTS
+
+ROOT = Path(__file__).parents[1]
+TOGETHER = 6  # tests that share the GPU
+LAST_LINES = 15  # of a command that failed
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that was found, and what it must be."""
+
+    what: str
+    value: float
+    most: float | None = None
+    least: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        # Written so that a value that is not a number does not hold
+        return (self.most is None or self.value <= self.most) and (self.least is None or self.value >= self.least)
+
+    @property
+    def bound(self) -> str:
+        return " ".join(
+            f"{sign} {limit:g}" for sign, limit in (("≥", self.least), ("≤", self.most)) if limit is not None
+        )
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A command, and the figures that its results must show. `{out}` in the command is the folder for results."""
+
+    name: str
+    command: str
+    seconds: float  # on an H200, to plan a run
+    read: Callable[[Path], Sequence[Figure]]  # from the folder of results
+    needs: tuple[str, ...] = ()  # of NEEDS
+    timed: bool = True  # False: it may share the GPU with others
+
+
+@dataclass(frozen=True)
+class Found:
+    """A claim that was run."""
+
+    name: str
+    command: str
+    commit: str
+    machine: str
+    seconds: float
+    figures: list[dict[str, Any]]
+    error: str | None  # the end of what a command printed that failed
+
+    @property
+    def holds(self) -> bool:
+        return self.error is None and bool(self.figures) and all(Figure(**each).holds for each in self.figures)
+
+
+def missing(needs: Iterable[str]) -> str | None:
+    """Why a claim cannot run here; None if it can."""
+    for need in needs:
+        if reason := NEEDS[need]():
+            return reason
+    return None
+
+
+def _no_gpu() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def _no_flash4() -> str | None:
+    return None if KERNEL_FACTS["flash4"].installed else "flash-attn-4 is not installed"
+
+
+def _no_shared_gpu() -> str | None:
+    from tests.nccl import no_shared_gpu
+
+    return no_shared_gpu()
+
+
+NEEDS: dict[str, Callable[[], str | None]] = {"gpu": _no_gpu, "flash4": _no_flash4, "shared": _no_shared_gpu}
+
+
+def run_claim(claim: Claim, out: Path, at: str, machine: str, limit: float) -> Found:
+    """Run a claim's command for at most `limit` seconds and read its figures."""
+    command = claim.command.format(out=shlex.quote(str(out)))
+    began = time.perf_counter()
+    # In a session of its own, so that a command that takes too long ends with all its processes
+    process = subprocess.Popen(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "ITHACA_COMMIT": at, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=limit)
+        error = None if process.returncode == 0 else f"exit code {process.returncode}\n{_last(said)}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        error = f"not at its end after {limit:.0f} s\n{_last(said)}"
+    seconds, figures = time.perf_counter() - began, []
+    if error is None:
+        try:
+            figures = [asdict(figure) for figure in claim.read(out)]
+        except (OSError, LookupError, TypeError, ValueError) as problem:  # the results are not those expected
+            error = f"its results cannot be read: {type(problem).__name__}: {problem}\n{_last(said)}"
+    return Found(claim.name, command, at, machine, seconds, figures, error)
+
+
+def _last(said: str) -> str:
+    return "\n".join(said.strip().splitlines()[-LAST_LINES:])
+
+
+class Store:
+    """claims.json: what was found, a claim each."""
+
+    def __init__(self, folder: Path):
+        self.file = folder / "claims.json"
+        self._lock = threading.Lock()
+        rows = json.loads(self.file.read_text()) if self.file.exists() else []
+        self.found = {row["name"]: Found(**row) for row in rows}
+
+    def add(self, found: Found) -> None:
+        """Store a claim in place of an older run of it."""
+        with self._lock:
+            self.found[found.name] = found
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            half = self.file.with_suffix(".tmp")
+            half.write_text(json.dumps([asdict(each) for each in self.found.values()], indent=2) + "\n")
+            half.replace(self.file)
+
+
+def run_claims(claims: Sequence[Claim], store: Store, out: Path, at: str, machine: str, limit: float) -> None:
+    """Run claims in turn, those that are not timed several at a time. Begin none that would end after the limit."""
+    stop = time.perf_counter() + limit
+
+    def run(claim: Claim) -> None:
+        if (reason := missing(claim.needs)) is not None:
+            print(f"{claim.name}: not run, {reason}", flush=True)
+            return
+        left = stop - time.perf_counter()
+        if left < claim.seconds:
+            print(f"{claim.name}: not run, it takes about {claim.seconds:.0f} s and {max(left, 0):.0f} s are left")
+            return
+        found = run_claim(claim, out, at, machine, left)
+        store.add(found)
+        print("\n".join(lines(found)), flush=True)
+
+    shared = [claim for claim in claims if not claim.timed]
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        list(pool.map(run, sorted(shared, key=lambda claim: -claim.seconds)))
+    for claim in claims:
+        if claim.timed:
+            run(claim)
+
+
+def lines(found: Found) -> list[str]:
+    """What was found of a claim, a line for each figure."""
+    verdict = "holds" if found.holds else "DOES NOT HOLD"
+    said = [f"{found.name}: {verdict} ({found.seconds:.0f} s, commit {found.commit})"]
+    for each in found.figures:
+        figure = Figure(**each)
+        mark = "" if figure.holds else "   <- outside"
+        said.append(f"    {figure.what:50} {figure.value:>12.5g}  {figure.bound}{mark}")
+    if found.error is not None:
+        said += [f"    {line}" for line in found.error.splitlines()]
+    return said
+
+
+def main() -> None:
+    from bench.claims_table import CLAIMS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="bench/results", type=Path, metavar="FOLDER", help="folder for the results")
+    parser.add_argument("--commit", help="the commit to record, if this tree is a copy without its history")
+    parser.add_argument("--list", action="store_true", help="print the claims and run nothing")
+    parser.add_argument("--only", action="append", metavar="TEXT", help="claims with this in their names; repeatable")
+    parser.add_argument("--again", action="store_true", help="run also what was seen at this commit")
+    parser.add_argument("--limit", default=float("inf"), type=float, metavar="SECONDS")
+    args = parser.parse_args()
+    out, at = args.out.resolve(), args.commit or commit()
+    store = Store(out)
+    claims = [claim for claim in CLAIMS if not args.only or any(text in claim.name for text in args.only)]
+    if not claims:
+        raise SystemExit(f"no claim has {' or '.join(args.only)} in its name: --list shows them")
+    if args.list:
+        for claim in claims:
+            seen = store.found.get(claim.name)
+            state = "not run" if seen is None else f"{'holds' if seen.holds else 'DOES NOT HOLD'} at {seen.commit}"
+            print(f"{claim.name:60} {claim.seconds:4.0f} s  {' '.join(claim.needs):14} {state}\n    {claim.command}")
+        print(f"{len(claims)} claims, about {sum(claim.seconds for claim in claims):.0f} s one after the other")
+        return
+    if not args.again:
+        claims = [claim for claim in claims if (seen := store.found.get(claim.name)) is None or seen.commit != at]
+    import torch
+
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    run_claims(claims, store, out, at, machine, args.limit)
+    here = [store.found[claim.name] for claim in CLAIMS if claim.name in store.found]
+    held = sum(found.holds and found.commit == at for found in here)
+    print(f"{held} of {len(CLAIMS)} claims hold at {at}; {store.file}")
+    if any(not found.holds and found.commit == at for found in here):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""The claims about GPUs: their commands exist, their figures are read rightly, and a run of them can be continued."""
+
+import argparse
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from bench import claims
+from bench.claims import Claim, Figure, Found, Store, run_claim, run_claims
+from bench.claims_table import (
+    CLAIMS,
+    chunk_curve,
+    disk,
+    documents,
+    kernels_of_steps,
+    kv_on_the_host,
+    losses_of_ranks,
+    of_tests,
+    over_bare,
+    peak,
+    picked_plans,
+    rank_of_8,
+    results,
+    small_steps,
+    tensor_rungs,
+)
+from ithaca.cli import app
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+NOT_FOUND = "neither a benchmark nor a command nor tests"
+
+
+class Parsed(Exception):
+    """The options of a command were accepted."""
+
+
+def check_options(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise an error if the program does not know the options of a command line."""
+    if words[:2] == ["-m", "pytest"]:
+        assert all(Path(word).exists() for word in words if word.startswith("tests/"))
+    elif words[:2] == ["-m", "ithaca"]:
+        command: Any = typer.main.get_command(app)
+        rest = list(words[2:])
+        while hasattr(command, "commands"):
+            command = command.commands[rest.pop(0)]
+        command.make_context("ithaca", rest)
+    else:
+        assert words[0] == "-m"
+        assert words[1].startswith("bench."), NOT_FOUND
+        parse = argparse.ArgumentParser.parse_args
+
+        def stop(parser: argparse.ArgumentParser) -> None:
+            parse(parser)
+            raise Parsed
+
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        monkeypatch.setattr(sys, "argv", ["bench", *words[2:]])
+        with pytest.raises(Parsed):
+            importlib.import_module(words[1]).main()
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
+def test_the_command_of_a_claim_is_one(claim: Claim, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(claim.command.split(" > ")[0].format(out="out"))
+    assert words[0] == "python"
+    check_options(words[1:], monkeypatch)
+    assert set(claim.needs) <= set(claims.NEEDS)
+
+
+def test_a_wrong_option_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit):
+        check_options(["-m", "bench.block", "--tokns", "1M"], monkeypatch)
+    with pytest.raises(Exception, match="--tokns"):
+        check_options(["-m", "ithaca", "rehearse", "tiny", "--tokns", "1M"], monkeypatch)
+
+
+def test_names_are_unique() -> None:
+    assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
+
+
+def values(figures: Sequence[Figure]) -> list[float]:
+    return [round(figure.value, 3) for figure in figures]
+
+
+STORED: dict[str, tuple[Callable[[list[dict[str, Any]]], Sequence[Figure]], list[float], bool]] = {
+    # What the log and README say of these files
+    "block-llama3-8b-2M-kv": (kv_on_the_host, [0.05, 1.0], True),
+    "block-llama3-8b-5M-device": (lambda rows: [peak(rows[0], 26), over_bare(rows[0], 1.03)], [23.033, 1.017], True),
+    "chunks-llama3-8b-1M-8-cudnn": (chunk_curve, [12, 1.23], True),
+    "step-llama3-8b-1-layers-1M": (kernels_of_steps(1.05, 53), [1.103, 0.539], True),
+    "step-llama3-8b-128K": (kernels_of_steps(1.06), [1.074, 0.471], True),
+    "kernels-rates-documents": (documents, [1.102, 1.077, 1.861, 1.014], True),
+    "operations-smollm2-135m-64K": (small_steps, [0.343, 4569, 0, 269132.975], True),
+    "disk-llama3.2-1b-256K": (disk, [0.392, 0], True),
+    "recipes-graphs": (picked_plans, [10, 1.0, 12.299, 10.693], False),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_figures_of_stored_results(name: str) -> None:
+    read, wanted, holds = STORED[name]
+    figures = read(results(RESULTS, name))
+    assert values(figures) == pytest.approx(wanted, rel=1e-4)
+    assert all(figure.holds for figure in figures) is holds
+
+
+def test_a_rank_of_8_is_compared_at_its_longest_context() -> None:
+    sizes = ((2**18, 9.0, 1.5), (2**21, 20.0, 1.03), (2**18, 9.0, 1.5), (2**21, 23.0, 1.06))
+    rows = [{"tokens": tokens, "seconds": seconds, "over_bare": bare} for tokens, seconds, bare in sizes]
+    assert values(rank_of_8(rows)) == [1.15, 1.03]
+
+
+def test_the_tensor_rungs_of_the_stored_ladder() -> None:
+    assert values(tensor_rungs(RESULTS)) == [3, 1.563, 7.955]
+
+
+def test_a_result_with_an_error_is_no_result(tmp_path: Path) -> None:
+    rows = [{"point": "a", "seconds": 1}, {"point": "b", "error": "out of memory"}]
+    (tmp_path / "x.json").write_text(json.dumps({"results": rows}))
+    with pytest.raises(ValueError, match="out of memory"):
+        results(tmp_path, "x")
+
+
+def test_tests_that_were_all_skipped_prove_nothing(tmp_path: Path) -> None:
+    claim = of_tests("some tests", "tests/x.py", 1, passed=3)
+    (file,) = re.findall(r"\S+\.xml", claim.command)
+    for counts, holds in (("5 0 0 2", True), ("5 0 0 3", False), ("5 1 0 0", False), ("5 0 1 0", False)):
+        words = zip(("tests", "failures", "errors", "skipped"), counts.split(), strict=True)
+        suite = "<testsuite " + " ".join(f'{name}="{count}"' for name, count in words) + "/>"
+        (tmp_path / file.split("/")[-1]).write_text(f"<testsuites>{suite}</testsuites>")
+        assert all(figure.holds for figure in claim.read(tmp_path)) is holds
+
+
+def test_a_figure_that_is_not_a_number_does_not_hold() -> None:
+    assert not Figure("speed", float("nan"), most=1).holds
+    assert not Figure("speed", float("nan"), least=1).holds
+    assert Figure("speed", 1.0, least=1, most=1).holds
+    assert Figure("speed", 1.0, least=1, most=2).bound == "≥ 1 ≤ 2"
+
+
+def python(program: str) -> str:
+    return f"python -c {shlex.quote(program)}"
+
+
+def make_claim(name: str, program: str, value: float = 1.0, **more: Any) -> Claim:
+    return Claim(name, python(program), 0.0, lambda _: [Figure("x", value, most=1)], **more)
+
+
+def test_claims_are_run_stored_and_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "out").mkdir()
+    count = tmp_path / "count"
+    some = [
+        make_claim("good", f"open({str(count)!r}, 'a').write('x')"),
+        make_claim("outside", "pass", 2.0),
+        make_claim("broken", "raise SystemExit('no such option')"),
+        make_claim("together", "pass", timed=False),
+        Claim("elsewhere", "true", 0.0, lambda _: [], needs=("gpu",)),
+        Claim("long", "true", 1e9, lambda _: []),
+        Claim("unread", "true", 0.0, lambda out: [Figure("x", json.loads((out / "no").read_text()))]),
+    ]
+    store = Store(tmp_path / "out")
+    run_claims(some, store, tmp_path / "out", "abc", "CPU", 1000.0)
+    said = capsys.readouterr().out
+    assert "good: holds" in said
+    assert "outside: DOES NOT HOLD" in said
+    assert "<- outside" in said
+    assert "no such option" in said
+    assert "elsewhere: not run, no CUDA device" in said
+    assert "long: not run, it takes about 1000000000 s" in said
+    assert "its results cannot be read: FileNotFoundError" in said
+    stored = Store(tmp_path / "out").found
+    assert {name: found.holds for name, found in stored.items()} == {
+        "together": True, "good": True, "outside": False, "broken": False, "unread": False,
+    }  # fmt: skip
+    assert stored["good"].commit == "abc"
+
+
+def test_a_command_that_takes_too_long_ends_with_its_processes(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    inner = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    found = run_claim(make_claim("slow", program), tmp_path, "abc", "CPU", 0.5)
+    assert found.error is not None
+    assert found.error.startswith("not at its end after 0 s")
+    assert not found.holds
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def run(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["claims", *words, "--out", str(tmp_path), "--commit", "abc"])
+        claims.main()
+
+    run("--list", "--only", "5M tokens, K and V on")
+    said = capsys.readouterr().out
+    assert "not run" in said
+    assert "bench.block --tokens 5M" in said
+    with pytest.raises(SystemExit, match="no claim has xyz in its name"):
+        run("--only", "xyz")
+    old = Found("5M tokens, K and V on the device", "c", "abc", "H200", 1.0, [vars(Figure("x", 1.0, most=2))], None)
+    Store(tmp_path).add(old)
+    run("--only", "5M tokens, K and V on")  # seen at this commit, so that it asks for no GPU
+    said = capsys.readouterr().out
+    assert "not run" not in said
+    assert f"1 of {len(CLAIMS)} claims hold at abc" in said
+    run("--only", "5M tokens, K and V on", "--again")
+    assert "not run, no CUDA device" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_losses_of_four_ranks_and_of_one(tmp_path: Path) -> None:
+    words = ["-m", "bench.shared_ranks", "--smoke", "--out", str(tmp_path), "--commit", "none"]
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, capture_output=True)
+    (row,) = results(tmp_path, "shared-ranks-smoke")
+    assert len(row["several"]["losses"]) == len(row["one"]["losses"]) == 4
+    assert row["largest_difference"] < 1e-5
+    assert values(losses_of_ranks([row]))[0] == 4
