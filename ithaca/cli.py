@@ -260,6 +260,9 @@ def plan(
     ] = None,
     lean: Annotated[bool, typer.Option("--lean", help="The fastest Plan within 10 % of the least GPU memory.")] = False,
     recipe: Annotated[str | None, typer.Option(help="The recipe. Default: the fastest that fits.")] = None,
+    kernel: Annotated[
+        str, typer.Option(help="The attention kernel where it trains, as flash4; auto: the fastest installed here.")
+    ] = "auto",
     meshes: Annotated[
         bool, typer.Option("--meshes", help="Compare all meshes: which GPUs share a sequence, and what they send.")
     ] = False,
@@ -286,7 +289,7 @@ def plan(
         found, hardware = measure_here(measure), measure
         gpus = f"8x{found}" if gpus is None else gpus
     output = Output(as_json=json, verbose=verbose, meshes=meshes, picture=picture)
-    run(model, gpus, tokens, host, disk, recipe, hardware, output, node_gpus, documents, lean, batch)
+    run(model, gpus, tokens, host, disk, recipe, hardware, output, node_gpus, documents, lean, batch, kernel)
 
 
 @app.command()

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from ithaca.base.errors import ModelError, PlanError, read_option
+from ithaca.attention.kernels.facts import KERNEL_FACTS
+from ithaca.base.errors import ModelError, PlanError, read_option, suggestion
 from ithaca.base.misuse import check_type
 from ithaca.base.sizes import format_tokens, parse_tokens, read_memory
 from ithaca.model.config_json import find_config
@@ -56,6 +57,7 @@ def run(
     documents: str | None = None,
     lean: bool = False,
     batch: str | None = None,
+    kernel: str = "auto",
 ) -> None:
     """`ithaca plan`. `hardware`: a file of GPUs, given by the user or just written by --measure."""
     if output.picture:
@@ -70,7 +72,7 @@ def run(
         )
     if recipe is not None:
         Plan(recipe=recipe)  # an unknown recipe is refused before anything is searched
-    cluster = read_cluster(USUAL if gpus is None else gpus, hardware, host, disk, node_gpus)
+    cluster = read_cluster(USUAL if gpus is None else gpus, hardware, host, disk, node_gpus, kernel)
     packed = None if documents is None else read_option("--documents", read_documents, documents)
     sequences = read_batch(batch, length) if batch is not None and length is not None else None
     spec = read_spec(find_config(model)[0])
@@ -183,17 +185,19 @@ def plan(
     host: str | None = None,
     disk: str = "0",
     recipe: str | None = None,
+    kernel: str = "auto",
 ) -> Plan:
     """The fastest Plan for a context of `tokens` tokens on some GPUs, as `ithaca plan` finds it.
 
     Raises PlanError if nothing fits. `host` and `disk` are the memory and disk of each node, as 1.9TB; by default the
-    usual memory of such a node, and no disk. `ithaca plan` also shows the mesh.
+    usual memory of such a node, and no disk. `kernel` is the attention kernel where it trains; by default the fastest
+    that is installed here. `ithaca plan` also shows the mesh.
     """
     check_type(spec, Spec, ModelError, "plan takes a model's Spec first: ithaca.load_model(folder).spec")
     check_type(gpus, str, PlanError, "plan takes the GPUs second, as text: '8xH100-80GB'")
     if recipe is not None:
         Plan(recipe=recipe)
-    cluster, length = read_cluster(gpus, None, host, disk), parse_tokens(tokens)
+    cluster, length = read_cluster(gpus, None, host, disk, kernel=kernel), parse_tokens(tokens)
     answer = search(spec, cluster, length, recipe)
     if answer is None:
         question = Question(spec.family, spec, cluster, length, recipe)
@@ -202,7 +206,7 @@ def plan(
 
 
 def read_cluster(
-    gpus: str, hardware: Path | None, host: str | None, disk: str, node_gpus: int | None = None
+    gpus: str, hardware: Path | None, host: str | None, disk: str, node_gpus: int | None = None, kernel: str = "auto"
 ) -> Cluster:
     """The GPUs as the options describe them: '16xH100-80GB' on nodes of 8, or '4x4xH100-80GB' on 4 nodes of 4."""
     nodes = re.fullmatch(r"\s*(\d{1,20})\s*[xX×]\s*(\d{1,20})\s*[xX×]\s*(.+)", gpus)
@@ -214,8 +218,10 @@ def read_cluster(
     if not 1 <= node_gpus <= MOST_ON_A_NODE:
         raise PlanError(f"{node_gpus} GPUs on a node are out of range: give 1 to {MOST_ON_A_NODE}")
     count, gpu = parse_gpus(gpus, read_gpus(hardware))
+    if kernel != "auto" and kernel not in KERNEL_FACTS:
+        raise PlanError(f"--kernel {kernel} does not exist: {suggestion(kernel, ('auto', *KERNEL_FACTS))}")
     memory = _node_bytes(min(count, node_gpus), gpu, host, disk)
-    return Cluster(count, gpu, memory["host"], memory["disk"], node_gpus)
+    return Cluster(count, gpu, memory["host"], memory["disk"], node_gpus, kernel=kernel, usual=host is None)
 
 
 def _node_bytes(gpus: int, gpu: Gpu, host: str | None, disk: str) -> dict[str, float]:

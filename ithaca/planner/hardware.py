@@ -77,26 +77,29 @@ class Gpu:
     capability: tuple[int, int]  # CUDA compute capability
     attention: tuple[AttentionRates, ...]
     sources: Mapping[str, str] = field(compare=False)
+    described: tuple[str, ...] = ()  # kernels whose rates a user's file names, so that they are where it trains
 
     def rates(self, kernel: str) -> AttentionRates | None:
         """The rates of an attention kernel; None if the table has none of that name."""
         return next((rates for rates in self.attention if rates.kernel == kernel), None)
 
 
-NUMBERS = tuple(item.name for item in fields(Gpu) if item.name not in ("name", "capability", "attention", "sources"))
+NO_NUMBERS = ("name", "capability", "attention", "sources", "described")
+NUMBERS = tuple(item.name for item in fields(Gpu) if item.name not in NO_NUMBERS)
 
 
 def read_gpus(more: Path | None = None) -> dict[str, Gpu]:
     """All known GPUs by name: the table's, and those of another file."""
-    tables = dict(_own_table())
+    tables, described = dict(_own_table()), {}
     for name, table in (_read(more) if more else {}).items():
-        known = tables.get(name, {})
-        attention = {**known.get("attention", {}), **_attention_tables(name, table)}
+        known, given = tables.get(name, {}), _attention_tables(name, table)
+        attention, described[name] = {**known.get("attention", {}), **given}, tuple(given)
         numbers = {number: value for number, value in table.items() if number not in OLD_RATES}
         tables[name] = {**known, **numbers, "attention": attention}
     # A user's file may leave rates of the H200 out as well: they follow from our own
     measured = _gpu(MEASURED_ON, tables[MEASURED_ON], _gpu(MEASURED_ON, _own_table()[MEASURED_ON], None))
-    return {name: _gpu(name, table, measured) for name, table in tables.items()}
+    found = {name: _gpu(name, table, measured) for name, table in tables.items()}
+    return {name: replace(gpu, described=described.get(name, ())) for name, gpu in found.items()}
 
 
 def _attention_tables(name: str, table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -176,7 +179,7 @@ def causal_mfu(spec: Spec, attended: float, tokens_per_second: float, peak: floa
 
 def _gpu(name: str, table: Mapping[str, Any], measured: Gpu | None) -> Gpu:
     """The GPU of a table; `measured`: the one from which missing rates are derived, None if none is missing."""
-    numbers: dict[str, float] = {}
+    numbers: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for number in NUMBERS:
         if number in table:
@@ -318,6 +321,8 @@ class Cluster:
     copies: int = 1  # copies of the parameters in the job, each on this many GPUs
     passes: int = 1  # of a step, one after the other (micro-batches)
     kernels: tuple[str, ...] | None = None  # that attention can run with, the preferred first; None: as their facts say
+    kernel: str = "auto"  # the attention kernel that the Plan must have
+    usual: bool = False  # the host's memory was not given: it is the usual one for the GPUs on a node
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MOST_GPUS:
@@ -357,9 +362,9 @@ class Cluster:
         return replace(self, gpu=replace(self.gpu, memory=memory))
 
     def resized(self, count: int) -> "Cluster":
-        """This cluster with `count` GPUs. Every node has as much memory as now; part of a node has its share."""
-        share = min(count, self.node_gpus) / self.machine.gpus
-        return replace(self, count=count, host=self.host * share, disk=self.disk * share)
+        """This cluster with `count` GPUs. Memory and disk of a node stay as they were given, as --host and --disk."""
+        share = min(count, self.node_gpus) / self.machine.gpus if self.usual else 1.0
+        return replace(self, count=count, host=self.host * share)
 
     def sharing(self) -> list[int]:
         """The numbers of GPUs that can share a sequence: the divisors of their count."""

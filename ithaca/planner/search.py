@@ -7,7 +7,7 @@ the ways that its schedule offers (schedule/variants.py). It compares the Plans 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from ithaca.attention.kernels.facts import KERNEL_FACTS, KernelFacts, gpu_kernels
 from ithaca.base.errors import PlanError
@@ -123,7 +123,7 @@ def fitting(
     Ways that cannot be faster than one before them by more than `HARDLY` are left out.
     """
     axes = _axes(cluster, recipe, mesh)
-    copied, kernel = replace(axes, replicate=cluster.copies), _kernel(spec, cluster)
+    copied = replace(axes, replicate=cluster.copies)
     timed = _Timed(spec, cluster, tokens, rows, axes, documents)
     best, once, replaying = float("inf"), False, _replaying(spec, cluster)
     if effort is Effort.FEW and not fits(spec, cluster, rows * tokens, recipe, mesh, Effort.LEAST):
@@ -136,8 +136,7 @@ def fitting(
         for plan, memory in found:
             seconds = timed(plan)
             best = min(best, _cost(seconds))
-            # A run chooses the kernel again: where it trains, other packages may be installed. Not every kernel replays
-            named = replace(plan, kernel="auto") if plan.kernel == kernel and not plan.cuda_graph else plan
+            named = plan if plan.cuda_graph else _chosen_again(plan, cluster)  # not every kernel replays
             answer = Answer(named, tokens, axes, rows, rows * axes.shard, memory, seconds, plan.kernel)
             once = not answer.recomputed(spec)
             graphs_left = graphs_left and not plan.cuda_graph
@@ -158,10 +157,31 @@ def _axes(cluster: Cluster, recipe: str, mesh: tuple[int, int]) -> Axes:
 
 
 def _kernels(spec: Spec, cluster: Cluster) -> list[KernelFacts]:
-    """The attention kernels that can be had, the best first."""
+    """The attention kernels that can be had, the best first: the one that was asked for, or those that are there."""
     if cluster.kernels is not None:
         return [KERNEL_FACTS[name] for name in cluster.kernels]
-    return [facts for facts in gpu_kernels(spec.head_size, cluster.gpu.capability) if facts.installed]
+    possible = gpu_kernels(spec.head_size, cluster.gpu.capability)
+    if cluster.kernel == "auto":
+        return [facts for facts in possible if facts.installed or facts.name in cluster.gpu.described]
+    fast = [facts for facts in possible if facts.device is not None]  # not `naive`, whose time is not predicted
+    return [facts for facts in fast if facts.name == cluster.kernel] or _refuse_kernel(spec, cluster, fast)
+
+
+def _refuse_kernel(spec: Spec, cluster: Cluster, fast: list[KernelFacts]) -> NoReturn:
+    """Raise the error for a kernel that this GPU cannot run with this model, or that is for comparisons only."""
+    gpu = cluster.gpu
+    if KERNEL_FACTS[cluster.kernel].device is None:
+        why = "is for comparisons: its time is not predicted"
+    else:
+        capability = ".".join(map(str, gpu.capability))
+        why = f"does not run on {gpu.name} (compute capability {capability}) with heads of {spec.head_size}"
+    raise PlanError(f"--kernel {cluster.kernel} {why}; use {', '.join([*(facts.name for facts in fast), 'auto'])}")
+
+
+def _chosen_again(plan: Plan, cluster: Cluster) -> Plan:
+    """The Plan without its kernel's name if `auto` finds it: where it trains, a faster one may be installed."""
+    found = cluster.kernel == "auto" and KERNEL_FACTS[plan.kernel].installed
+    return replace(plan, kernel="auto") if found else plan
 
 
 def _kernel(spec: Spec, cluster: Cluster) -> str:
@@ -235,7 +255,7 @@ def _refined(spec: Spec, cluster: Cluster, answer: Answer, documents: Documents 
     if found is None:
         return answer
     plan, memory = found
-    return replace(answer, plan=replace(plan, kernel="auto"), memory=memory, seconds=timed(plan))
+    return replace(answer, plan=_chosen_again(plan, cluster), memory=memory, seconds=timed(plan))
 
 
 def best_of(

@@ -30,6 +30,11 @@ class Recipe:
     checkpointed, and under schedule `sweep` with several sizes of chunks. Empty, for schedule `sweep` alone: the
     planner also places x, o, K and V of each layer itself."""
 
+    @property
+    def places(self) -> bool:
+        """Whether the planner places x, o, K and V of each layer. With `tries` their places are given."""
+        return self.schedule == "sweep" and not self.tries
+
     def axes(self, by_heads: int, ring: int, shard: int = 1) -> Axes:
         """The axes on which ranks share a sequence by heads, as tensor or Ulysses ranks, and over a ring."""
         kind = "tensor" if self.tensor else "ulysses"

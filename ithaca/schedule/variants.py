@@ -130,7 +130,7 @@ def fitting_plans(
     `cost`: what a Plan costs (placement.py), to compare placements by. `replaying`: the kernel of CUDA graphs.
     """
     budgeted = partial(_memory, spec=spec, axes=axes, tokens=tokens, budget=budget)
-    if not _needs_placement(plan):
+    if not plan.entry.places:
         fit = plan, budgeted(plan)
     elif (fit := _placed(plan, spec, axes, tokens, budget, _choices(effort, spec.layers), cost)) is None:
         return
@@ -176,16 +176,11 @@ def fitting_graph(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budge
 
 def refit(plan: Plan, spec: Spec, axes: Axes, tokens: int, budget: Budget, cost: Cost) -> Fit | None:
     """A Plan that fits, placed again with all choices tried; None if it has nothing to place."""
-    if not _needs_placement(plan):
+    if not plan.entry.places:
         return None
     assert plan.kv is not None
     unplaced = replace(plan, x=None, o=None, lse=None, residual=None, disk=_folder_of(plan.kv))
     return next(fitting_plans(unplaced, spec, axes, tokens, budget, Effort.ALL, cost), None)
-
-
-def _needs_placement(plan: Plan) -> bool:
-    """Whether the planner must place x, o, K and V of each layer. Plans from a recipe's `tries` place them already."""
-    return plan.sweeps and not plan.entry.tries
 
 
 @lru_cache(maxsize=64)  # the search asks for the same values many times

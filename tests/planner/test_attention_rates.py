@@ -1,12 +1,16 @@
 """The attention kernel that a prediction is for, and how its rate depends on head size and documents."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import ithaca
 from ithaca.attention.kernels import facts
+from ithaca.base.errors import PlanError
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.planner.answer.assumptions import kernel_text
@@ -66,6 +70,60 @@ def test_the_answer_names_it(installed: bool) -> None:
         assert text.endswith(": pip install 'ithaca[flash4]'")
     answer, text = answer_of("8xA100-80GB")
     assert answer.kernel == text == "cudnn+flash"
+
+
+def test_a_kernel_that_is_asked_for(installed: bool) -> None:
+    """The Plan names it where `auto` here would take another one, so that a run does not fall back to that."""
+    spec, cluster = read_spec(find_config("llama3-8b")[0]), read_cluster("8xH200", None, None, "0", kernel="flash4")
+    answer = search(spec, cluster, 128 * K)
+    assert answer is not None
+    assert (answer.kernel, answer.plan.kernel) == ("flash4", "flash4")
+    said = kernel_text(spec, cluster, answer, None)
+    if installed:
+        assert said == "flash4"
+        assert answer.seconds == answer_of("8xH200")[0].seconds
+    else:
+        assert said == "flash4, which is not installed here; where it trains: pip install 'ithaca[flash4]'"
+    slow = search(spec, replace(cluster, kernel="flash"), 128 * K)
+    assert slow is not None
+    assert slow.plan.kernel == "flash"
+    assert slow.seconds.step > 1.5 * answer.seconds.step
+
+
+@pytest.mark.parametrize(
+    ("gpus", "kernel", "said"),
+    [
+        (
+            "8xA100-80GB",
+            "flash4",
+            "--kernel flash4 does not run on A100-80GB (compute capability 8.0) with heads of 128; use cudnn+flash, "
+            "cudnn, flash, auto",
+        ),
+        ("8xH100-80GB", "torch-cpu", "--kernel torch-cpu does not run on H100-80GB (compute capability 9.0) with"),
+        (
+            "8xH100-80GB",
+            "naive",
+            "--kernel naive is for comparisons: its time is not predicted; use flash4, ",
+        ),
+        ("8xH100-80GB", "flsh4", "--kernel flsh4 does not exist: did you mean 'flash4'?"),
+    ],
+)
+def test_kernels_that_are_refused(gpus: str, kernel: str, said: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(said)):
+        ithaca.plan(read_spec(find_config("llama3-8b")[0]), gpus, tokens="128K", kernel=kernel)
+
+
+def test_a_kernel_that_was_measured_where_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts as installed, but the Plan names it: here `auto` is another one."""
+    monkeypatch.setattr(facts, "_installed", lambda _: False)
+    file, spec = tmp_path / "rates.toml", read_spec(find_config("llama3-8b")[0])
+    file.write_text("""["H200-141GB".attention.flash4]\nforward = [7e14, "measured"]\n""")
+    answer = search(spec, read_cluster("8xH200", file, None, "0"), 128 * K)
+    assert answer is not None
+    assert (answer.kernel, answer.plan.kernel) == ("flash4", "flash4")
+    other = search(spec, read_cluster("8xH100-80GB", file, None, "0"), 128 * K)
+    assert other is not None
+    assert (other.kernel, other.plan.kernel) == ("cudnn+flash", "auto")
 
 
 def test_what_installing_would_give(monkeypatch: pytest.MonkeyPatch) -> None:

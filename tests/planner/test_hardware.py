@@ -7,6 +7,7 @@ import pytest
 from ithaca.base.errors import PlanError
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
+from ithaca.planner.command import read_cluster
 from ithaca.planner.hardware import (
     DIRECTIONS,
     NUMBERS,
@@ -246,3 +247,12 @@ def test_refused(tmp_path: Path, text: str, sentence: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot be read \\(No such file"):
         read_gpus(tmp_path / "none.toml")
+
+
+def test_fewer_gpus_of_a_node() -> None:
+    """Memory that was given stays that of a node; the usual memory is that of the GPUs used."""
+    given, usual = (read_cluster("8xH100-80GB", None, host, "28TB") for host in ("1.9TB", None))
+    assert (given.resized(4).host, given.resized(4).disk) == (1.9e12, 28e12)
+    assert usual.resized(4).host == usual.host / 2
+    assert usual.resized(16).host == usual.host
+    assert usual.resized(4).host == read_cluster("4xH100-80GB", None, None, "0").host

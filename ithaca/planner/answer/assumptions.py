@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ithaca.attention.kernels.facts import gpu_kernels
+from ithaca.attention.kernels.facts import KERNEL_FACTS, gpu_kernels
 from ithaca.base.sizes import format_bytes, format_seconds
 from ithaca.model.spec import Spec
 from ithaca.planner.documents import Documents
@@ -13,7 +13,12 @@ from ithaca.tape.budget import KEPT_BACK
 
 
 def kernel_text(spec: Spec, cluster: Cluster, answer: Answer, documents: Documents | None) -> str:
-    """The assumed kernel, and the time of a step with a faster kernel that is not installed."""
+    """The assumed kernel; how to install it, or the time of a step with a faster kernel that is not installed."""
+    facts = KERNEL_FACTS[answer.kernel]
+    if not facts.installed:
+        return f"{answer.kernel}, which is not installed here; where it trains: pip install 'ithaca[{facts.extra}]'"
+    if cluster.kernel != "auto":
+        return answer.kernel
     best = gpu_kernels(spec.head_size, cluster.gpu.capability)[0]
     if best.name == answer.kernel or best.extra is None:  # nothing to install
         return answer.kernel

@@ -191,8 +191,8 @@ def _again_lines(question: Question, answer: Answer, most: int, beside: Beside |
 
 
 def _recomputes(question: Question, answer: Answer) -> bool:
-    """Whether attention runs again under a recipe that could save its outputs."""
-    return "o" in answer.plan.entry.options and answer.recomputed(question.spec) > 0
+    """Whether attention runs again where the planner could have saved its outputs."""
+    return answer.plan.entry.places and answer.recomputed(question.spec) > 0
 
 
 def _fetch_lines(question: Question, answer: Answer) -> list[str]:
@@ -302,7 +302,7 @@ def alternatives(question: Question, answer: Answer, most: int) -> list[str]:
 
 def longest_recomputed(question: Question, most: int) -> int:
     """The longest context if attention may run again; 0 if nothing fits, or no recipe asked for can choose that."""
-    if not most or "o" not in RECIPES[question.recipe or LEAST_MEMORY].options:
+    if not most or not RECIPES[question.recipe or LEAST_MEMORY].places:
         return 0
     return longest(question.spec, question.cluster, question.recipe, recomputing=True, from_=most)
 
