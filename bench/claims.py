@@ -5,9 +5,10 @@
     python -m bench.claims --only kv --again              the claims whose names contain "kv", also those that have run
 
 A claim holds if its command ends well and every figure is within its bound. It is stored at once in claims.json, with
-the commit, the machine and the command, next to the results of the command itself. What was seen at this commit is not
-run again. Tests run several at a time, since nothing in them is timed; measurements have the GPU to themselves. A claim
-whose package or NCCL is missing is not run, and the table says so (docs/doctor.md: several ranks on one GPU).
+the commit, the machine and the command, next to the results of the command itself. It holds for the code that it was
+seen with (bench/digest.py): a change of pages, tests or comments leaves it, and it is not run again. Tests run several
+at a time, since nothing in them is timed; measurements have the GPU to themselves. A claim whose package or NCCL is
+missing is not run, and the output says so (docs/ranks.md: many ranks on one GPU).
 """
 
 import argparse
@@ -25,11 +26,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.digest import digest
 from bench.record import commit
 from ithaca.attention.kernels.facts import KERNEL_FACTS
 
 ROOT = Path(__file__).parents[1]
-TOGETHER = 6  # tests that share the GPU
+TOGETHER = 8  # test processes that share the GPU
 LAST_LINES = 15  # of a command that failed
 
 
@@ -73,6 +75,7 @@ class Found:
     name: str
     command: str
     commit: str
+    code: str  # the digest of the code that it was seen with
     machine: str
     seconds: float
     figures: list[dict[str, Any]]
@@ -81,6 +84,10 @@ class Found:
     @property
     def holds(self) -> bool:
         return self.error is None and bool(self.figures) and all(Figure(**each).holds for each in self.figures)
+
+    def answers(self, claim: Claim, code: str) -> bool:
+        """Whether it is what this claim's command gives with this code."""
+        return (self.command, self.code) == (claim.command, code)
 
 
 def missing(needs: Iterable[str]) -> str | None:
@@ -110,7 +117,7 @@ def _no_shared_gpu() -> str | None:
 NEEDS: dict[str, Callable[[], str | None]] = {"gpu": _no_gpu, "flash4": _no_flash4, "shared": _no_shared_gpu}
 
 
-def run_claim(claim: Claim, out: Path, at: str, machine: str, limit: float) -> Found:
+def run_claim(claim: Claim, out: Path, at: str, code: str, machine: str, limit: float) -> Found:
     """Run a claim's command for at most `limit` seconds and read its figures."""
     command = claim.command.format(out=shlex.quote(str(out)))
     began = time.perf_counter()
@@ -137,7 +144,7 @@ def run_claim(claim: Claim, out: Path, at: str, machine: str, limit: float) -> F
             figures = [asdict(figure) for figure in claim.read(out)]
         except (OSError, LookupError, TypeError, ValueError) as problem:  # the results are not those expected
             error = f"its results cannot be read: {type(problem).__name__}: {problem}\n{_last(said)}"
-    return Found(claim.name, command, at, machine, seconds, figures, error)
+    return Found(claim.name, claim.command, at, code, machine, seconds, figures, error)
 
 
 def _last(said: str) -> str:
@@ -153,6 +160,10 @@ class Store:
         rows = json.loads(self.file.read_text()) if self.file.exists() else []
         self.found = {row["name"]: Found(**row) for row in rows}
 
+    def answers(self, claim: Claim, code: str) -> bool:
+        """Whether this claim was run with this code."""
+        return claim.name in self.found and self.found[claim.name].answers(claim, code)
+
     def add(self, found: Found) -> None:
         """Store a claim in place of an older run of it."""
         with self._lock:
@@ -163,7 +174,9 @@ class Store:
             half.replace(self.file)
 
 
-def run_claims(claims: Sequence[Claim], store: Store, out: Path, at: str, machine: str, limit: float) -> None:
+def run_claims(
+    claims: Sequence[Claim], store: Store, out: Path, at: str, code: str, machine: str, limit: float
+) -> None:
     """Run claims in turn, those that are not timed several at a time. Begin none that would end after the limit."""
     stop = time.perf_counter() + limit
 
@@ -175,7 +188,7 @@ def run_claims(claims: Sequence[Claim], store: Store, out: Path, at: str, machin
         if left < claim.seconds:
             print(f"{claim.name}: not run, it takes about {claim.seconds:.0f} s and {max(left, 0):.0f} s are left")
             return
-        found = run_claim(claim, out, at, machine, left)
+        found = run_claim(claim, out, at, code, machine, left)
         store.add(found)
         print("\n".join(lines(found)), flush=True)
 
@@ -208,10 +221,10 @@ def main() -> None:
     parser.add_argument("--commit", help="the commit to record, if this tree is a copy without its history")
     parser.add_argument("--list", action="store_true", help="print the claims and run nothing")
     parser.add_argument("--only", action="append", metavar="TEXT", help="claims with this in their names; repeatable")
-    parser.add_argument("--again", action="store_true", help="run also what was seen at this commit")
+    parser.add_argument("--again", action="store_true", help="run also what was seen with this code")
     parser.add_argument("--limit", default=float("inf"), type=float, metavar="SECONDS")
     args = parser.parse_args()
-    out, at = args.out.resolve(), args.commit or commit()
+    out, at, code = args.out.resolve(), args.commit or commit(), digest(ROOT / "ithaca")
     store = Store(out)
     claims = [claim for claim in CLAIMS if not args.only or any(text in claim.name for text in args.only)]
     if not claims:
@@ -220,19 +233,21 @@ def main() -> None:
         for claim in claims:
             seen = store.found.get(claim.name)
             state = "not run" if seen is None else f"{'holds' if seen.holds else 'DOES NOT HOLD'} at {seen.commit}"
+            if seen is not None and not seen.answers(claim, code):
+                state += ", with other code"
             print(f"{claim.name:60} {claim.seconds:4.0f} s  {' '.join(claim.needs):14} {state}\n    {claim.command}")
         print(f"{len(claims)} claims, about {sum(claim.seconds for claim in claims):.0f} s one after the other")
         return
     if not args.again:
-        claims = [claim for claim in claims if (seen := store.found.get(claim.name)) is None or seen.commit != at]
+        claims = [claim for claim in claims if not store.answers(claim, code)]
     import torch
 
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    run_claims(claims, store, out, at, machine, args.limit)
-    here = [store.found[claim.name] for claim in CLAIMS if claim.name in store.found]
-    held = sum(found.holds and found.commit == at for found in here)
-    print(f"{held} of {len(CLAIMS)} claims hold at {at}; {store.file}")
-    if any(not found.holds and found.commit == at for found in here):
+    run_claims(claims, store, out, at, code, machine, args.limit)
+    here = [store.found[claim.name] for claim in CLAIMS if store.answers(claim, code)]
+    held = sum(found.holds for found in here)
+    print(f"{held} of {len(CLAIMS)} claims hold with this code ({code}); {store.file}")
+    if held < len(here):
         sys.exit(1)
 
 

@@ -4,8 +4,10 @@ Seconds are those of one H200, to plan a run. Bounds are what was promised, not 
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,6 +20,23 @@ GIB = 2**30
 KINDS_OF_TESTS = ("tests", "failures", "errors", "skipped")  # counts in a report of pytest
 FAR_END = "recipe=sweep; lse=host; optimizer=host; chunk=32K"
 ONE_GPU = "chunk=32K; tile=8K; x=rebuild*28, host; o=host; lse=host; residual=host; kv=host"
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A number that tests print: the largest of each test's report counts."""
+
+    what: str
+    pattern: str
+    most: float
+
+    def largest(self, report: ElementTree.Element) -> Figure:
+        said = "\n".join(output.text or "" for output in report.iter("system-out"))
+        return Figure(self.what, max(map(float, re.findall(self.pattern, said))), most=self.most)
+
+
+ENDED = Printed("seconds until the other ranks had ended", r"the others ended ([0-9.]+) s later", 80)
+WENT_ON = Printed("seconds until the run that was started again had ended", r"again, ended ([0-9.]+) s later", 80)
 
 
 def _file(kind: str, name: str) -> str:
@@ -44,23 +63,34 @@ def of_block(name: str, words: str, seconds: float, read: Read, *needs: str) -> 
     return of_bench(name, "block", f"{words} --name {file}", file, seconds, read, *needs)
 
 
-def of_tests(name: str, words: str, seconds: float, passed: int, *needs: str) -> Claim:
+def of_tests(
+    name: str, words: str, seconds: float, passed: int, *needs: str, printed: tuple[Printed, ...] = ()
+) -> Claim:
     """A claim that tests pass: at least `passed` of them, so that skipping them all proves nothing."""
     file = _file("tests", name) + ".xml"
 
     def read(out: Path) -> list[Figure]:
-        suites = ElementTree.parse(out / file).getroot().iter("testsuite")
+        report = ElementTree.parse(out / file).getroot()
         count: Counter[str] = Counter()
-        for suite in suites:
+        for suite in report.iter("testsuite"):
             count.update({word: int(suite.get(word, 0)) for word in KINDS_OF_TESTS})
         failed = count["failures"] + count["errors"]
         return [
             Figure("tests passed", count["tests"] - count["skipped"] - failed, least=passed),
             Figure("tests failed", failed, most=0),
+            *(number.largest(report) for number in printed),
         ]
 
-    command = f"python -m pytest -p no:cacheprovider --junitxml={{out}}/{file} {words}"
+    command = f"python -m pytest -p no:cacheprovider -o junit_logging=system-out --junitxml={{out}}/{file} {words}"
     return Claim(name, command, seconds, read, ("gpu", *needs), timed=False)
+
+
+def shares(name: str, words: str, seconds: float, passed: int, of: int, *needs: str, **more: Any) -> list[Claim]:
+    """Claims that tests pass which take long: each runs a share of them, at the same time."""
+    return [
+        of_tests(f"{name}, {number} of {of}", f"{words} --share {number}/{of}", seconds, passed // of, *needs, **more)
+        for number in range(1, of + 1)
+    ]
 
 
 def of_rehearsal(name: str, words: str, seconds: float, read: Callable[[Row], Sequence[Figure]]) -> Claim:
@@ -68,6 +98,24 @@ def of_rehearsal(name: str, words: str, seconds: float, read: Callable[[Row], Se
     file = _file("rehearsal", name) + ".json"
     command = f"python -m ithaca {words} --json > {{out}}/{file}"
     return Claim(name, command, seconds, lambda out: read(json.loads((out / file).read_text())), ("gpu",))
+
+
+def of_doctor(ranks: int, words: str, seconds: float, compared: int, *needs: str) -> Claim:
+    """A claim that the doctor finds nothing wrong, with at least this many comparisons of recipes."""
+    file = f"doctor-{ranks}-ranks.txt"
+
+    def read(out: Path) -> list[Figure]:
+        lines = (out / file).read_text().splitlines()
+        right = sum(bool(re.search(r"\d  right$", line)) for line in lines)
+        return [
+            Figure("recipes compared", right, least=compared),
+            Figure("lines with something wrong", sum("wrong" in line.lower() for line in lines), most=0),
+        ]
+
+    command = f"python -m ithaca doctor --quick --ranks {ranks} {words} > {{out}}/{file}"
+    return Claim(
+        f"ithaca doctor on {ranks} rank{'s' * (ranks > 1)} of one GPU", command, seconds, read, ("gpu", *needs)
+    )
 
 
 def peak(row: Row, most: float) -> Figure:
@@ -194,8 +242,8 @@ def tensor_rungs(out: Path) -> list[Figure]:
 CLAIMS: list[Claim] = [
     # Numbers are right
     of_tests("tests of kernels against float64", "-m gpu tests/attention/test_kernels.py", 120, 100),
-    of_tests("tests of flash4 against float64", "-m gpu tests/attention/test_flash4.py", 420, 90, "flash4"),
-    of_tests("tests of recipes on a GPU", "-m gpu tests/test_gpu.py tests/test_gpu_ranks.py", 240, 100),
+    *shares("tests of flash4 against float64", "-m gpu tests/attention/test_flash4.py", 160, 93, 4, "flash4"),
+    *shares("tests of recipes on a GPU", "-m gpu tests/test_gpu.py tests/test_gpu_ranks.py", 160, 300, 2),
     of_tests("tests of CUDA graphs", "-m gpu tests/test_gpu_graph.py", 120, 4),
     of_tests(
         "tests of loss, optimizer, disk and doctor on a GPU",
@@ -206,7 +254,15 @@ CLAIMS: list[Claim] = [
     of_tests("tests of recipes over NCCL, 2 ranks", "-m nccl -k 2-ranks tests/test_nccl.py", 60, 48, "shared"),
     of_tests("tests of recipes over NCCL, 4 ranks", "-m nccl -k 4-ranks tests/test_nccl.py", 110, 48, "shared"),
     of_tests("tests of recipes over NCCL, 8 ranks", "-m nccl -k 8-ranks tests/test_nccl.py", 110, 4, "shared"),
-    of_tests("tests of lost ranks over NCCL", "-m nccl tests/train/test_nccl.py", 200, 7, "shared"),
+    *shares(
+        "tests of lost ranks over NCCL",
+        "-m nccl tests/train/test_nccl.py",
+        200,
+        6,
+        3,
+        "shared",
+        printed=(ENDED, WENT_ON),
+    ),
     of_bench(
         "training on 4 NCCL ranks, and on one",
         "shared_ranks",
@@ -216,6 +272,8 @@ CLAIMS: list[Claim] = [
         losses_of_ranks,
         "shared",
     ),
+    of_doctor(1, "", 60, 10),
+    of_doctor(4, "--share-gpus", 70, 20, "shared"),
     # The far end
     of_block(
         "5M tokens, K and V on the device",

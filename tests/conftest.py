@@ -17,7 +17,14 @@ torch.set_num_threads(1)
 LONGEST = ("train", "schedule")  # tests that come first, so that no worker is left alone with one of them at the end
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", default="1/1", help="a share of the tests, as 2/3: every third, from the second on")
+
+
+@pytest.hookimpl(trylast=True)  # what -m and -k leave is shared out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    number, of = map(int, config.getoption("--share").split("/"))
+    items[:] = items[number - 1 :: of]
     items.sort(key=lambda item: item.path.parent.name not in LONGEST)
     reasons = {"gpu": None if torch.cuda.is_available() else NO_GPU, "nccl": no_shared_gpu()}
     for item in items:

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from bench import claims
 from bench.claims import Claim, Figure, Found, Store, run_claim, run_claims
 from bench.claims_table import (
     CLAIMS,
+    ENDED,
     chunk_curve,
     disk,
     documents,
@@ -33,6 +35,7 @@ from bench.claims_table import (
     small_steps,
     tensor_rungs,
 )
+from bench.digest import digest
 from ithaca.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -169,7 +172,7 @@ def test_claims_are_run_stored_and_not_run_again(tmp_path: Path, capsys: pytest.
         Claim("unread", "true", 0.0, lambda out: [Figure("x", json.loads((out / "no").read_text()))]),
     ]
     store = Store(tmp_path / "out")
-    run_claims(some, store, tmp_path / "out", "abc", "CPU", 1000.0)
+    run_claims(some, store, tmp_path / "out", "abc", "digest", "CPU", 1000.0)
     said = capsys.readouterr().out
     assert "good: holds" in said
     assert "outside: DOES NOT HOLD" in said
@@ -183,13 +186,16 @@ def test_claims_are_run_stored_and_not_run_again(tmp_path: Path, capsys: pytest.
         "together": True, "good": True, "outside": False, "broken": False, "unread": False,
     }  # fmt: skip
     assert stored["good"].commit == "abc"
+    assert stored["good"].answers(some[0], "digest")
+    assert not stored["good"].answers(some[0], "other code")
+    assert not stored["good"].answers(replace(some[0], command="another"), "digest")
 
 
 def test_a_command_that_takes_too_long_ends_with_its_processes(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     inner = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
-    found = run_claim(make_claim("slow", program), tmp_path, "abc", "CPU", 0.5)
+    found = run_claim(make_claim("slow", program), tmp_path, "abc", "digest", "CPU", 0.5)
     assert found.error is not None
     assert found.error.startswith("not at its end after 0 s")
     assert not found.holds
@@ -206,14 +212,69 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     assert "bench.block --tokens 5M" in said
     with pytest.raises(SystemExit, match="no claim has xyz in its name"):
         run("--only", "xyz")
-    old = Found("5M tokens, K and V on the device", "c", "abc", "H200", 1.0, [vars(Figure("x", 1.0, most=2))], None)
-    Store(tmp_path).add(old)
-    run("--only", "5M tokens, K and V on")  # seen at this commit, so that it asks for no GPU
+    (claim,) = (claim for claim in CLAIMS if claim.name == "5M tokens, K and V on the device")
+    code = digest(ROOT / "ithaca")
+    found = Found(claim.name, claim.command, "abc", code, "H200", 1.0, [vars(Figure("x", 1.0, most=2))], None)
+    Store(tmp_path).add(found)
+    run("--only", claim.name)  # seen with this code, so that it asks for no GPU
     said = capsys.readouterr().out
     assert "not run" not in said
-    assert f"1 of {len(CLAIMS)} claims hold at abc" in said
-    run("--only", "5M tokens, K and V on", "--again")
+    assert f"1 of {len(CLAIMS)} claims hold with this code ({code})" in said
+    run("--only", claim.name, "--again")
     assert "not run, no CUDA device" in capsys.readouterr().out
+    run("--list", "--only", claim.name)
+    assert "holds at abc\n" in capsys.readouterr().out
+    Store(tmp_path).add(replace(found, code="older"))
+    run("--only", claim.name)
+    assert "not run, no CUDA device" in capsys.readouterr().out
+    run("--list", "--only", claim.name)
+    assert "holds at abc, with other code" in capsys.readouterr().out
+    Store(tmp_path).add(replace(found, error="exit code 1"))
+    with pytest.raises(SystemExit):
+        run("--only", claim.name)
+
+
+def test_a_digest_is_of_the_code_alone(tmp_path: Path) -> None:
+    function = 'def f():\n    """Two\n    lines."""\n    return X\n'
+    source = f'"""About it."""\n\nX = "# no comment"  # a number\n"""Of X."""\n\n\n{function}'
+    file = tmp_path / "a.py"
+
+    def of(text: str) -> str:
+        file.write_text(text)
+        return digest(tmp_path)
+
+    first = of(source)
+    for old, new in (("About it", "Of it"), ("a number", "a text"), ("Two\n", "Three\n    more\n"), ("\n\n\n", "\n")):
+        assert old in source
+        assert of(source.replace(old, new)) == first
+    for old, new in (("no comment", "a comment"), ("return X", "return 1"), ("def f", "def g")):
+        assert of(source.replace(old, new)) != first
+    (tmp_path / "rates.toml").write_text("a = 1")
+    assert digest(tmp_path) != first
+
+
+def test_numbers_that_tests_print(tmp_path: Path) -> None:
+    claim = of_tests("deaths", "tests/x.py", 1, 2, printed=(ENDED,))
+    (file,) = re.findall(r"\S+\.xml", claim.command)
+    said = "".join(
+        f"<testcase><system-out>4 ranks: the others ended {seconds} s later</system-out></testcase>"
+        for seconds in (6.4, 26.5)
+    )
+    (tmp_path / file.split("/")[-1]).write_text(f'<testsuites><testsuite tests="2">{said}</testsuite></testsuites>')
+    assert values(claim.read(tmp_path)) == [2, 0, 26.5]
+
+
+def test_every_test_is_in_one_share() -> None:
+    def collected(share: str) -> list[str]:
+        words = ["-m", "pytest", "--collect-only", "-qq", "-o", "addopts=", "-m", "nccl", "--share", share]
+        words += ["-p", "no:cacheprovider", "tests/train/test_nccl.py", "-v"]
+        said = subprocess.run([sys.executable, *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        return re.findall(r"^tests/.*::.*$", said, re.MULTILINE)
+
+    every, parts = collected("1/1"), [collected(f"{number}/3") for number in (1, 2, 3)]
+    assert len(every) > 5
+    assert sorted(name for part in parts for name in part) == sorted(every)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.full

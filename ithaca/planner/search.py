@@ -7,15 +7,15 @@ the ways that its schedule offers (schedule/variants.py). It compares the Plans 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
-from ithaca.attention.kernels.facts import KERNEL_FACTS, KernelFacts, gpu_kernels
 from ithaca.base.errors import PlanError
 from ithaca.model.spec import Spec
 from ithaca.parallel.axes import Axes
 from ithaca.planner.balance import least_chunks
 from ithaca.planner.documents import Documents
-from ithaca.planner.hardware import CPU, Cluster
+from ithaca.planner.hardware import Cluster
+from ithaca.planner.kernels import chosen_again, kernel_of, replaying_kernel
 from ithaca.planner.meshes import SAME as SAME_MESH
 from ithaca.planner.meshes import Shapes, ranked_meshes
 from ithaca.planner.seconds import Seconds, predict_seconds
@@ -125,7 +125,7 @@ def fitting(
     axes = _axes(cluster, recipe, mesh)
     copied = replace(axes, replicate=cluster.copies)
     timed = _Timed(spec, cluster, tokens, rows, axes, documents)
-    best, once, replaying = float("inf"), False, _replaying(spec, cluster)
+    best, once, replaying = float("inf"), False, replaying_kernel(spec, cluster)
     if effort is Effort.FEW and not fits(spec, cluster, rows * tokens, recipe, mesh, Effort.LEAST):
         return  # sooner than by trying every variant: most questions about too few GPUs end here
     for variant in _variants(spec, cluster, rows * tokens, recipe, copied, effort):
@@ -136,7 +136,7 @@ def fitting(
         for plan, memory in found:
             seconds = timed(plan)
             best = min(best, _cost(seconds))
-            named = plan if plan.cuda_graph else _chosen_again(plan, cluster)  # not every kernel replays
+            named = plan if plan.cuda_graph else chosen_again(plan, cluster)  # not every kernel replays
             answer = Answer(named, tokens, axes, rows, rows * axes.shard, memory, seconds, plan.kernel)
             once = not answer.recomputed(spec)
             graphs_left = graphs_left and not plan.cuda_graph
@@ -156,47 +156,8 @@ def _axes(cluster: Cluster, recipe: str, mesh: tuple[int, int]) -> Axes:
     return RECIPES[recipe].axes(*mesh, shard=cluster.count // (mesh[0] * mesh[1]))
 
 
-def _kernels(spec: Spec, cluster: Cluster) -> list[KernelFacts]:
-    """The attention kernels that can be had, the best first: the one that was asked for, or those that are there."""
-    if cluster.kernels is not None:
-        return [KERNEL_FACTS[name] for name in cluster.kernels]
-    possible = gpu_kernels(spec.head_size, cluster.gpu.capability)
-    if cluster.kernel == "auto":
-        return [facts for facts in possible if facts.installed or facts.name in cluster.gpu.described]
-    fast = [facts for facts in possible if facts.device is not None]  # not `naive`, whose time is not predicted
-    return [facts for facts in fast if facts.name == cluster.kernel] or _refuse_kernel(spec, cluster, fast)
-
-
-def _refuse_kernel(spec: Spec, cluster: Cluster, fast: list[KernelFacts]) -> NoReturn:
-    """Raise the error for a kernel that this GPU cannot run with this model, or that is for comparisons only."""
-    gpu = cluster.gpu
-    if KERNEL_FACTS[cluster.kernel].device is None:
-        why = "is for comparisons: its time is not predicted"
-    else:
-        capability = ".".join(map(str, gpu.capability))
-        why = f"does not run on {gpu.name} (compute capability {capability}) with heads of {spec.head_size}"
-    raise PlanError(f"--kernel {cluster.kernel} {why}; use {', '.join([*(facts.name for facts in fast), 'auto'])}")
-
-
-def _chosen_again(plan: Plan, cluster: Cluster) -> Plan:
-    """The Plan without its kernel's name if `auto` finds it: where it trains, a faster one may be installed."""
-    found = cluster.kernel == "auto" and KERNEL_FACTS[plan.kernel].installed
-    return replace(plan, kernel="auto") if found else plan
-
-
-def _kernel(spec: Spec, cluster: Cluster) -> str:
-    return _kernels(spec, cluster)[0].name
-
-
-def _replaying(spec: Spec, cluster: Cluster) -> str | None:
-    """The fastest kernel that CUDA graphs can have; None on a CPU."""
-    if cluster.gpu.name == CPU:
-        return None
-    return next((facts.name for facts in _kernels(spec, cluster) if facts.replays), None)
-
-
 def _variants(spec: Spec, cluster: Cluster, tokens: int, recipe: str, axes: Axes, effort: Effort) -> list[Plan]:
-    kernel = _kernel(spec, cluster)
+    kernel = kernel_of(spec, cluster)
     limits = least_chunks(spec, axes, cluster.gpu, cluster.machine, kernel)
     return recipe_variants(recipe, spec, axes, tokens, cluster.budget, effort, kernel, limits)
 
@@ -255,7 +216,7 @@ def _refined(spec: Spec, cluster: Cluster, answer: Answer, documents: Documents 
     if found is None:
         return answer
     plan, memory = found
-    return replace(answer, plan=_chosen_again(plan, cluster), memory=memory, seconds=timed(plan))
+    return replace(answer, plan=chosen_again(plan, cluster), memory=memory, seconds=timed(plan))
 
 
 def best_of(

@@ -239,10 +239,11 @@ def test_products_that_run_again() -> None:
 
 # Nodes
 def test_more_or_fewer_gpus_with_what_their_nodes_have() -> None:
-    there = Cluster(8, GPU, 2e12, 8e12)
-    half, twice = (there.resized(count) for count in (4, 16))
-    assert (half.host, half.disk) == (1e12, 4e12)
-    assert (twice.host, twice.disk) == (2e12, 8e12)
+    for usual in (False, True):  # what was given for a node stays; what is usual follows from the GPUs on it
+        there = Cluster(8, GPU, 2e12, 8e12, usual=usual)
+        half, twice = (there.resized(count) for count in (4, 16))
+        assert (half.host, half.disk) == (1e12 if usual else 2e12, 8e12)
+        assert (twice.host, twice.disk) == (2e12, 8e12)
 
 
 def test_tapes_have_what_moments_leave_of_the_host() -> None:
