@@ -15,9 +15,11 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -118,7 +120,31 @@ NEEDS: dict[str, Callable[[], str | None]] = {"gpu": _no_gpu, "flash4": _no_flas
 
 
 def run_claim(claim: Claim, out: Path, at: str, code: str, machine: str, limit: float) -> Found:
-    """Run a claim's command for at most `limit` seconds and read its figures."""
+    """Run a claim's command for at most `limit` seconds, read its figures and keep its results in `out`.
+
+    The command writes to an empty folder, so that it neither reads nor continues what an older run of it has left.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        found = _run_in(Path(folder), claim, at, code, machine, limit)
+        if found.error is None:
+            keep(Path(folder), out)
+        else:
+            keep(Path(folder), out / "failed")
+    return found
+
+
+def keep(folder: Path, into: Path) -> None:
+    """Move all that is in a folder, in place of older files and folders of these names."""
+    into.mkdir(parents=True, exist_ok=True)
+    for item in folder.iterdir():
+        place = into / item.name
+        if place.is_dir():
+            shutil.rmtree(place)
+        item.replace(place)
+
+
+def _run_in(out: Path, claim: Claim, at: str, code: str, machine: str, limit: float) -> Found:
     command = claim.command.format(out=shlex.quote(str(out)))
     began = time.perf_counter()
     # In a session of its own, so that a command that takes too long ends with all its processes
@@ -182,15 +208,15 @@ def run_claims(
 
     def run(claim: Claim) -> None:
         if (reason := missing(claim.needs)) is not None:
-            print(f"{claim.name}: not run, {reason}", flush=True)
+            _say(f"{claim.name}: not run, {reason}")
             return
         left = stop - time.perf_counter()
         if left < claim.seconds:
-            print(f"{claim.name}: not run, it takes about {claim.seconds:.0f} s and {max(left, 0):.0f} s are left")
+            _say(f"{claim.name}: not run, it takes about {claim.seconds:.0f} s and {max(left, 0):.0f} s are left")
             return
         found = run_claim(claim, out, at, code, machine, left)
         store.add(found)
-        print("\n".join(lines(found)), flush=True)
+        _say("\n".join(lines(found)))
 
     shared = [claim for claim in claims if not claim.timed]
     with ThreadPoolExecutor(TOGETHER) as pool:
@@ -198,6 +224,10 @@ def run_claims(
     for claim in claims:
         if claim.timed:
             run(claim)
+
+
+def _say(text: str) -> None:
+    print(text + "\n", end="", flush=True)  # in one piece, since threads print at the same time
 
 
 def lines(found: Found) -> list[str]:

@@ -226,7 +226,8 @@ def over_training(row: Row) -> float:
 
 
 def tensor_rungs(out: Path) -> list[Figure]:
-    rows = json.loads((out / "ladder-llama3-8b-8x80GB.json").read_text())["rows"]
+    """Of a folder of its own, since the ladder's other rows are in a file of the same name."""
+    rows = json.loads((out / "tensor" / "ladder-llama3-8b-8x80GB.json").read_text())["rows"]
     answers = [row["answer"] for row in rows if row["name"].startswith("Tensor") and row["answer"]]
     errors = {
         name: max(100 * abs(answer[f"{name}_predicted"] / answer[name] - 1) for answer in answers)
@@ -432,7 +433,7 @@ CLAIMS: list[Claim] = [
     ),
     Claim(
         "tensor ranks: the first rungs of the ladder",
-        "python -m ithaca bench ladder llama3-8b --only Tensor --out {out} --commit $ITHACA_COMMIT",
+        "python -m ithaca bench ladder llama3-8b --only Tensor --out {out}/tensor --commit $ITHACA_COMMIT",
         150,
         tensor_rungs,
         ("gpu",),

@@ -123,8 +123,9 @@ def test_a_rank_of_8_is_compared_at_its_longest_context() -> None:
     assert values(rank_of_8(rows)) == [1.15, 1.03]
 
 
-def test_the_tensor_rungs_of_the_stored_ladder() -> None:
-    assert values(tensor_rungs(RESULTS)) == [3, 1.563, 7.955]
+def test_the_tensor_rungs_of_the_stored_ladder(tmp_path: Path) -> None:
+    (tmp_path / "tensor").symlink_to(RESULTS)
+    assert values(tensor_rungs(tmp_path)) == [3, 1.563, 7.955]
 
 
 def test_a_result_with_an_error_is_no_result(tmp_path: Path) -> None:
@@ -189,6 +190,19 @@ def test_claims_are_run_stored_and_not_run_again(tmp_path: Path, capsys: pytest.
     assert stored["good"].answers(some[0], "digest")
     assert not stored["good"].answers(some[0], "other code")
     assert not stored["good"].answers(replace(some[0], command="another"), "digest")
+
+
+def test_a_claim_does_not_continue_an_older_run(tmp_path: Path) -> None:
+    """Results are replaced by a run that ends well; those of one that fails lie elsewhere."""
+    program = "import os, sys; open('{out}/x', 'x').write('new'); os.makedirs('{out}/y'); sys.exit({code})"
+    for code, kept in (("0", "new"), ("1", "old")):
+        (tmp_path / "x").write_text("old")
+        (tmp_path / "y").mkdir(exist_ok=True)
+        (tmp_path / "y" / "old").touch()
+        run_claim(make_claim("some", program.replace("{code}", code)), tmp_path, "abc", "digest", "CPU", 60.0)
+        assert (tmp_path / "x").read_text() == kept
+        assert (tmp_path / "y" / "old").exists() is (kept == "old")
+    assert (tmp_path / "failed" / "x").read_text() == "new"
 
 
 def test_a_command_that_takes_too_long_ends_with_its_processes(tmp_path: Path) -> None:
