@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,18 @@ def _no_shared_gpu() -> str | None:
     return no_shared_gpu()
 
 
-NEEDS: dict[str, Callable[[], str | None]] = {"gpu": _no_gpu, "flash4": _no_flash4, "shared": _no_shared_gpu}
+def _no_liger() -> str | None:
+    return (
+        None if find_spec("liger_kernel") else "Liger is not here (pip install liger-kernel, or a folder on PYTHONPATH)"
+    )
+
+
+NEEDS: dict[str, Callable[[], str | None]] = {
+    "gpu": _no_gpu,
+    "flash4": _no_flash4,
+    "liger": _no_liger,
+    "shared": _no_shared_gpu,
+}
 
 
 def run_claim(claim: Claim, out: Path, at: str, code: str, machine: str, limit: float) -> Found:

@@ -13,6 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from bench.claims import Claim, Figure
+from ithaca.bench.peer_names import ITHACA_PLANNED, LIGER
 
 Row = dict[str, Any]
 Read = Callable[[list[Row]], Sequence[Figure]]
@@ -225,6 +226,26 @@ def over_training(row: Row) -> float:
     return row["peak_bytes"] / row["training_peak_bytes_predicted"]
 
 
+def of_liger(model: str, layers: int) -> Claim:
+    """A claim that short contexts take no longer than with `transformers` and Liger, in the same run."""
+    lengths = ("8K", "32K", "64K")
+    words = f"{model} --layers {layers} --tokens {','.join(lengths)} --rounds 1"
+    sides = f"--only '{ITHACA_PLANNED}' --only '{LIGER}'"  # with host offload as well: it has this in its name
+
+    def read(out: Path) -> list[Figure]:
+        rows = json.loads((out / f"peers-{model}-{layers}-layers-best.json").read_text())["rows"]
+        seconds = {row["name"]: row["answer"]["seconds"] for row in rows if row["answer"] and row["answer"]["ran"]}
+        pairs = [[seconds[f"{tokens} round 1: {side}"] for side in (LIGER, ITHACA_PLANNED)] for tokens in lengths]
+        return [
+            Figure(f"{tokens}: seconds with Liger over Ithaca's", theirs / ours, least=1.0)
+            for tokens, (theirs, ours) in zip(lengths, pairs, strict=True)
+        ]
+
+    command = f"python -m ithaca bench peers {words} {sides} --out {{out}} --commit $ITHACA_COMMIT"
+    name = f"short contexts beside Liger, {layers} layers of {model}"
+    return Claim(name, command, 200, read, ("gpu", "flash4", "liger"))
+
+
 def tensor_rungs(out: Path) -> list[Figure]:
     """Of a folder of its own, since the ladder's other rows are in a file of the same name."""
     rows = json.loads((out / "tensor" / "ladder-llama3-8b-8x80GB.json").read_text())["rows"]
@@ -400,6 +421,17 @@ CLAIMS: list[Claim] = [
         "flash4",
     ),
     # Small work
+    of_bench(
+        "Llama3.2-1B, 32K tokens, nothing checkpointed",
+        "step",
+        "--model llama3.2-1b --tokens 32K --plan 'recipe=dense; checkpoint=none; zero=2; kernel=flash4' --name short",
+        "step-llama3.2-1b-32K-short",
+        40,
+        lambda rows: [Figure("causal MFU", rows[0]["mfu_causal"], least=0.44)],
+        "flash4",
+    ),
+    of_liger("llama3.2-1b", 16),
+    of_liger("llama3-8b", 4),
     of_bench(
         "SmolLM2-135M, 64K tokens in documents",
         "operations",

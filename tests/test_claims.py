@@ -26,6 +26,7 @@ from bench.claims_table import (
     kernels_of_steps,
     kv_on_the_host,
     losses_of_ranks,
+    of_liger,
     of_tests,
     over_bare,
     peak,
@@ -126,6 +127,21 @@ def test_a_rank_of_8_is_compared_at_its_longest_context() -> None:
 def test_the_tensor_rungs_of_the_stored_ladder(tmp_path: Path) -> None:
     (tmp_path / "tensor").symlink_to(RESULTS)
     assert values(tensor_rungs(tmp_path)) == [3, 1.563, 7.955]
+
+
+def test_short_contexts_beside_liger(tmp_path: Path) -> None:
+    times = {"8K": (0.15, 0.16), "32K": (0.9, 0.9), "64K": (2.7, 2.6)}  # seconds of ours and theirs
+    rows = [
+        {"name": f"{tokens} round 1: {side}", "answer": {"ran": True, "seconds": seconds}}
+        for tokens, pair in times.items()
+        for side, seconds in zip(("Ithaca, planned", "+ Liger"), pair, strict=True)
+    ]
+    rows.append({"name": "8K round 1: + Liger, tiled MLP, host offload", "answer": {"ran": False}})
+    claim = of_liger("llama3-8b", 4)
+    (tmp_path / "peers-llama3-8b-4-layers-best.json").write_text(json.dumps({"rows": rows}))
+    figures = claim.read(tmp_path)
+    assert values(figures) == pytest.approx([1.067, 1.0, 0.963], abs=1e-3)
+    assert [figure.holds for figure in figures] == [True, True, False]
 
 
 def test_a_result_with_an_error_is_no_result(tmp_path: Path) -> None:
