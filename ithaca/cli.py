@@ -261,7 +261,8 @@ def plan(
     lean: Annotated[bool, typer.Option("--lean", help="The fastest Plan within 10 % of the least GPU memory.")] = False,
     recipe: Annotated[str | None, typer.Option(help="The recipe. Default: the fastest that fits.")] = None,
     kernel: Annotated[
-        str, typer.Option(help="The attention kernel where it trains, as flash4; auto: the fastest installed here.")
+        str,
+        typer.Option(help="The attention kernel where it trains, as flash4; auto: the fastest here or in --hardware."),
     ] = "auto",
     meshes: Annotated[
         bool, typer.Option("--meshes", help="Compare all meshes: which GPUs share a sequence, and what they send.")

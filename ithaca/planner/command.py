@@ -23,7 +23,7 @@ from ithaca.planner.answer.refusal import refusal
 from ithaca.planner.answer.report import Beside, Question, explain, train_line
 from ithaca.planner.batch import most_sequences, plan_batch, read_batch
 from ithaca.planner.documents import read_documents
-from ithaca.planner.hardware import MOST_ON_A_NODE, Cluster, Gpu, Machine, parse_gpus, read_gpus
+from ithaca.planner.hardware import MOST_ON_A_NODE, NODE, Cluster, Gpu, Machine, parse_gpus, read_gpus
 from ithaca.planner.lean import leanest
 from ithaca.planner.meshes import impossible
 from ithaca.planner.search import LONGEST, Answer, binding, longest, search
@@ -195,6 +195,7 @@ def plan(
     """
     check_type(spec, Spec, ModelError, "plan takes a model's Spec first: ithaca.load_model(folder).spec")
     check_type(gpus, str, PlanError, "plan takes the GPUs second, as text: '8xH100-80GB'")
+    check_type(kernel, str, PlanError, "plan takes the name of a kernel: kernel='flash4', or 'auto'")
     if recipe is not None:
         Plan(recipe=recipe)
     cluster, length = read_cluster(gpus, None, host, disk, kernel=kernel), parse_tokens(tokens)
@@ -214,7 +215,7 @@ def read_cluster(
         raise PlanError(f"--gpus {gpus} has {nodes[2]} GPUs on a node, but --node-gpus is {node_gpus}: leave it out")
     if nodes:
         node_gpus, gpus = int(nodes[2]), f"{int(nodes[1]) * int(nodes[2])}x{nodes[3]}"
-    node_gpus = 8 if node_gpus is None else node_gpus
+    node_gpus = NODE if node_gpus is None else node_gpus
     if not 1 <= node_gpus <= MOST_ON_A_NODE:
         raise PlanError(f"{node_gpus} GPUs on a node are out of range: give 1 to {MOST_ON_A_NODE}")
     count, gpu = parse_gpus(gpus, read_gpus(hardware))

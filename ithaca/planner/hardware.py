@@ -93,7 +93,8 @@ def read_gpus(more: Path | None = None) -> dict[str, Gpu]:
     tables, described = dict(_own_table()), {}
     for name, table in (_read(more) if more else {}).items():
         known, given = tables.get(name, {}), _attention_tables(name, table)
-        attention, described[name] = {**known.get("attention", {}), **given}, tuple(given)
+        attention = {**known.get("attention", {}), **given}
+        described[name] = tuple(kernel for kernel, rates in given.items() if rates)
         numbers = {number: value for number, value in table.items() if number not in OLD_RATES}
         tables[name] = {**known, **numbers, "attention": attention}
     # A user's file may leave rates of the H200 out as well: they follow from our own
@@ -309,6 +310,9 @@ RUNTIME = 1_500_000_000  # bytes of a GPU that the driver and NCCL take: assumed
 MARGIN = 0.04  # share of a GPU's memory kept free for errors of prediction (bench/results/rehearsals-fresh.json)
 
 
+NODE = 8  # GPUs on a node, unless the user says otherwise
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The GPUs that a Plan is made for, with the memory and disk of their nodes."""
@@ -317,7 +321,7 @@ class Cluster:
     gpu: Gpu
     host: float  # bytes of memory of each node
     disk: float = 0.0  # bytes of disk of each node
-    node_gpus: int = 8  # GPUs on each node; a job on part of one node has fewer
+    node_gpus: int = NODE  # GPUs on each node; a job on part of one node has fewer
     copies: int = 1  # copies of the parameters in the job, each on this many GPUs
     passes: int = 1  # of a step, one after the other (micro-batches)
     kernels: tuple[str, ...] | None = None  # that attention can run with, the preferred first; None: as their facts say
@@ -338,6 +342,13 @@ class Cluster:
         """The same GPUs as nodes × GPUs per node, of as many as fit on a node."""
         gpus = max(size for size in range(1, self.node_gpus) if self.count % size == 0)
         return f"{self.count // gpus}x{gpus}x{self.gpu.name}"
+
+    @property
+    def gpus(self) -> str:
+        """The GPUs as --gpus takes them: '16xH100-80GB', or '4x4xH100-80GB' if the nodes do not have 8."""
+        nodes, on_each = self.machine.nodes, self.machine.gpus
+        plain = self.node_gpus == NODE or self.count <= min(self.node_gpus, NODE)
+        return f"{self.count}x{self.gpu.name}" if plain else f"{nodes}x{on_each}x{self.gpu.name}"
 
     @property
     def machine(self) -> Machine:

@@ -28,6 +28,8 @@ def kernels_of(spec: Spec, cluster: Cluster) -> list[KernelFacts]:
     possible = gpu_kernels(spec.head_size, cluster.gpu.capability)
     if cluster.kernel == "auto":
         return [facts for facts in possible if facts.installed or facts.name in cluster.gpu.described]
+    if cluster.gpu.name == CPU:
+        raise PlanError(f"--kernel {cluster.kernel} is for GPUs, and {cluster.gpus} has none: leave it out")
     fast = [facts for facts in possible if facts.device is not None]  # not `naive`, whose time is not predicted
     return [facts for facts in fast if facts.name == cluster.kernel] or _refuse_kernel(spec, cluster, fast)
 
@@ -41,7 +43,9 @@ def chosen_again(plan: Plan, cluster: Cluster) -> Plan:
 def _refuse_kernel(spec: Spec, cluster: Cluster, fast: list[KernelFacts]) -> NoReturn:
     """Raise the error for a kernel that this GPU cannot run with this model, or that is for comparisons only."""
     gpu = cluster.gpu
-    if KERNEL_FACTS[cluster.kernel].device is None:
+    if not fast:
+        why = f"cannot be chosen: only naive has heads of {spec.head_size}"
+    elif KERNEL_FACTS[cluster.kernel].device is None:
         why = "is for comparisons: its time is not predicted"
     else:
         capability = ".".join(map(str, gpu.capability))

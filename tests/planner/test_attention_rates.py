@@ -14,9 +14,10 @@ from ithaca.base.errors import PlanError
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.planner.answer.assumptions import kernel_text
+from ithaca.planner.answer.mesh_table import compare_meshes
 from ithaca.planner.attention_rates import BY_LENGTH, by_length, job_kernel, ragged_share
 from ithaca.planner.command import read_cluster
-from ithaca.planner.hardware import Machine, read_gpus
+from ithaca.planner.hardware import CPU, Machine, read_gpus
 from ithaca.planner.search import Answer, search
 from ithaca.planner.seconds import Seconds, predict_seconds
 from ithaca.plans.plan import Plan
@@ -105,12 +106,35 @@ def test_a_kernel_that_is_asked_for(installed: bool) -> None:
             "naive",
             "--kernel naive is for comparisons: its time is not predicted; use flash4, ",
         ),
+        ("8xH100-80GB", 3, "an int was given, but plan takes the name of a kernel: kernel='flash4'"),
         ("8xH100-80GB", "flsh4", "--kernel flsh4 does not exist: did you mean 'flash4'?"),
     ],
 )
-def test_kernels_that_are_refused(gpus: str, kernel: str, said: str) -> None:
+def test_kernels_that_are_refused(gpus: str, kernel: Any, said: str) -> None:
     with pytest.raises(PlanError, match=re.escape(said)):
         ithaca.plan(read_spec(find_config("llama3-8b")[0]), gpus, tokens="128K", kernel=kernel)
+
+
+def test_no_kernel_can_be_chosen() -> None:
+    """On a CPU, whose rates a file has under names of kernels for GPUs; and for heads that only `naive` has."""
+    spec, cluster = read_spec(find_config("llama3-8b")[0]), read_cluster("4xH100-80GB", None, None, "0", kernel="flash")
+    cpu = replace(cluster, gpu=replace(cluster.gpu, name=CPU))
+    with pytest.raises(PlanError, match="--kernel flash is for GPUs, and 4xCPU has none: leave it out"):
+        search(spec, cpu, 8 * K)
+    with pytest.raises(PlanError, match="--kernel flash cannot be chosen: only naive has heads of 512; use auto"):
+        search(replace(spec, head_size=512), cluster, 8 * K)
+
+
+def test_meshes_that_do_not_fit_are_timed_with_the_kernel() -> None:
+    spec = read_spec(find_config("llama3-70b")[0])
+    cluster = read_cluster("2x8xH100-80GB", None, None, "0")
+    slow, fast = (
+        {choice.axes: choice.seconds.step for choice, answer in compared if answer is None}
+        for kernel in ("flash", "flash4")
+        for compared in [compare_meshes(spec, replace(cluster, kernel=kernel), 1024 * K, "sweep")]
+    )
+    assert fast
+    assert all(slow[axes] > 1.5 * fast[axes] for axes in fast)
 
 
 def test_a_kernel_that_was_measured_where_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +145,11 @@ def test_a_kernel_that_was_measured_where_it_trains(tmp_path: Path, monkeypatch:
     answer = search(spec, read_cluster("8xH200", file, None, "0"), 128 * K)
     assert answer is not None
     assert (answer.kernel, answer.plan.kernel) == ("flash4", "flash4")
+    here = read_cluster("8xH200", file, None, "0")
+    assert kernel_text(spec, here, answer, None) == "flash4, whose rates are in the file of --hardware"
+    file.write_text("""["H200-141GB".attention.flash4]\n""")  # no rate in it
+    assert not read_cluster("8xH200", file, None, "0").gpu.described
+    file.write_text("""["H200-141GB".attention.flash4]\nforward = [7e14, "measured"]\n""")
     other = search(spec, read_cluster("8xH100-80GB", file, None, "0"), 128 * K)
     assert other is not None
     assert (other.kernel, other.plan.kernel) == ("cudnn+flash", "auto")

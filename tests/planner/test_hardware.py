@@ -256,3 +256,25 @@ def test_fewer_gpus_of_a_node() -> None:
     assert usual.resized(4).host == usual.host / 2
     assert usual.resized(16).host == usual.host
     assert usual.resized(4).host == read_cluster("4xH100-80GB", None, None, "0").host
+
+
+@pytest.mark.parametrize("gpus", ["4xH100-80GB", "16xH100-80GB", "7x2xH100-80GB", "2x16xH100-80GB", "1x16xH100-80GB"])
+def test_gpus_as_the_option_takes_them(gpus: str) -> None:
+    assert read_cluster(gpus, None, None, "0").gpus == gpus
+
+
+@pytest.mark.parametrize(
+    ("gpus", "count", "wanted"),
+    [
+        ("2x2xH100-80GB", 8, "4x2xH100-80GB"),
+        ("2x2xH100-80GB", 2, "2xH100-80GB"),
+        ("2x16xH100-80GB", 16, "1x16xH100-80GB"),
+        ("2x8xH100-80GB", 8, "8xH100-80GB"),
+    ],
+)
+def test_advice_of_other_gpus_can_be_asked_for(gpus: str, count: int, wanted: str) -> None:
+    """With the same options, `ithaca plan` means the same cluster."""
+    other = read_cluster(gpus, None, "300GB", "0").resized(count)
+    assert other.gpus == wanted
+    asked = read_cluster(wanted, None, "300GB", "0")
+    assert (asked.machine, asked.host, asked.budget) == (other.machine, other.host, other.budget)

@@ -268,7 +268,7 @@ def test_nodes_within_the_number_of_gpus(say: Say) -> None:
     old = say(*words, "--gpus", "16xH100-80GB", "--node-gpus", "4")
     assert old.err == "--node-gpus is now part of --gpus, as 4x8xH100-80GB: the old option still works\n"
     assert json.loads(old.out) == new
-    assert new["gpus"] == "16xH100-80GB"
+    assert new["gpus"] == "4x4xH100-80GB"
     assert new != answer(say(*words, "--gpus", "16xH100-80GB"))
     both = say(*words, "--gpus", "4x4xH100-80GB", "--node-gpus", "8")
     assert both.code == 2
@@ -508,7 +508,7 @@ def test_hardware_of_one_s_own(say: Say, tmp_path: Path) -> None:
 def test_states_that_do_not_fit(say: Say, model: str, count: int, gpu: str) -> None:
     """The number of GPUs that is named does hold them, and no smaller one does: ask again."""
     text = refused(say(model, "--gpus", f"{count}x{gpu}"))
-    found = re.search(r"does not fit.*: use (\d+) GPUs", text)
+    found = re.search(r"does not fit.*: use (\d+)x", text)
     assert found, text
     enough = int(found[1])
     assert enough > count
@@ -528,7 +528,7 @@ def test_states_are_named_if_no_plan_makes_them_smaller(say: Say) -> None:
 
 
 def test_the_length_counts_for_the_number_of_gpus(say: Say) -> None:
-    found = re.search(r": use (\d+) GPUs", refused(say("llama3-8b", "--gpus", "1xRTX4090-24GB", "--tokens", "1M")))
+    found = re.search(r": use (\d+)x", refused(say("llama3-8b", "--gpus", "1xRTX4090-24GB", "--tokens", "1M")))
     assert found
     enough = int(found[1])
     assert answer(say("llama3-8b", "--gpus", f"{enough}xRTX4090-24GB", "--tokens", "1M", "--json"))["fits"]

@@ -15,6 +15,8 @@ from ithaca.tape.budget import KEPT_BACK
 def kernel_text(spec: Spec, cluster: Cluster, answer: Answer, documents: Documents | None) -> str:
     """The assumed kernel; how to install it, or the time of a step with a faster kernel that is not installed."""
     facts = KERNEL_FACTS[answer.kernel]
+    if cluster.kernel == "auto" and answer.kernel in cluster.gpu.described:
+        return f"{answer.kernel}, whose rates are in the file of --hardware"
     if not facts.installed:
         return f"{answer.kernel}, which is not installed here; where it trains: pip install 'ithaca[{facts.extra}]'"
     if cluster.kernel != "auto":

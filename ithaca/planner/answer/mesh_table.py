@@ -4,6 +4,7 @@ The table uses the same search and the same cost model as `ithaca plan`, so its 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ithaca.base.sizes import format_bytes, format_number, format_seconds, format_tokens
@@ -12,6 +13,7 @@ from ithaca.parallel.head_split import HeadSplit, imbalance
 from ithaca.planner.answer.report import Question, train_lines
 from ithaca.planner.documents import Documents
 from ithaca.planner.hardware import Cluster
+from ithaca.planner.kernels import kernel_of
 from ithaca.planner.meshes import Choice, cannot_share, mesh_shapes, weigh
 from ithaca.planner.search import Answer, best_of, search
 from ithaca.plans.plan import Plan
@@ -34,7 +36,7 @@ def compare_meshes(
     A mesh on which nothing fits has no answer, comes last, and is timed with the recipe's defaults. `sharing`: only the
     meshes on which this many GPUs share a sequence.
     """
-    default = Plan(recipe=recipe).settled()
+    default = replace(Plan(recipe=recipe).settled(), kernel=kernel_of(spec, cluster))
     sizes = cluster.sharing() if sharing is None else [sharing]
     shapes = [shape for size in sizes for shape in mesh_shapes(spec, default, cluster.machine, size)]
     if not shapes and sharing:
@@ -71,7 +73,8 @@ def mesh_lines(question: Question, compared: Compared, impossible: Sequence[str]
         *(f"Not possible: {reason}" for reason in impossible),
         "sent: bytes that the busiest GPU sends in a step, to GPUs of its node and to other nodes, without weights",
         "K, V: memory of a layer's K and V, with their gradients; the least decides between equally fast meshes",
-        f"Assumed: {gpu.inside / 1e9:g} GB/s from each GPU inside its node, {gpu.across / 1e9:g} GB/s to other nodes",
+        f"Assumed: {gpu.inside / 1e9:g} GB/s from each GPU inside its node, {gpu.across / 1e9:g} GB/s to other nodes, "
+        f"attention kernel {kernel_of(question.spec, question.cluster)}",
     ]
     return [*lines, "", *train_lines(question, answer)] if answer else lines
 

@@ -23,7 +23,7 @@ def refusal(question: Question, most: int) -> str:
             f"longest{_if_recomputed(question, most)} limited by {_usable(question, limit)}"
         )
     enough = _enough(question)
-    hint = f": use {enough} GPUs" if enough else ""
+    hint = f": use {question.cluster.resized(enough).gpus}" if enough else ""
     capacity, states = question.cluster.capacity, _least_states(question)
     if states > question.cluster.count * capacity:
         return (

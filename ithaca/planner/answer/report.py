@@ -75,8 +75,8 @@ class Question:
 
     @property
     def gpus(self) -> str:
-        """'8xH100-80GB'"""
-        return f"{self.cluster.count}x{self.cluster.gpu.name}"
+        """The GPUs as --gpus takes them: '8xH100-80GB'"""
+        return self.cluster.gpus
 
     def name_limit(self, limit: str) -> str:
         """A limit in words, with the option of `ithaca plan` that sets it."""
@@ -289,14 +289,15 @@ def alternatives(question: Question, answer: Answer, most: int) -> list[str]:
     for count, more in ((2 * cluster.count, True), (cluster.count // 2, False)):
         if not 1 <= count <= MOST_GPUS or (count > cluster.node_gpus and count % cluster.node_gpus):
             continue
-        other = search(spec, cluster.resized(count), answer.tokens, question.recipe, documents=question.documents)
+        there = cluster.resized(count)
+        other = search(spec, there, answer.tokens, question.recipe, documents=question.documents)
         each = other.seconds.step / other.sequences if other else 0.0
         if other and (not more or each < now):
             word = "Faster" if more else "Fewer GPUs"
             times = f"{format_seconds(each)} a sequence instead of {format_seconds(now)}"
-            found.append(f"{word}: {count}x{cluster.gpu.name}, {times}")
+            found.append(f"{word}: {there.gpus}, {times}")
         if not other and not more:
-            found.append(f"Fewer GPUs: does not fit on {count}x{cluster.gpu.name}")
+            found.append(f"Fewer GPUs: does not fit on {there.gpus}")
     return found
 
 
