@@ -264,8 +264,8 @@ def tensor_rungs(out: Path) -> list[Figure]:
 CLAIMS: list[Claim] = [
     # Numbers are right
     of_tests("tests of kernels against float64", "-m gpu tests/attention/test_kernels.py", 120, 100),
-    *shares("tests of flash4 against float64", "-m gpu tests/attention/test_flash4.py", 160, 93, 4, "flash4"),
-    *shares("tests of recipes on a GPU", "-m gpu tests/test_gpu.py tests/test_gpu_ranks.py", 160, 300, 2),
+    *shares("tests of flash4 against float64", "-m gpu tests/attention/test_flash4.py", 140, 93, 4, "flash4"),
+    *shares("tests of recipes on a GPU", "-m gpu tests/test_gpu.py tests/test_gpu_ranks.py", 300, 300, 2),
     of_tests("tests of CUDA graphs", "-m gpu tests/test_gpu_graph.py", 120, 4),
     of_tests(
         "tests of loss, optimizer, disk and doctor on a GPU",
@@ -273,13 +273,13 @@ CLAIMS: list[Claim] = [
         120,
         10,
     ),
-    of_tests("tests of recipes over NCCL, 2 ranks", "-m nccl -k 2-ranks tests/test_nccl.py", 60, 48, "shared"),
+    of_tests("tests of recipes over NCCL, 2 ranks", "-m nccl -k 2-ranks tests/test_nccl.py", 110, 48, "shared"),
     of_tests("tests of recipes over NCCL, 4 ranks", "-m nccl -k 4-ranks tests/test_nccl.py", 110, 48, "shared"),
-    of_tests("tests of recipes over NCCL, 8 ranks", "-m nccl -k 8-ranks tests/test_nccl.py", 110, 4, "shared"),
+    of_tests("tests of recipes over NCCL, 8 ranks", "-m nccl -k 8-ranks tests/test_nccl.py", 70, 4, "shared"),
     *shares(
         "tests of lost ranks over NCCL",
         "-m nccl tests/train/test_nccl.py",
-        200,
+        270,
         6,
         3,
         "shared",
@@ -290,11 +290,11 @@ CLAIMS: list[Claim] = [
         "shared_ranks",
         "",
         "shared-ranks",
-        90,
+        110,
         losses_of_ranks,
         "shared",
     ),
-    of_doctor(1, "", 60, 10),
+    of_doctor(1, "", 135, 10),
     of_doctor(4, "--share-gpus", 70, 20, "shared"),
     # The far end
     of_block(
@@ -426,7 +426,7 @@ CLAIMS: list[Claim] = [
         "step",
         "--model llama3.2-1b --tokens 32K --plan 'recipe=dense; checkpoint=none; zero=2; kernel=flash4' --name short",
         "step-llama3.2-1b-32K-short",
-        40,
+        25,
         lambda rows: [Figure("causal MFU", rows[0]["mfu_causal"], least=0.44)],
         "flash4",
     ),
@@ -437,7 +437,7 @@ CLAIMS: list[Claim] = [
         "operations",
         "--documents packed",
         "operations-smollm2-135m-64K",
-        60,
+        45,
         small_steps,
         "flash4",
     ),
@@ -466,7 +466,7 @@ CLAIMS: list[Claim] = [
     Claim(
         "tensor ranks: the first rungs of the ladder",
         "python -m ithaca bench ladder llama3-8b --only Tensor --out {out}/tensor --commit $ITHACA_COMMIT",
-        150,
+        130,
         tensor_rungs,
         ("gpu",),
     ),
