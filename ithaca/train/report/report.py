@@ -194,6 +194,8 @@ class Progress:
 
     def place(self, text: str) -> None:
         """Show the progress of a long step below the line of the last step; log it, or print it elsewhere, sparsely."""
+        if not self._log:
+            return
         self.live(f"{self._step_line}\n{text}".lstrip())
         if (now := time.perf_counter()) - self._placed_at >= SILENT_SECONDS:
             self._placed_at = now
