@@ -29,13 +29,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench.digest import digest
+from bench.digest import changed_since, digest
 from bench.record import commit
 from ithaca.attention.kernels.facts import KERNEL_FACTS
 
 ROOT = Path(__file__).parents[1]
 TOGETHER = 8  # test processes that share the GPU
 LAST_LINES = 15  # of a command that failed
+SHOWN = 5  # files that changed since a claim was seen
 
 
 @dataclass(frozen=True)
@@ -255,6 +256,12 @@ def lines(found: Found) -> list[str]:
     return said
 
 
+def _what_changed(since: str) -> str:
+    """': data/reader.py, tape/file.py', so that a reader can tell whether the claim's command runs them."""
+    files = changed_since(ROOT / "ithaca", since) or []  # nothing is known of a tree with changes
+    return f": {', '.join(files[:SHOWN])}{f' and {len(files) - SHOWN} more' * (len(files) > SHOWN)}" if files else ""
+
+
 def main() -> None:
     from bench.claims_table import CLAIMS
 
@@ -276,7 +283,7 @@ def main() -> None:
             seen = store.found.get(claim.name)
             state = "not run" if seen is None else f"{'holds' if seen.holds else 'DOES NOT HOLD'} at {seen.commit}"
             if seen is not None and not seen.answers(claim, code):
-                state += ", with other code"
+                state += ", with other code" + _what_changed(seen.commit)
             print(f"{claim.name:60} {claim.seconds:4.0f} s  {' '.join(claim.needs):14} {state}\n    {claim.command}")
         print(f"{len(claims)} claims, about {sum(claim.seconds for claim in claims):.0f} s one after the other")
         return

@@ -221,6 +221,16 @@ def losses_of_ranks(rows: list[Row]) -> list[Figure]:
     ]
 
 
+def looks_far(rows: list[Row]) -> list[Figure]:
+    """Needles at the end of the training, at the best of the lengths of 32K and more."""
+    (row,) = rows
+    far = [share for tokens, share in row["stages"][-1]["needles"].items() if int(tokens) >= 2**15]
+    return [
+        Figure("the training came to its end", int(row["finished"]), least=1),
+        Figure("needles found at 32K tokens or more", max(far, default=0.0), least=0.9),
+    ]
+
+
 def over_training(row: Row) -> float:
     """The peak of an evaluation over the one that is predicted for a training step with the same layers."""
     return row["peak_bytes"] / row["training_peak_bytes_predicted"]
@@ -463,6 +473,7 @@ CLAIMS: list[Claim] = [
         60,
         lambda row: [predicted(row, 5), Figure("peak over training's", over_training(row), most=1.0)],
     ),
+    of_bench("a model that learns to look far", "longer", "--seconds 540", "longer", 590, looks_far),
     Claim(
         "tensor ranks: the first rungs of the ladder",
         "python -m ithaca bench ladder llama3-8b --only Tensor --out {out}/tensor --commit $ITHACA_COMMIT",

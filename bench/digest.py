@@ -2,6 +2,7 @@
 
 import ast
 import io
+import subprocess
 import tokenize
 from hashlib import sha256
 from pathlib import Path
@@ -12,9 +13,31 @@ def digest(package: Path) -> str:
     found = sha256()
     for file in sorted(package.rglob("*")):
         if file.is_file() and "__pycache__" not in file.parts:
-            content = code_of(file.read_text()).encode() if file.suffix == ".py" else file.read_bytes()
+            content = _what_runs(file, file.read_bytes())
             found.update(f"{file.relative_to(package)} {len(content)} ".encode() + content)
     return found.hexdigest()[:12]
+
+
+def changed_since(package: Path, commit: str) -> list[str] | None:
+    """The files of a package whose code is not that of a commit; None if this tree has no such commit."""
+
+    def git(*words: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(["git", *words], cwd=package, capture_output=True)
+
+    listed = git("diff", "--no-renames", "--name-only", "--relative", commit, "--", ".")
+    if listed.returncode:
+        return None
+    found = []
+    for name in listed.stdout.decode().splitlines():
+        file, before = package / name, git("show", f"{commit}:./{name}")
+        now = _what_runs(file, file.read_bytes()) if file.exists() else None
+        if now != (_what_runs(file, before.stdout) if before.returncode == 0 else None):
+            found.append(name)
+    return found
+
+
+def _what_runs(file: Path, content: bytes) -> bytes:
+    return code_of(content.decode()).encode() if file.suffix == ".py" else content
 
 
 def code_of(source: str) -> str:

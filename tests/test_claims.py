@@ -25,6 +25,7 @@ from bench.claims_table import (
     documents,
     kernels_of_steps,
     kv_on_the_host,
+    looks_far,
     losses_of_ranks,
     of_liger,
     of_tests,
@@ -36,7 +37,7 @@ from bench.claims_table import (
     small_steps,
     tensor_rungs,
 )
-from bench.digest import digest
+from bench.digest import changed_since, digest
 from ithaca.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -258,7 +259,7 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     run("--only", claim.name)
     assert "not run, no CUDA device" in capsys.readouterr().out
     run("--list", "--only", claim.name)
-    assert "holds at abc, with other code" in capsys.readouterr().out
+    assert "holds at abc, with other code\n" in capsys.readouterr().out  # this tree has no such commit
     Store(tmp_path).add(replace(found, error="exit code 1"))
     with pytest.raises(SystemExit):
         run("--only", claim.name)
@@ -281,6 +282,37 @@ def test_a_digest_is_of_the_code_alone(tmp_path: Path) -> None:
         assert of(source.replace(old, new)) != first
     (tmp_path / "rates.toml").write_text("a = 1")
     assert digest(tmp_path) != first
+
+
+def test_files_that_changed_since_a_claim_was_seen(tmp_path: Path) -> None:
+    """Those whose code changed, came or went; not those of other folders, nor new words about the same code."""
+
+    def git(*words: str) -> str:
+        names = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        said = subprocess.run(["git", *names, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return said.stdout.strip()
+
+    package = tmp_path / "package"
+    package.mkdir()
+    for name in ("same", "words", "code", "gone", "moved"):
+        (package / f"{name}.py").write_text(f'"""About it."""\n\nX = "{name}"\n')
+    (tmp_path / "other.py").write_text("X = 1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    first = git("rev-parse", "--short=7", "HEAD")
+    assert changed_since(package, first) == []
+    (package / "words.py").write_text('X = "words"  # a word\n')
+    (package / "code.py").write_text('X = "other"\n')
+    (package / "gone.py").unlink()
+    (package / "moved.py").rename(package / "there.py")
+    (tmp_path / "other.py").write_text("X = 2\n")
+    git("add", ".")
+    git("commit", "-qm", "second")
+    (package / "rates.toml").write_text("a = 1\n")
+    git("add", ".")
+    assert changed_since(package, first) == ["code.py", "gone.py", "moved.py", "rates.toml", "there.py"]
+    assert changed_since(package, "0000000") is None
 
 
 def test_numbers_that_tests_print(tmp_path: Path) -> None:
@@ -315,3 +347,46 @@ def test_losses_of_four_ranks_and_of_one(tmp_path: Path) -> None:
     assert len(row["several"]["losses"]) == len(row["one"]["losses"]) == 4
     assert row["largest_difference"] < 1e-5
     assert values(losses_of_ranks([row]))[0] == 4
+
+
+@pytest.mark.full
+def test_a_model_that_learns_to_look_far(tmp_path: Path) -> None:
+    """The small form, stopped after its first seconds and continued by the same command."""
+    words = [
+        "-m",
+        "bench.longer",
+        "--smoke",
+        "--out",
+        str(tmp_path),
+        "--commit",
+        "none",
+        "--folder",
+        str(tmp_path / "f"),
+    ]
+
+    def measured() -> dict[str, Any]:
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True, capture_output=True)
+        return results(tmp_path, "longer-smoke")[0]
+
+    row = measured()
+    assert row["finished"]
+    assert [stage["tokens"] for stage in row["stages"]] == [64, 128, 256, 512, 1024]
+    assert [stage["steps"] for stage in row["stages"]] == [2] * 5
+    assert all(stage["seconds"] > 0 for stage in row["stages"])
+    assert [len(stage["needles"]) for stage in row["stages"]] == [0, 0, 1, 2, 2]
+    assert {task["task"] for task in row["harder"]["tasks"]} == {"keys", "tracking"}
+    for picture in ("loss", "needle"):
+        assert (tmp_path / f"longer-smoke-{picture}.png").stat().st_size > 1000
+    assert measured()["stages"] == row["stages"]  # nothing is trained twice
+    figures = looks_far([row])
+    assert [figure.holds for figure in figures] == [True, False]
+
+
+def test_needles_are_found_at_the_lengths_that_were_promised() -> None:
+    stage = {"needles": {"2048": 1.0, "65536": 0.92, "262144": 0.4}}
+    found = looks_far([{"finished": True, "stages": [{"needles": {}}, stage]}])
+    assert values(found) == [1, 0.92]
+    assert all(figure.holds for figure in found)
+    assert not looks_far([{"finished": False, "stages": [stage]}])[0].holds
+    near = {"needles": {"2048": 1.0, "16384": 1.0}}
+    assert not looks_far([{"finished": True, "stages": [stage, near]}])[1].holds

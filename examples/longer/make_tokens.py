@@ -2,9 +2,10 @@
 
     python examples/longer/make_tokens.py longer.tokens          # 600 documents, 157M tokens, about 0.2 GB
 
-They are as those of `data.source = "needles"` (ithaca/data/synthetic.py), but longer and with more facts. The longest
-gap between two mentions of a fact goes, from document to document, from 16 slots of four tokens to a quarter of the
-document: a window of 2K tokens has many answers, and one of 256K has some that stand far back.
+They are as those of `data.source = "needles"` (ithaca/data/synthetic.py), but longer and with more facts. In half of
+the documents most gaps between two mentions of a fact are short, at most 4K tokens, so even a window of 256 tokens has
+answers. In the others the longest gap goes, from document to document, from 256 tokens to the whole document: there
+are answers that stand as far back as a needle can.
 """
 
 import sys
@@ -17,8 +18,8 @@ VOCAB, LENGTH, DOCUMENTS, SEED = 1024, 2**18, 600, 1  # the tasks of an evaluati
 
 
 def main(out: Path, documents: int = DOCUMENTS, length: int = LENGTH) -> None:
-    gaps = 16, length / 16  # slots
-    kind = Kind(length=length, most_facts=100, frequent=gaps, rare=gaps)
+    slots = length / 4
+    kind = Kind(length=length, most_facts=100, frequent=(16, min(1024, slots)), rare=(64, slots))
     save_tokens(out, *make_documents(VOCAB, documents, SEED, kind), VOCAB)
 
 
