@@ -3,11 +3,14 @@
 Everything here is arithmetic on offsets. Only the naive kernel builds a mask of tokens × tokens.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+MOST_PIECES = 65535  # in one call of a GPU kernel: each has a place in the second or third dimension of a CUDA grid
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,13 @@ class Pieces:
             if total < count or total % count or bounds != tuple(range(0, total + 1, total // count)):
                 return 0
         return count
+
+    def groups(self, most: int) -> "Iterator[tuple[slice, slice, Pieces]]":
+        """(rows, keys, pieces) of at most so many pieces at a time; their bounds begin at the group's first row."""
+        for first in range(0, len(self.q_bounds) - 1, most):
+            q, k = (bounds[first : first + most + 1] for bounds in (self.q_bounds, self.k_bounds))
+            inside = [tuple(edge - bounds[0] for edge in bounds) for bounds in (q, k)]
+            yield slice(q[0], q[-1]), slice(k[0], k[-1]), Pieces(*inside, self.causal, self.ragged)
 
     def spans(self) -> list[tuple[slice, slice]]:
         """(rows, keys) of each piece."""

@@ -27,6 +27,7 @@ from ithaca.model.spec import Heads, Spec, runs
 
 Weights = Mapping[str, Tensor]
 ADDED = ("self_attn.o_proj", "mlp.down_proj")  # layers whose outputs are sums over heads or features
+COUNTED = 2**32  # numbers of a tensor that torch's kernel for norms can count
 WIDEST_NORM = 16384  # numbers of the widest row that the norm's backward kernel holds
 
 
@@ -105,7 +106,15 @@ def norm_beside(spec: Spec, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if wanted and fusable(x) and x.shape[-1] <= WIDEST_NORM:
         return _Norm.apply(x, weight, spec.norm_eps)
-    return x, F.rms_norm(x, (x.shape[-1],), weight, spec.norm_eps)
+    return x, rms_norm(x, weight, spec.norm_eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of the last dimension. torch 2.11's kernel on GPUs loses rows behind 2^32 numbers (pytorch#181555)."""
+    if x.numel() < COUNTED:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    parts = x.split(max((COUNTED - 1) // x[0].numel(), 1))
+    return torch.cat([F.rms_norm(part, (x.shape[-1],), weight, eps) for part in parts])
 
 
 class _Norm(torch.autograd.Function):
@@ -119,7 +128,7 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
-        return x, F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return x, rms_norm(x, weight, eps)
 
     @staticmethod
     @once_differentiable

@@ -91,13 +91,14 @@ class TensorPart:
 
         Of 8 query and 2 key/value heads on 3 ranks, ranks 0 and 1 share a part, and rank 2 takes part alone.
         """
-        return _sharers(self, name)
+        # The same in every layer: with hundreds of layers and ranks, asking for each would take minutes
+        return _sharers(self, ".".join(part for part in name.split(".") if not part.isdigit()))
 
 
-@lru_cache(maxsize=4096)  # every pass asks for every weight
+@lru_cache(maxsize=256)  # every pass asks for every weight
 def _sharers(part: TensorPart, name: str) -> list[int]:
-    by_rank = [replace(part, rank=rank).holders(name) for rank in range(part.ranks)]
-    return by_rank[part.rank] if any(len(holders) > 1 for holders in by_rank) else []
+    places = [replace(part, rank=rank).place(name) for rank in range(part.ranks)]
+    return part.holders(name) if len(set(places)) < part.ranks else []
 
 
 def _units(size: int, ranks: int, what: str) -> list[range]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ithaca.attention.documents import MOST_PIECES
 from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.base.errors import InputError, PlanError
 from ithaca.base.torch_private import local_tensor, sharded_like
@@ -36,7 +37,6 @@ from ithaca.schedule.forward import ForwardContext, loss_sum
 from ithaca.schedule.marks import no_mark
 
 FEWEST = 16  # documents that a graph has room for
-MOST = 65535  # documents: `flash` has one block of threads for each in the second dimension of its grid
 
 Work = Callable[[], Sequence[Tensor]]
 
@@ -110,7 +110,7 @@ class GraphedPasses:
     def serve(self, batch: Batch) -> bool:
         """Whether a pass over this batch can be a replay. If nothing is trained, there is no backward pass."""
         trained = any(parameter.requires_grad for parameter in self._decoder.parameters())
-        return trained and self._tokens in (None, len(batch.tokens)) and len(batch.bounds) - 1 <= MOST
+        return trained and self._tokens in (None, len(batch.tokens)) and len(batch.bounds) - 1 <= MOST_PIECES
 
     def loss_sum(self, batch: Batch, context: ForwardContext) -> Tensor:
         """The result of `forward.loss_sum`, computed by a replay."""
@@ -142,7 +142,7 @@ class _Graph:
         context: ForwardContext,
     ):
         self.weights, documents = weights, len(batch.bounds) - 1
-        self.room = min(max(FEWEST, 1 << (documents - 1).bit_length()), MOST)
+        self.room = min(max(FEWEST, 1 << (documents - 1).bit_length()), MOST_PIECES)
         self._inputs = [torch.empty_like(tensor) for tensor in _inputs(batch)]
         self._bounds = torch.empty(self.room + 1, dtype=torch.int32, device=batch.tokens.device)
         self._scale: Tensor | None = None

@@ -107,7 +107,7 @@ def _refuse_over(
     text = f"tapes for {tokens} tokens need {format_bytes(needed)}{there}"
     text += f" for the {ranks} ranks of this node" if ranks > 1 else ""
     text += f", and {reason} is {format_bytes(free)}: {format_bytes(needed - free)} are missing"
-    fitting = tokens * (free - fixed) // (needed - fixed)
+    fitting = tokens * (free - fixed) // (needed - fixed) if needed > fixed else 0
     last = f"{fitting} tokens would fit" if fitting > 0 else "a smaller plan.chunk or plan.tile may help"
     raise PlanError(f"{text}; {', or '.join([*advice, last])}")
 

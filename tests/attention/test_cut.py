@@ -8,12 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaca.attention.documents import Pieces
+from ithaca.attention.documents import MOST_PIECES, Pieces
 from ithaca.attention.kernels.choose import make_kernel
 from ithaca.attention.kernels.cudnn_flash import BUCKET, CudnnAndFlash
 from ithaca.attention.kernels.cut import cut_pieces
-from ithaca.attention.kernels.facts import KERNEL_FACTS
+from ithaca.attention.kernels.facts import KERNEL_FACTS, KernelFacts
 from ithaca.attention.visits import Visit
+from ithaca.rehearsal.memory_meter import Meter
 
 
 @st.composite
@@ -47,6 +48,7 @@ def test_each_pair_once_in_few_shapes(pieces: Pieces, bucket: int, squares: int)
         shapes = [(rows.stop - rows.start, keys.stop - keys.start) for rows, keys in visit.pieces.spans()]
         if visit.pieces.ragged:
             assert all(min(shape) < bucket for shape in shapes)
+            assert not visit.pieces.causal or visit.pieces.q_bounds[-1] <= longest
         elif visit.pieces.causal:
             assert all(rows <= longest for rows, _ in shapes)
         if pieces.ragged and not visit.pieces.ragged:
@@ -151,6 +153,54 @@ def test_workspace_is_that_of_the_largest_call(tokens: int, group: int) -> None:
     wanted = 2 * gradients + max(*calls, gradients) if len(visits) > 1 else calls[0]
     found = gradients + facts.workspace(group * k, k, group, tokens, causal=True)
     assert -1e-9 <= found / wanted - 1 <= 0.04  # never less
+
+
+DOCUMENTS = {
+    "equal": [4000] * 262,
+    "two lengths": [3000, 5000] * 131,
+    "short ones": [100, 300] * 2622,
+    "a long one first": [12 * 1024, *[4000] * 259],
+    "a long one with an end first": [12000, *[3000, 5000] * 129],
+    "one for each token": [1] * 2**17,
+}
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1)], ids=["1", "3 to 1"])
+@pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_workspace_does_not_depend_on_documents(lengths: list[int], heads: tuple[int, int]) -> None:
+    """What is allocated at once, counted with kernels that allocate what their facts say: never more than predicted."""
+    tokens, group, facts = sum(lengths), heads[0] / heads[1], KERNEL_FACTS["cudnn+flash"]
+    shapes = [(tokens, count, 2) for count in (heads[0], heads[1], heads[1], heads[0], heads[0])]
+    fakes = [Allocates(KERNEL_FACTS[name]) for name in ("cudnn", "flash")]
+    kernel = CudnnAndFlash(*fakes)  # pyrefly: ignore
+    with Meter(torch.device("cpu"), torch.bfloat16) as meter:
+        q, k, v, o, do = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+        lse, pieces = torch.zeros(heads[0], tokens), Pieces.documents((0, *np.cumsum(lengths).tolist()))
+        before = sum(meter.now.values())
+        meter.restart()
+        kernel.backward(do, q, k, v, o, lse, pieces, 1.0)
+    predicted = q.nbytes + 2 * k.nbytes + facts.workspace(q.nbytes, k.nbytes, group, tokens, causal=True)
+    assert sum(meter.peak.values()) - before <= predicted
+    assert facts.longest is not None
+    assert all(rows <= facts.longest for rows, _ in fakes[1].calls)
+    assert all(count <= MOST_PIECES for fake in fakes for _, count in fake.calls)
+
+
+class Allocates:
+    """Takes what a kernel's facts say, and returns gradients of no value."""
+
+    def __init__(self, facts: KernelFacts):
+        self.facts = facts
+        self.calls: list[tuple[int, int]] = []  # rows and pieces
+
+    def backward(self, do, q, k, v, o, lse, pieces, scale):  # noqa: ARG002
+        self.calls.append((len(q), len(pieces.q_bounds) - 1))
+        group = q.shape[1] / k.shape[1]
+        size = int(self.facts.workspace(q.nbytes, k.nbytes, group, len(q), causal=True))
+        taken = torch.empty(size, dtype=torch.uint8)
+        found = [torch.empty_like(x) for x in (q, k, v)]
+        del taken  # a kernel holds it until its gradients are there
+        return found
 
 
 def test_bounds_are_those_of_the_pieces() -> None:

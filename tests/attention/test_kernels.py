@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ithaca.attention.documents import Pieces
+from ithaca.attention.kernels import packed
 from ithaca.attention.kernels.choose import choose_kernel, make_kernel
 from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.attention.kernels.seam import attend
@@ -43,6 +44,42 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], bound: float) -> Non
 def documents(lengths: list[int]) -> Pieces:
     bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
     return Pieces.documents(tuple(bounds))
+
+
+class InCalls(packed.PackedKernel):
+    """A packed kernel whose calls are those of `naive`, and are counted."""
+
+    facts = KERNEL_FACTS["naive"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def call_forward(self, q, k, v, pieces, scale):
+        self.lengths(pieces, q, k)  # no row and no key outside of the pieces
+        self.counts.append(len(pieces.q_bounds) - 1)
+        return make_kernel("naive").forward(q, k, v, pieces, scale)
+
+    def call_backward(self, do, q, k, v, o, lse, pieces, scale):
+        self.lengths(pieces, q, k)
+        self.counts.append(len(pieces.q_bounds) - 1)
+        return make_kernel("naive").backward(do, q, k, v, o, lse, pieces, scale)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8])
+def test_more_pieces_than_a_grid_has_places(most: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go in several calls, which together give what one would."""
+    monkeypatch.setattr(packed, "MOST_PIECES", most)
+    rows, keys = (0, 3, 4, 9, 10, 12, 17, 18), (0, 3, 4, 9, 10, 12, 17, 18) if causal else (0, 2, 9, 10, 11, 15, 16, 20)
+    pieces, kernel = Pieces(rows, keys, causal), InCalls()
+    q, k, v, do = given = tensors(rows[-1], keys[-1], 4, 2, 8, most)
+    o, lse = kernel.forward(q, k, v, pieces, 0.3)
+    found = [o, lse, *kernel.backward(do, q, k, v, o, lse.T.contiguous().T, pieces, 0.3)]
+    assert_close(found, everything("naive", given, pieces), 1e-13)
+    assert sum(kernel.counts) == 14
+    assert max(kernel.counts) == min(most, 7)
+    assert len(kernel.counts) == 2 * -(-7 // most)
 
 
 def test_naive_is_softmax_attention() -> None:

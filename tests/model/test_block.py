@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ithaca
-from ithaca.model.block import Weights, final_linear, mlp, output_projection, project
+from ithaca.model import block
+from ithaca.model.block import Weights, final_linear, mlp, output_projection, project, rms_norm
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
@@ -55,6 +56,33 @@ def test_slices_of_heads_make_up_the_whole() -> None:
             assert torch.allclose(found, wanted[:, heads.start : heads.stop], rtol=1e-12)
         summed = output_projection(spec, w, summed, o[:, q.start : q.stop], Heads(q, kv))
     assert torch.allclose(summed, output_projection(spec, w, x, o, Heads.all(spec)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(50, 8), (10, 5, 8)])
+def test_a_norm_of_more_numbers_than_torch_counts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed in parts of whole rows, each below the limit; output and gradients are those of one call."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, dtype=torch.float64), torch.rand(8, dtype=torch.float64)
+    dy, sizes, one_call = torch.randn_like(x), [], F.rms_norm
+
+    def counted(part: Tensor, *rest: object) -> Tensor:
+        sizes.append(part.numel())
+        return one_call(part, *rest)  # pyrefly: ignore
+
+    monkeypatch.setattr(F, "rms_norm", counted)
+    found = []
+    for limit in (401, 400, 100, 3):  # 3: less than a row, so that a row at a time is all that can be done
+        monkeypatch.setattr(block, "COUNTED", limit)
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+        sizes.clear()
+        y = rms_norm(*inputs, 1e-6)
+        y.backward(dy)
+        found.append([y, *(tensor.grad for tensor in inputs)])
+        assert sum(sizes) == 400
+        assert all(size < max(limit, 41) for size in sizes)
+        assert (len(sizes) == 1) is (limit > 400)
+    for parts in found[1:]:
+        assert all(torch.allclose(part, whole, rtol=1e-13) for part, whole in zip(parts, found[0], strict=True))
 
 
 def test_where_the_norms_stand() -> None:

@@ -167,7 +167,7 @@ def test_gradients_that_are_not_dropped(folders) -> None:
 
 def test_more_documents_than_there_is_room_for(folders, monkeypatch) -> None:
     twins = make(folders["tied"])
-    monkeypatch.setattr("ithaca.schedule.cuda_graph.MOST", 2 * FEWEST)
+    monkeypatch.setattr("ithaca.schedule.cuda_graph.MOST_PIECES", 2 * FEWEST)
     for step, documents in enumerate((2, FEWEST, FEWEST + 1, 2 * FEWEST, 1, 2 * FEWEST + 1, 3)):
         for model in (twins.eager, twins.replayed):
             model.zero_grad()

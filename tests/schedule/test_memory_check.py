@@ -29,3 +29,16 @@ def test_weights_for_rebuilt_x_are_for_training_alone(monkeypatch: pytest.Monkey
         check(evaluation, device_bytes(evaluation, job.tiles) - 1)
     with pytest.raises(PlanError, match="the GPU's free memory is"):
         check(job.tapes, device_bytes(job.tapes, job.tiles))
+
+
+@pytest.mark.parametrize("kept", ["host", "device"])
+def test_a_refusal_where_no_tape_lies_on_the_gpu(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is missing is for slots, which no shorter sequence makes smaller."""
+    places = {"x": kept, "o": kept, "lse": kept, "residual": kept, "kv": kept}
+    job = Job(spec=load_model("tiny").spec, plan=Plan(recipe="sweep", chunk=64, **places), tokens=256)
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 1000))
+    wanted = "a smaller plan.chunk or plan.tile may help" if kept == "host" else "=host frees"
+    with pytest.raises(PlanError, match=wanted):
+        check_memory(job, job.tapes, torch.device("cuda"), NodeTapes(0, 1))

@@ -6,12 +6,15 @@ sides of `bucket` · 2^i, the largest first. There are few such shapes. A remain
 
     a triangle of 7 buckets  ◣ 4 buckets, ■ 2 × 4 and ◣ 2 below it, ■ 1 × 4, ■ 1 × 2 and ◣ 1 below those
     its last rows            a rectangle with all keys above, and a small triangle, both `ragged`
+
+Small triangles that are neighbours, as those of short documents, go in one call of at most `longest` rows. So no call
+takes more workspace than `KernelFacts.workspace` says, however many documents there are.
 """
 
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from ithaca.attention.documents import Pieces
+from ithaca.attention.documents import MOST_PIECES, Pieces
 from ithaca.attention.visits import Visit
 
 
@@ -29,7 +32,7 @@ def cut_pieces(pieces: Pieces, bucket: int, longest: int) -> tuple[Visit, ...]:
 def _triangles(pieces: Pieces, bucket: int, longest: int) -> list[Visit]:
     """Causal attention within each document."""
     bounds = pieces.q_bounds
-    if not pieces.ragged and bounds[1] - bounds[0] <= longest:
+    if not pieces.ragged and bounds[1] - bounds[0] <= longest and len(bounds) <= MOST_PIECES + 1:
         everything = slice(0, bounds[-1])
         return [Visit(everything, everything, pieces)]
     visits: list[Visit] = []
@@ -44,7 +47,7 @@ def _triangles(pieces: Pieces, bucket: int, longest: int) -> list[Visit]:
             thin.append((edges[-1], stop))
             if edges[-1] > start:
                 visits.append(_rectangle(slice(edges[-1], stop), slice(start, edges[-1]), True))
-    return [*visits, *_runs(thin)]
+    return [*visits, *_runs(thin, longest)]
 
 
 def _rectangles(rows: int, keys: int, bucket: int) -> list[Visit]:
@@ -69,11 +72,11 @@ def _edges(start: int, stop: int, bucket: int, longest: int | None = None) -> li
     return list(accumulate([*([longest] * full if longest else []), *sizes], initial=start))
 
 
-def _runs(triangles: list[tuple[int, int]]) -> list[Visit]:
-    """Visits to small triangles, adjacent ones in one visit."""
+def _runs(triangles: list[tuple[int, int]], longest: int) -> list[Visit]:
+    """Visits to small triangles, adjacent ones in one visit of at most `longest` rows."""
     runs: list[list[int]] = []
     for start, stop in triangles:
-        if runs and runs[-1][-1] == start:
+        if runs and runs[-1][-1] == start and stop - runs[-1][0] <= longest and len(runs[-1]) <= MOST_PIECES:
             runs[-1].append(stop)
         else:
             runs.append([start, stop])

@@ -16,14 +16,14 @@ aten = torch.ops.aten
 class Flash(PackedKernel):
     facts = KERNEL_FACTS["flash"]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
         q_bounds, k_bounds, q_longest, k_longest = self.lengths(pieces, q, k)
         o, lse, *_ = aten._flash_attention_forward(
             q, k, v, q_bounds, k_bounds, q_longest, k_longest, 0.0, pieces.causal, False, scale=scale
         )
         return o, lse
 
-    def backward(
+    def call_backward(
         self,
         do: Tensor,
         q: Tensor,

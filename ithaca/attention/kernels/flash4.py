@@ -69,7 +69,7 @@ class Flash4(PackedKernel):
                         f"{error:.2g}, and rounding explains {LARGEST_ERROR}: use plan.kernel=cudnn+flash or flash"
                     )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
         forward, _ = _functions()
         options: dict[str, Any] = {"softmax_scale": scale, "causal": pieces.causal, "return_lse": True}
         if count := pieces.equal(len(q), len(k)):
@@ -78,7 +78,7 @@ class Flash4(PackedKernel):
         o, lse, *_ = forward(q, k, v, **self._packed(pieces, q, k), **options)
         return o, lse
 
-    def backward(
+    def call_backward(
         self,
         do: Tensor,
         q: Tensor,
