@@ -47,7 +47,7 @@ def _run(app: typer.Typer) -> NoReturn:
         if error.errno not in REFUSALS:
             raise
         fail(f"'{error.filename}' cannot be used ({error.strerror}): name another place", IthacaError.code)
-    sys.exit(code)  # an int if a command ended early, as after --version; else None
+    end(code or 0)  # an int if a command ended early, as after --version; else None
 
 
 def fail(sentence: str, code: int) -> NoReturn:
@@ -63,7 +63,9 @@ def fail(sentence: str, code: int) -> NoReturn:
 
 
 def end(code: int) -> NoReturn:
-    """End the process. A rank ends at once: leaving its job, NCCL would wait for the messages of other ranks."""
+    """End the process. A rank ends at once: leaving its job, NCCL would wait for the messages of other ranks, and a
+    thread of gloo that calls into Python while it shuts down would abort the process, after a good end as well.
+    """
     if "RANK" in os.environ:
         from ithaca.train.ranks.elastic import exit_now
 

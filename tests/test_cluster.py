@@ -97,9 +97,20 @@ def start(script: Path, folder: Path, *codes: str) -> subprocess.Popen:
         (folder / name).chmod(0o755)
     (folder / "codes").write_text("".join(f"{code}\n" for code in codes))
     slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2"}
-    environ = {**slurm, "SLURM_GPUS_ON_NODE": "8", "NOTES": str(folder / "notes"), "CODES": str(folder / "codes")}
+    slurm |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "12"}
+    environ = {**slurm, "NOTES": str(folder / "notes"), "CODES": str(folder / "codes")}
     path = f"{folder}:{os.environ['PATH']}"
     return subprocess.Popen(["bash", str(script)], env={**os.environ, **environ, "PATH": path}, cwd=folder)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_steps_have_the_cores_of_their_tasks(script: Path, tmp_path: Path) -> None:
+    """srun does not read --cpus-per-task of sbatch (SLURM 22.05): a task would get one core."""
+    assert start(script, tmp_path, "0").wait(timeout=60) == 0
+    (line,) = (tmp_path / "notes").read_text().splitlines()
+    words = line.split()
+    assert "--cpus-per-task=12" in words
+    assert words.index("--cpus-per-task=12") < words.index("ithaca")
 
 
 def notes(folder: Path) -> list[str]:

@@ -67,8 +67,8 @@ class Pieces:
         """(rows, keys, pieces) of at most so many pieces at a time; their bounds begin at the group's first row."""
         for first in range(0, len(self.q_bounds) - 1, most):
             q, k = (bounds[first : first + most + 1] for bounds in (self.q_bounds, self.k_bounds))
-            inside = [tuple(edge - bounds[0] for edge in bounds) for bounds in (q, k)]
-            yield slice(q[0], q[-1]), slice(k[0], k[-1]), Pieces(*inside, self.causal, self.ragged)
+            rows, keys = (tuple(edge - bounds[0] for edge in bounds) for bounds in (q, k))
+            yield slice(q[0], q[-1]), slice(k[0], k[-1]), Pieces(rows, keys, self.causal, self.ragged)
 
     def spans(self) -> list[tuple[slice, slice]]:
         """(rows, keys) of each piece."""
