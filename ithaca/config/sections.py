@@ -8,7 +8,7 @@ from typing import Any
 
 from ithaca.base.errors import ConfigError, suggestion
 from ithaca.base.sizes import MOST_SECONDS, nearest_divisors, parse_tokens
-from ithaca.config.stages import Stage, read_stages
+from ithaca.config.stages import MOST_TOKENS, Stage, read_stages
 from ithaca.model.extend import parse_rope
 from ithaca.plans.plan import Plan
 
@@ -16,7 +16,6 @@ AUTO = "auto"  # plan.recipe="auto": the planner chooses
 PACKINGS = ("auto", "cut", "whole", "joined")
 MOST_WEIGHT = 1e9  # of a source in data.mix
 MIX_EXAMPLE = "write --set data.mix.books.tokens=0.7"
-MOST_TOKENS = 2**32  # in a step
 # Options of [train] that may change when a run continues. Others would make it another run
 CHANGEABLE = {"steps", "epochs", "learning_rate", "schedule", "warmup", "decay", "final_rate", "micro_batch", "device"}
 

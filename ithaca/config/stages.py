@@ -18,6 +18,7 @@ from ithaca.base.sizes import parse_tokens
 from ithaca.model.extend import parse_rope
 from ithaca.plans.plan import Plan
 
+MOST_TOKENS = 2**32  # in a step
 EXAMPLE = "write [[train.stages]] with tokens and steps for each"
 
 
@@ -50,6 +51,11 @@ class Stage:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: 1 or more is needed")
+        if (self.batch or 1) * self.tokens > MOST_TOKENS:
+            raise ConfigError(
+                f"a stage has batch={self.batch or 1} × tokens={self.tokens}, more than the {MOST_TOKENS} tokens that a "
+                "step can have: fewer sequences work"
+            )
         if self.warmup is not None and self.warmup < 0:
             raise ConfigError(f"warmup is {self.warmup}: 0 or more is needed")
         if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):

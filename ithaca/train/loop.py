@@ -22,6 +22,7 @@ from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.balance import describe_work
 from ithaca.parallel.batch import Batch, check_rows
 from ithaca.parallel.hangs import Roll, is_collective_error, set_timeout, step_seconds, timeout
+from ithaca.parallel.joining import TORCH_SECONDS
 from ithaca.parallel.mesh import Mesh
 from ithaca.schedule.marks import OPTIMIZER, StepMarks, make_marks
 from ithaca.train.disk import check_disks
@@ -167,13 +168,16 @@ class TrainingRun:
             seconds_left, say = self.live_line.seconds_left, self.live_line.announce
         self.stop = StopRequest(self.mesh, launched, seconds_left, self._stopped_at_once, say)
         self.timeout = self.config.run.timeout or timeout(self._step_seconds() + self.disk_seconds)
-        set_timeout(self.mesh.groups, self.timeout)
         self._announce()
         try:
             self._allocate()
             self.checkpoints.prune()  # not before: until here the start may be refused, and must lose nothing
+            # While one rank draws a picture or reads the data of the next stage, the others wait as long as torch lets
+            # them. This timeout is made for steps
+            set_timeout(self.mesh.groups, self.timeout)
             measure_start(self, roll)
             stopped = self._steps(roll)
+            set_timeout(self.mesh.groups, TORCH_SECONDS)
             self.profile.finish(self)
             self._save()
             self.checkpoints.wait()

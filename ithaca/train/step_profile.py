@@ -81,8 +81,10 @@ class StepProfile:
 
     def add(self, run: "TrainingRun", metrics: dict[str, Any]) -> None:
         """Note the seconds of a step; write the profile when its neighbours are done."""
+        if not self.step or abs(metrics["step"] - self.step) > NEIGHBOURS + 1:
+            return
         self._seconds[metrics["step"]] = metrics["seconds"]
-        if self.step and metrics["step"] == self.step + 1 + NEIGHBOURS:
+        if metrics["step"] == self.step + 1 + NEIGHBOURS:
             self.finish(run)
 
     def finish(self, run: "TrainingRun") -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,8 @@ def draw_loss(metrics: list[dict[str, Any]], file: Path, validations: Sequence[d
 
     steps, losses = [step for step, _ in _losses(metrics)], [loss for _, loss in _losses(metrics)]
     width = max(len(losses) // 20, 1)
-    means = [sum(losses[max(i - width + 1, 0) : i + 1]) / min(i + 1, width) for i in range(len(losses))]
+    sums = [0.0, *accumulate(losses)]  # so that a million steps take a second
+    means = [(sums[i + 1] - sums[max(i + 1 - width, 0)]) / min(i + 1, width) for i in range(len(losses))]
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
     axes.plot(steps, losses, color="#9db8d2", linewidth=1)
     axes.plot(steps, means, color="#1f4e79", linewidth=2)
