@@ -53,8 +53,8 @@ class Stage:
                 raise ConfigError(f"{name} is {value}: 1 or more is needed")
         if (self.batch or 1) * self.tokens > MOST_TOKENS:
             raise ConfigError(
-                f"a stage has batch={self.batch or 1} × tokens={self.tokens}, more than the {MOST_TOKENS} tokens that a "
-                "step can have: fewer sequences work"
+                f"a stage has batch={self.batch or 1} × tokens={self.tokens}, more than the {MOST_TOKENS} tokens that "
+                "a step can have: fewer sequences work"
             )
         if self.warmup is not None and self.warmup < 0:
             raise ConfigError(f"warmup is {self.warmup}: 0 or more is needed")

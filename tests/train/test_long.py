@@ -167,7 +167,7 @@ def test_seconds_of_all_steps_are_not_kept(tmp_path: Path) -> None:
 
 def test_every_stage_is_checked_before_the_first_step(tmp_path: Path) -> None:
     """A stage whose step has too many tokens was refused when it began, days later; no option could mend the run."""
-    stage = "[[train.stages]]\ntokens = {}\nsteps = 1\nbatch = {}\n"
+    stage = "[[train.stages]]\ntokens = '{}'\nsteps = 1\nbatch = {}\n"
     for batch, refused in ((4, False), (5, True)):
         (tmp_path / "a.toml").write_text(stage.format("1M", 16) + stage.format("1024M", batch))
         with pytest.raises(ConfigError, match="tokens=1073741824, more than") if refused else nullcontext():
