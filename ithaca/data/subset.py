@@ -33,7 +33,9 @@ class Subset(TokenFile):
         tokens, documents = int(self._run_tokens[-1]), int(self._run_documents[-1])
         self.path, self.name, self.divisible = data.path, data.name, data.divisible
         self.header = replace(data.header, tokens=tokens, documents=documents)
-        self.header = replace(self.header, labels=count_labels(self, tokens) if labels is None else labels)
+        if labels is None:
+            labels = _chosen_labels(data, chosen, bounds) if data.header.masked else tokens - documents
+        self.header = replace(self.header, labels=labels)
 
     def identity(self) -> dict[str, Any]:
         """Return what tells these documents from any other; the digest is of the file's and of which documents."""
@@ -134,6 +136,23 @@ def count_labels(data: TokenFile, tokens: int) -> int:
         assert window.learned is not None
         begins = np.diff(window.documents, prepend=last) != 0
         labels, last = labels + int((window.learned & ~begins).sum()), int(window.documents[-1])
+    return labels
+
+
+def _chosen_labels(data: TokenFile, chosen: np.ndarray, bounds: np.ndarray) -> int:
+    """Return the labels of some documents. Reads the parts of the file that have any of them, once and in order.
+
+    Reading document by document would check a whole block for each, which takes minutes for millions of conversations.
+    """
+    labels = 0
+    for start in range(0, data.tokens, READ):
+        stop = min(start + READ, data.tokens)
+        first, last = np.searchsorted(bounds, (start, stop - 1), side="right") - 1
+        if chosen[first : last + 1].any():
+            window, begins = data.read(start, stop), np.zeros(stop - start, bool)
+            inside = bounds[first : last + 1]
+            begins[inside[inside >= start] - start] = True
+            labels += int((window.learned & ~begins & chosen[window.documents]).sum())
     return labels
 
 

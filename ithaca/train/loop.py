@@ -158,7 +158,7 @@ class TrainingRun:
         """Do all steps that are left, save, and release everything, also after an error. Return whether it stopped."""
         known = self.validated, self.tasks is None or self.tasks.last == self.done
         together(self.mesh.group, lambda: self.folder.cut_metrics(self.done, *known) if self.first else None)
-        self.loss_watch = LossWatch(self.config.train, self.folder.read_metrics() if self.first else ())
+        self.loss_watch = LossWatch(self.config.train, self.folder.read_metrics("loss", "labels") if self.first else ())
         self.sinks = together(
             self.mesh.group, lambda: open_sinks(self.folder, self.config.run.report, self.first, self.progress.warn)
         )

@@ -1,10 +1,14 @@
 """Some documents of a file as data of their own: the same tokens, labels and bounds as if they were all of it."""
 
+from unittest import mock
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaca.data.reader import in_memory
+from ithaca.data import subset
+from ithaca.data.reader import Window, in_memory
 from ithaca.data.subset import Subset, count_labels, split_by_length
 
 
@@ -23,7 +27,8 @@ def test_as_if_there_were_no_others(documents: list[tuple[int, bool]], masked: b
         None if learned is None else learned[inside],
         vocab=int(bounds[-1]),
     )
-    found = Subset(in_memory(tokens, bounds, learned), chosen, bounds)
+    with mock.patch.object(subset, "READ", chance.randint(1, 9)):
+        found = Subset(in_memory(tokens, bounds, learned), chosen, bounds)
     assert (found.tokens, found.documents, found.header.labels) == (alone.tokens, alone.documents, alone.header.labels)
     assert found.bounds().tolist() == alone.bounds().tolist()
     start = chance.randrange(alone.tokens)
@@ -35,6 +40,26 @@ def test_as_if_there_were_no_others(documents: list[tuple[int, bool]], masked: b
     if mine.learned is not None and theirs.learned is not None:
         assert mine.learned.tolist() == theirs.learned.tolist()
     assert count_labels(found, alone.tokens) == alone.header.labels
+
+
+def test_labels_of_scattered_documents_are_counted_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block was read and checked once for every document in it: minutes for millions of conversations."""
+    bounds = np.arange(0, 1001, 5)
+    data = in_memory(np.arange(1000), bounds, np.arange(1000) % 3 == 0)
+    chosen = np.arange(200) % 2 == 0
+    chosen[100:180] = False  # nothing of 500 tokens: not read
+    reads, read = [], data.read
+
+    def noted(start: int, stop: int) -> Window:
+        reads.append((start, stop))
+        return read(start, stop)
+
+    monkeypatch.setattr(data, "read", noted)
+    monkeypatch.setattr(subset, "READ", 50)
+    labels = Subset(data, chosen, bounds).header.labels
+    assert reads == [(at, at + 50) for at in (*range(0, 500, 50), *range(900, 1000, 50))]
+    monkeypatch.undo()
+    assert labels == count_labels(Subset(data, chosen, bounds, 0), int(chosen.sum()) * 5) > 0
 
 
 def test_a_view_of_a_view_has_its_own_identity() -> None:

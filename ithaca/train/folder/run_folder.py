@@ -18,7 +18,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -261,16 +261,27 @@ class RunFolder:
         be made again.
         """
         known = {VALIDATION: validated, TASKS: evaluated}
-        try:
-            lines = [line for line in self._read_lines() if line["step"] <= step]
-            kept = [line for line in lines if line["step"] < step or all(known[name] for name in known if name in line)]
-        except OSError as problem:
-            raise RunError(f"'{self.metrics}' cannot be read ({problem.strerror}): move it away") from None
-        replace_text(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """Return one object per step. Lines that are not JSON objects with a step are skipped."""
-        return [line for line in self._read_lines() if VALIDATION not in line and TASKS not in line]
+        def kept() -> Iterator[str]:
+            try:
+                for line in self._read_lines():
+                    is_known = all(known[name] for name in known if name in line)
+                    if line["step"] < step or (line["step"] == step and is_known):
+                        yield json.dumps(line) + "\n"
+            except OSError as problem:
+                raise RunError(f"'{self.metrics}' cannot be read ({problem.strerror}): move it away") from None
+
+        _replace_by(self.metrics, kept())
+
+    def read_metrics(self, *names: str) -> list[dict[str, Any]]:
+        """Return one object per step, with all that was noted or, if they are given, with these names and the step.
+
+        Lines that are not JSON objects with a step are skipped. A million steps fill gigabytes if everything is kept.
+        """
+        steps = (line for line in self._read_lines() if VALIDATION not in line and TASKS not in line)
+        if not names:
+            return list(steps)
+        return [{name: line[name] for name in ("step", *names) if name in line} for line in steps]
 
     def read_validations(self) -> list[dict[str, Any]]:
         """Return one object per validation, from the same file."""
@@ -280,19 +291,19 @@ class RunFolder:
         """Return one object per evaluation of tasks, from the same file."""
         return [line for line in self._read_lines() if TASKS in line]
 
-    def _read_lines(self) -> list[dict[str, Any]]:
+    def _read_lines(self) -> Iterator[dict[str, Any]]:
         if kind := not_a_file(self.metrics):
             raise OSError(errno.EINVAL, f"it is {kind}")
-        lines = []
-        text = self.metrics.read_text(encoding="utf-8", errors="replace") if self.metrics.exists() else ""
-        for line in text.splitlines():
-            try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(found, dict) and isinstance(found.get("step"), int):
-                lines.append(found)
-        return lines
+        if not self.metrics.exists():
+            return
+        with self.metrics.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    found = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(found, dict) and isinstance(found.get("step"), int):
+                    yield found
 
 
 def _is_gone(file: Path) -> bool:
@@ -322,10 +333,15 @@ def partial_name(file: Path) -> Path:
 
 def replace_text(file: Path, text: str) -> None:
     """Write a file as a whole: a kill or a full disk leaves the old one."""
+    _replace_by(file, [text])
+
+
+def _replace_by(file: Path, parts: Iterable[str]) -> None:
     partial = partial_name(file)
     with writing(file):
         try:
-            partial.write_text(text, encoding="utf-8")
+            with partial.open("w", encoding="utf-8") as written:
+                written.writelines(parts)
             partial.rename(file)
         finally:
             partial.unlink(missing_ok=True)

@@ -232,7 +232,7 @@ def _start(config: Config, count: int, path: Path, origin: Origin | None = None)
 def _tell_ending(folder: RunFolder) -> None:
     """Say what is left of a run whose ranks were killed at a second Ctrl-C."""
     try:
-        steps = [line["step"] for line in folder.read_metrics()]
+        steps = [line["step"] for line in folder.read_metrics("step")]
     except OSError:
         steps = []
     show_cursor()

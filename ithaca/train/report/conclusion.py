@@ -27,7 +27,7 @@ def tell_conclusion(
         raise RunError(f"{lost}, but {complete}")
     metrics, problem = list[dict[str, Any]](), None
     try:
-        metrics = folder.read_metrics()
+        metrics = folder.read_metrics("loss", "stage")
     except OSError as error:
         problem = f"'{folder.metrics}' cannot be read ({error.strerror})"
     else:
