@@ -2,11 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,10 +21,12 @@ from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import Config
 from ithaca.data.preparation.prepare import prepare
 from ithaca.data.reader import open_tokens
+from ithaca.evaluate.long_context import TaskOptions
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
-from ithaca.train.evaluation import sample
-from ithaca.train.evaluation.command import lines
+from ithaca.parallel import hangs
+from ithaca.train.evaluation import command, sample
+from ithaca.train.evaluation.command import Options, lines
 from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.run import train
 from tests.models import make_model, save
@@ -205,6 +209,50 @@ def test_samples(nursery: Nursery, place: Path) -> None:
     before = {path.name for path in Path("/tmp").glob("ithaca-evaluate-*")}
     assert len(evaluated(nursery, place, "run", "t.tokens", *prompts[:2])["samples"]) == 1
     assert {path.name for path in Path("/tmp").glob("ithaca-evaluate-*")} == before
+
+
+def note_order(options: Options) -> None:
+    """Evaluate; print when tasks are measured, when ranks stop waiting for each other, and when text is generated."""
+
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(*args: Any, **more: Any) -> Any:
+            print("then", name, flush=True)
+            return work(*args, **more)
+
+        return inner
+
+    @contextmanager
+    def answering(*args: Any) -> Iterator[Any]:
+        with hangs.answering(*args) as roll:
+            yield roll
+        print("then alone", flush=True)
+
+    with (
+        mock.patch.object(command, "answering", answering),
+        mock.patch.object(command, "measure_tasks", noted("tasks", command.measure_tasks)),
+        mock.patch.object(command, "generate", noted("generate", command.generate)),
+    ):
+        command.evaluate_ranks(options)
+
+
+def test_no_rank_waits_for_samples(nursery: Nursery, place: Path) -> None:
+    """The first rank generates on the CPU for minutes; the others gave up waiting in the tasks, and all was lost."""
+    options = Options(
+        model=place / "run",
+        data=place / "t.tokens",
+        samples=("tell",),
+        tokens=512,
+        tasks=TaskOptions(tasks=("needle",), lengths=(256, 512), count=2, out=place / "out"),
+        overrides=("train.device=cpu",),
+        as_json=True,
+    )
+    ends = nursery.job(note_order, options, ranks=2)
+    done(ends)
+    orders = [[line.split()[1] for line in end.out.splitlines() if line.startswith("then ")] for end in ends]
+    assert orders == [["tasks", "alone", "generate"], ["tasks", "alone"]]
+    found = json.loads(ends[0].out[ends[0].out.index("{") :])
+    assert found["samples"][0]["prompt"] == "tell"
+    assert found["tasks"][0]["task"] == "needle"
 
 
 def test_samples_need_transformers_and_a_tokenizer(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

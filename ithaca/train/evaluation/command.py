@@ -9,7 +9,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -93,25 +93,29 @@ def evaluate_ranks(options: Options) -> None:
     """Evaluate as one rank of this job; the first one prints."""
     config = read_options(options.model, list(options.overrides))
     grid = start_mesh(config)
-    said: list[str] = []
-    with answering(grid.group, lambda lost: leave(f"error: {lost}")) as roll:
-        data = None
-        if options.data:
-            data = open_file(options.data, None, grid)
-            check_data(data, grid, "DATA")
-        chosen = any(override.strip().startswith(("plan.", "mesh.")) for override in options.overrides)
-        opened = open_model(options.model, config, grid, options.tokens, chosen, options.best)
-        found = _described_model(options, opened)
-        watch = limit_passes(opened, config.run.timeout, roll)
-        if data:
-            found |= _losses(options, opened, data, watch)
-            said += lines(found)
-        if options.tasks.tasks:
-            found |= _tasks(options, opened, trained_length(config, opened.step or 0), watch)
-            said += [*([""] if said else [_title(found)]), *found.pop("table")]
+    with ExitStack() as until_sampled:
+        with answering(grid.group, lambda lost: leave(f"error: {lost}")) as roll:
+            data = None
+            if options.data:
+                data = open_file(options.data, None, grid)
+                check_data(data, grid, "DATA")
+            chosen = any(override.strip().startswith(("plan.", "mesh.")) for override in options.overrides)
+            opened = open_model(options.model, config, grid, options.tokens, chosen, options.best)
+            found = _described_model(options, opened)
+            watch = limit_passes(opened, config.run.timeout, roll)
+            if data:
+                found |= _losses(options, opened, data, watch)
+            if options.tasks.tasks:
+                found |= _tasks(options, opened, trained_length(config, opened.step or 0), watch)
+            weights = _sampled_weights(options, opened, until_sampled)
+        if grid.rank == 0 and data and options.samples:  # slowly, on the CPU, when no other rank waits any more
+            found["samples"] = generate(weights, options.samples, data.tokenizer)
     if grid.rank == 0:
-        if options.tasks.tasks and (folder := _results_folder(options, opened)):
-            said += ["", f"Written: {', '.join(map(str, _write(folder, found, said)))}"]
+        said = lines(found) if data else []
+        if options.tasks.tasks:
+            said += [*([""] if said else [_title(found)]), *found.pop("table")]
+            if folder := _results_folder(options, opened):
+                said += ["", f"Written: {', '.join(map(str, _write(folder, found, said)))}"]
         print(json.dumps(found, indent=2) if options.as_json else "\n".join(said), flush=True)
 
 
@@ -127,7 +131,7 @@ def limit_passes(opened: Opened, longest: float | None, roll: Roll) -> Callable[
 def _losses(
     options: Options, opened: Opened, data: TokenFile, watch: Callable[[], AbstractContextManager[None]]
 ) -> Found:
-    """Return the losses on a token file, one sequence for each data rank at a time, and samples. Collective."""
+    """Return the losses on a token file, one sequence for each data rank at a time. Collective."""
     model, grid = opened.model, opened.model.mesh
     together(grid.group, lambda: check_vocabulary(model.source, data))
     windows = together(grid.group, lambda: Windows(data, opened.tokens, options.limit))
@@ -137,7 +141,7 @@ def _losses(
     assert losses is not None
     if not math.isfinite(losses.loss):
         raise RunError(f"the loss of '{options.model}' on '{options.data}' is {losses.loss}: no number")
-    return as_object(options, windows, losses, _samples(options, opened, data))
+    return as_object(options, windows, losses)
 
 
 def _warnings(opened: Opened, windows: Windows) -> list[str]:
@@ -184,17 +188,16 @@ def _results_folder(options: Options, opened: Opened) -> Path | None:
     return options.model / "evaluation" / f"step-{opened.step}"
 
 
-def _samples(options: Options, opened: Opened, data: TokenFile) -> list[dict[str, str]]:
-    """Generate on the first rank; for a run, from a temporary folder with the evaluated weights. Collective."""
-    if not options.samples:
-        return []
-    first = opened.model.mesh.rank == 0
-    if opened.step is None:
-        return generate(options.model, options.samples, data.tokenizer) if first else []
-    with tempfile.TemporaryDirectory(prefix="ithaca-evaluate-") as place:
-        folder = Path(place) / "model"
-        save_model(opened.model, folder)
-        return generate(folder, options.samples, data.tokenizer) if first else []
+def _sampled_weights(options: Options, opened: Opened, stack: ExitStack) -> Path:
+    """Return the Hugging Face folder to sample from: for a run, a temporary one with the evaluated weights. Collective.
+
+    The temporary one is deleted with the stack.
+    """
+    if opened.step is None or not options.samples:
+        return options.model
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ithaca-evaluate-"))) / "model"
+    save_model(opened.model, folder)
+    return folder
 
 
 def _described_model(options: Options, opened: Opened) -> Found:
@@ -210,8 +213,8 @@ def _described_model(options: Options, opened: Opened) -> Found:
     }
 
 
-def as_object(options: Options, windows: Windows, losses: Losses, samples: list[Any]) -> Found:
-    """The losses for the object of `--json`."""
+def as_object(options: Options, windows: Windows, losses: Losses) -> Found:
+    """The losses for the object of `--json`, without samples yet."""
     ends = zip(losses.edges, losses.edges[1:], losses.sums, losses.counts, strict=False)
     return {
         "data": str(options.data),
@@ -232,7 +235,7 @@ def as_object(options: Options, windows: Windows, losses: Losses, samples: list[
             }
             for low, high, total, count in ends
         ],
-        "samples": samples,
+        "samples": [],
     }
 
 
