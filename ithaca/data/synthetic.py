@@ -38,7 +38,8 @@ class Kind:
 
     length: int = LENGTH  # tokens
     most_facts: int = 8
-    frequent: tuple[float, float] = (16, 512)  # the longest gap between mentions, in slots, from document to document
+    # The longest gap between mentions, in slots, from document to document; None: facts are rare in all documents
+    frequent: tuple[float, float] | None = (16, 512)
     rare: tuple[float, float] = (64, 1024)  # likewise, in the other half of the documents
 
 
@@ -67,10 +68,10 @@ def make_document(words: Vocabulary, chance: np.random.Generator, kind: Kind) ->
 
 def _mentions(chance: np.random.Generator, count: int, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
     """Return the slots in which a fact is mentioned, in rising order, and the number of the fact in each."""
-    all_slots, rare = kind.length // 4, chance.random() < 0.5
-    longest = np.exp(chance.uniform(*np.log(kind.rare if rare else kind.frequent)))
+    all_slots, frequent = kind.length // 4, chance.random() >= 0.5 and kind.frequent
+    longest = np.exp(chance.uniform(*np.log(frequent or kind.rare)))
     enough = int(3 * all_slots * np.log(longest) / longest) + 8
-    gaps = chance.uniform(1, longest, (count, enough)) if rare else longest ** chance.random((count, enough))
+    gaps = longest ** chance.random((count, enough)) if frequent else chance.uniform(1, longest, (count, enough))
     places = np.cumsum(gaps, 1) - gaps[:, :1] * chance.random((count, 1))
     inside = places < all_slots
     slots, facts = places[inside].astype(int), np.nonzero(inside)[0]
