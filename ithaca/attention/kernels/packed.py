@@ -1,6 +1,6 @@
 """Kernels that take pieces of any lengths in one call, with the bounds of the pieces on the device."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from itertools import pairwise
 
 import torch
@@ -13,7 +13,7 @@ from ithaca.base.precision import at_least_fp32
 REMEMBERED = 64  # bounds that stay on the device
 
 
-class PackedKernel(FactsKernel):
+class PackedKernel(FactsKernel, ABC):
     """A kernel that takes the bounds of pieces as two tensors on the device, and at most `MOST_PIECES` in one call.
 
     Every layer of a step has the same bounds, so they are copied once: a copy in every call would take longer than
