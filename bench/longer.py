@@ -23,8 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bench.points import points_command_line
-from bench.record import record
+from bench.record import command_line, record
 from bench.shared_ranks import save_first_layers
 from ithaca.base.sizes import format_tokens
 from ithaca.config import Config, read_config
@@ -35,6 +34,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "longer"
 HARDER = ("keys", "tracking")
 SAMPLES = 10  # of a harder task at each length
 SMALL = (12,)  # documents, to try the script
+LEAST = 60  # seconds: less is not enough to make the documents and to start
 TO_SAVE = 60  # seconds that a run may take to end a step and save, after it was asked to
 PICTURES = ("loss", "needle")
 
@@ -150,11 +150,21 @@ def smoke_config(config: Config, model: Path) -> Config:
 
 
 def main() -> None:
-    parser = points_command_line(__doc__)
+    parser = command_line(__doc__)
+    parser.add_argument("--smoke", action="store_true", help="a tiny form of everything, to try the script on a CPU")
     parser.add_argument("--seconds", type=float, help="stop the training after this time; it can be continued")
     parser.add_argument("--folder", type=Path, help="keep tokens and run here, and continue what is there")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of each harder task at each length")
     args = parser.parse_args()
+    if args.samples < 1 or (args.seconds is not None and args.seconds < LEAST):
+        parser.error(f"--samples must be 1 or more and --seconds {LEAST} or more: {args.samples}, {args.seconds}")
+    try:
+        run(args)
+    except (subprocess.SubprocessError, OSError) as problem:
+        raise SystemExit(f"error: {problem}") from None
+
+
+def run(args: argparse.Namespace) -> None:
     name = "longer" + "-smoke" * args.smoke
     with tempfile.TemporaryDirectory() as top:
         folder = args.folder or Path(top)

@@ -68,7 +68,7 @@ def make_document(words: Vocabulary, chance: np.random.Generator, kind: Kind) ->
 
 def _mentions(chance: np.random.Generator, count: int, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
     """Return the slots in which a fact is mentioned, in rising order, and the number of the fact in each."""
-    all_slots, frequent = kind.length // 4, chance.random() >= 0.5 and kind.frequent
+    all_slots, frequent = kind.length // 4, None if chance.random() < 0.5 else kind.frequent
     longest = np.exp(chance.uniform(*np.log(frequent or kind.rare)))
     enough = int(3 * all_slots * np.log(longest) / longest) + 8
     gaps = longest ** chance.random((count, enough)) if frequent else chance.uniform(1, longest, (count, enough))
