@@ -368,7 +368,7 @@ def doctor(
         Path | None,
         typer.Option(metavar="FILE", help="Write the measured rates to this file, for ithaca plan --hardware."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="About a minute: smaller sizes, fewer repeats.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A minute or two: smaller sizes, fewer repeats.")] = False,
     share_gpus: Annotated[
         bool,
         typer.Option("--share-gpus", help="Let several ranks take turns on one GPU, to test more ranks than GPUs."),

@@ -9,13 +9,19 @@ whose. So the first rank that sees such an error calls the roll through the job'
 rank that does not answer has ended or is stopped. If all answer and a collective timed out, the ranks whose main thread
 is in no collective are those that the others wait for.
 
-The thread costs one small request to the store a second. Answers stay in the store, so a rank that notices late still
-finds the answer of one that has ended meanwhile. A job calls the roll once; it cannot go on afterwards.
+Answers stay in the store, so a rank that notices late still finds the answer of one that has ended meanwhile. A job
+calls the roll once; it cannot go on afterwards.
 
 **The limit.** Under NCCL no error comes: the main thread waits for the GPU, in C++, and torch's watchdog takes long to
 end the process. So the thread also watches how long a step takes (`Roll.limit`), calls the roll after the timeout, and
 ends the process with the verdict. It needs nothing of NCCL. Main threads that wait for the GPU are in no collective, so
 if all ranks answer, those that are elsewhere than most are the ones that the others wait for.
+
+**The watch.** Between steps a rank may wait long for good reasons: a disk is slow, another rank draws a picture. There
+no time is too long as long as all ranks are there (`Roll.watch`): the thread of each counts in the store, the next rank
+looks whether it still does, and calls the roll if not.
+
+The thread costs three small requests to the store a second.
 """
 
 import math
@@ -75,6 +81,7 @@ _LATE = ("Timed out", "timed out", "timeout", "Timeout")
 _CALLED = "ithaca/roll/called"
 _TOO_LONG = "ithaca/roll/too-long"  # set as well if a collective timed out
 _HERE, _WAITING = "ithaca/roll/here/", "ithaca/roll/waiting/"  # + rank: it answers; it waits in a collective
+_COUNT = "ithaca/roll/count/"  # + rank: how often its thread has come by
 
 _TORCH = Path(torch.__file__).parent
 
@@ -119,6 +126,8 @@ class Roll:
     def __init__(self, ranks: list[int], rank: int, store: dist.Store, end: End | None):
         self._ranks, self._rank, self._store, self._end_process = ranks, rank, store, end
         self._deadline = math.inf
+        self._patience = math.inf  # seconds for which the next rank may be silent
+        self._next, self._heard, self._silence = ranks[(ranks.index(rank) + 1) % len(ranks)], 0, 0.0
         self._worker = threading.get_ident()  # the thread that computes
         self._failed, self._ended = threading.Event(), False
         self._too_long = False
@@ -136,6 +145,15 @@ class Roll:
             yield
         finally:
             self._deadline = math.inf
+
+    @contextmanager
+    def watch(self, seconds: float) -> Iterator[None]:
+        """Call the roll if another rank's thread is silent for this long while the body runs."""
+        self._patience = seconds
+        try:
+            yield
+        finally:
+            self._patience = math.inf
 
     def end(self) -> None:
         self._ended = True
@@ -167,7 +185,8 @@ class Roll:
             # A connection of its own: the main thread may hold the other one while it waits for a key
             self._store = self._store.clone()  # pyrefly: ignore
             while not (self._failed.wait(POLL_SECONDS) or self._late() or self._store.check([_CALLED])):
-                pass
+                if self._next_is_silent():
+                    break
             if self._ended:
                 return
             self._too_long |= self._late()
@@ -181,6 +200,17 @@ class Roll:
             if self._rank != 0:
                 self._verdict = _silent([0], len(self._ranks))
         self._end_if_stuck()
+
+    def _next_is_silent(self) -> bool:
+        """Count for the rank before, and look whether the next one has counted within the watch's seconds.
+
+        Only time in which this thread ran is counted: a job that was stopped as a whole goes on.
+        """
+        self._store.add(f"{_COUNT}{self._rank}", 1)
+        count = self._store.add(f"{_COUNT}{self._next}", 0)
+        self._silence = self._silence + POLL_SECONDS if count == self._heard else 0.0
+        self._heard = count
+        return self._silence > self._patience
 
     def _late(self) -> bool:
         return time.monotonic() > self._deadline

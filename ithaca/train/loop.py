@@ -175,14 +175,15 @@ class TrainingRun:
             # While one rank draws a picture or reads the data of the next stage, the others wait as long as torch lets
             # them. This timeout is made for steps
             set_timeout(self.mesh.groups, self.timeout)
-            measure_start(self, roll)
-            stopped = self._steps(roll)
-            set_timeout(self.mesh.groups, TORCH_SECONDS)
-            self.profile.finish(self)
-            self._save()
-            self.checkpoints.wait()
-            self._report_problem(final=True)
-            self._conclude(stopped)
+            with roll.watch(self.timeout):
+                measure_start(self, roll)
+                stopped = self._steps(roll)
+                set_timeout(self.mesh.groups, TORCH_SECONDS)
+                self.profile.finish(self)
+                self._save()
+                self.checkpoints.wait()
+                self._report_problem(final=True)
+                self._conclude(stopped)
             return stopped
         except torch.OutOfMemoryError as error:
             raise RunError(explain_out_of_memory(self.model, *self.pass_size(), error)) from None

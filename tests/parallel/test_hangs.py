@@ -5,6 +5,7 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ import ithaca
 from ithaca.base.sizes import MOST_SECONDS
 from ithaca.parallel import hangs
 from ithaca.parallel.hangs import set_timeout, step_seconds, timeout
+from ithaca.train.ranks.elastic import exit_now
 from tests.missing import survive, vanish
 from tests.nursery import SECONDS, Nursery
 
@@ -71,6 +73,38 @@ def beside_a_host(pid: Path) -> None:
         assert time.monotonic() < until
         time.sleep(0.01)
     end_of_a_collective("Connection closed by peer")
+
+
+def apart(pid: Path) -> None:
+    """Ranks 0, 1 and 3 of 4 work longer than the watch allows silence, in no collective; rank 2 is stopped."""
+    hangs.POLL_SECONDS, hangs.ANSWER_SECONDS, hangs.END_SECONDS = 0.1, 4.0, 0.1
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+
+    def end(found: object) -> NoReturn:
+        print(found)
+        if rank == 3:
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+        exit_now(7)
+
+    with hangs.answering(group, end) as roll:
+        with roll.watch(0.3):
+            time.sleep(2)
+        dist.barrier()  # all are there, so nothing has happened
+        with roll.watch(0.3):
+            if rank == 2:
+                vanish("stopped", pid)
+            time.sleep(100)
+        end("nobody was missed")
+
+
+def test_a_rank_that_is_stopped_outside_of_a_step(nursery: Nursery, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    first, second, odd, last = nursery.job(apart, pid, ranks=4)
+    assert odd.code == -signal.SIGKILL
+    for end in (first, second, last):
+        assert end.code == 7, end
+        assert "rank 2 of 4 does not answer any more (it has ended or hangs): its own output says why" in end.out
 
 
 def end_of_a_collective(text: str) -> None:

@@ -276,9 +276,12 @@ def test_ctrl_c_twice_at_a_terminal(nursery: Nursery, small_model: Path, tmp_pat
 
 
 def stuck(config: Config, path: Path, how: str, pid: Path) -> None:
-    """Train as over NCCL, where no error comes: in step 3 rank 1 is missing, and the others wait for the GPU."""
+    """Train as over NCCL, where no error comes: in step 3 rank 1 is missing, and the others wait for the GPU.
+
+    Or it is stopped after step 2, before ranks agree on a checkpoint.
+    """
     lost.POLL_SECONDS, lost.ANSWER_SECONDS, lost.LATE_SECONDS, lost.END_SECONDS = 0.1, 2.0, 0.1, 0.5
-    whole = TrainingRun._backward
+    whole, take = TrainingRun._backward, Checkpoints._take
 
     def part(run: TrainingRun, batches: list[Batch]) -> torch.Tensor:
         if run.done + 1 == 3:
@@ -286,6 +289,14 @@ def stuck(config: Config, path: Path, how: str, pid: Path) -> None:
                 vanish(how, pid)
             threading.Event().wait()
         return whole(run, batches)
+
+    def stopped(checkpoints: Checkpoints) -> bool:
+        if dist.get_rank() == 1:
+            vanish("stopped", pid)
+        return take(checkpoints)
+
+    if how == "saving":
+        Checkpoints._take = stopped
 
     def leave_and_kill(text: str) -> None:
         """The missing rank as well, which would be there for ever."""
@@ -302,13 +313,14 @@ def stuck(config: Config, path: Path, how: str, pid: Path) -> None:
     ("how", "said"),
     [
         ("stopped", "rank 1 of 3 does not answer any more (it has ended or hangs)"),
+        ("saving", "rank 1 of 3 does not answer any more (it has ended or hangs)"),
         ("hangs", "rank 1 of 3 answers, but has not come to where the others wait: rank 1 is at missing.py:"),
         ("together", "all 3 ranks answer, but a step takes longer than run.timeout: ranks 0, 1 and 2 at threading.py:"),
     ],
 )
 def test_a_collective_that_never_completes(nursery, small_config, tmp_path: Path, how: str, said: str) -> None:
     """A thread ends each rank, with the sentence, after the timeout."""
-    config = replace(small_config, run=replace(small_config.run, timeout=8))
+    config = replace(small_config, run=replace(small_config.run, timeout=8, checkpoint_every=2))
     pid = tmp_path / "pid"
     ends = nursery.job(stuck, config, tmp_path / "run", how, pid, ranks=3)
     for end in (ends[0], ends[2]):
