@@ -141,7 +141,9 @@ def evaluate(
     task: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TASK", help="Also run a task: needle, keys, values, tracking, copy, repeat; or all of them."
+            "--task",  # typer 0.27 takes a metavar that is the parameter's name for the option's: --TASK
+            metavar="TASK",
+            help="Also run a task: needle, keys, values, tracking, copy, repeat; or all of them.",
         ),
     ] = None,
     count: Annotated[int | None, typer.Option(help="Samples of each task at each length. Default: 50.")] = None,

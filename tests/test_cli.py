@@ -5,12 +5,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 from ithaca import __version__
 from ithaca.base.errors import ConfigError, DataError, IthacaError, LostRankError, ModelError, PlanError, RunError
-from ithaca.cli import main
+from ithaca.bench.commands import bench
+from ithaca.cli import app, main
 from ithaca.train.setup.named_run import check_new
 from tests.nursery import Ended
 
@@ -47,6 +49,17 @@ def test_a_wrong_word_is_one_sentence(say: Say, words: tuple[str, ...]) -> None:
     assert end.err.startswith("error: ")
     assert USAGE[words] in end.err
     assert end.err.count("\n") == 1
+
+
+def test_no_option_is_named_by_its_metavar() -> None:
+    """typer 0.27 names an option of the parameter `task` and metavar TASK --TASK, unless its name is given."""
+    for command in (*app.registered_commands, *bench.registered_commands):
+        assert command.callback
+        for name, hint in get_type_hints(command.callback, include_extras=True).items():
+            for option in getattr(hint, "__metadata__", ()):
+                alike = (getattr(option, "metavar", None) or "").lower() == name
+                # In an Annotated, typer reads the first name from the place of the default
+                assert not alike or option.default == f"--{name}", (command.callback.__name__, name)
 
 
 def test_no_word_at_all_shows_the_help(say: Say) -> None:

@@ -58,7 +58,7 @@ def evaluation_memory(job: Job, place: str, continuations: int = 0, new: int = 0
     peaks = {name: always + phase for name, phase in _phases(job, continuations, new)}
     name = max(peaks, key=lambda name: peaks[name].total())
     parts = {owner: round(size) for owner, size in peaks[name].items() if size}
-    parts |= left_over(job)
+    parts |= left_over(job, reads=True)
     host = host_bytes(tapes, job.tiles, gpu=True)
     return Memory(parts, name, host, disk_bytes(tapes, job.tiles), tapes, job.tiles)
 

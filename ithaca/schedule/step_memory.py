@@ -47,6 +47,7 @@ LIBRARIES_GRAPH = 128 * 2**20  # as well for the stream of captures (bench/resul
 PER_TOKEN = 24  # bytes of token ids, labels, positions
 LEFT_OVER = 2.4  # times the head in the computation's dtype; more if one block alone runs
 LEFT_OVER_ONE_BLOCK = 3.7
+LEFT_OVER_READING = 1.0  # without a backward pass: the head as it was gathered
 # Without FSDP2 nothing passes between streams: holes among tensors that differ in size (bench/results/recipes-*.json)
 LEFT_OVER_ONE_RANK = 0.5
 LEFT_OVER_STATES = 2  # hidden states of all local tokens, where blocks run over all of them
@@ -270,16 +271,18 @@ def moment_slot_bytes(largest: int) -> int:
     return MOMENTS * MOMENT_SLOTS * min(MOMENT_TILE, largest) * FP32
 
 
-def left_over(job: Job) -> Bytes:
-    """Bytes that the allocator holds beside tensors."""
-    return Counter({ALLOCATOR: round(_left_over(job))})
+def left_over(job: Job, reads: bool = False) -> Bytes:
+    """Bytes that the allocator holds beside tensors. `reads`: in an evaluation, not a step."""
+    return Counter({ALLOCATOR: round(_left_over(job, reads))})
 
 
-def _left_over(job: Job) -> float:
+def _left_over(job: Job, reads: bool) -> float:
     head = job.itemsize * table_parameters(job).unit
     if _alone(job):
         states = 0 if job.plan.sweeps else LEFT_OVER_STATES * job.hidden(job.block_tokens)
         return LEFT_OVER_ONE_RANK * head + states
+    if reads:
+        return LEFT_OVER_READING * head
     return head * (LEFT_OVER if job.layers_running > 1 else LEFT_OVER_ONE_BLOCK)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ithaca.base.owners import GATHERED, KEYS, STATES, TAPES
+from ithaca.base.owners import ALLOCATOR, GATHERED, KEYS, STATES, TAPES
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.model.presets import PRESETS
@@ -135,3 +135,5 @@ def test_by_hand() -> None:
     assert device.parts[KEYS] - host.parts[KEYS] == 16 * 2**30 - 3 * tile
     assert host.host - device.host == 16 * 2**30
     assert device.parts[GATHERED] == 3 * 2 * block_parameters(job).all
+    assert device.parts[ALLOCATOR] == 2 * (128256 + 1) * 4096  # the head and its norm; a step leaves 2.4 times as much
+    assert step_memory(job).parts[ALLOCATOR] == round(2.4 * device.parts[ALLOCATOR])
