@@ -60,6 +60,21 @@ def test_documents(tokens: Path, tmp_path: Path) -> None:
     assert file.identity() == open_tokens(tmp_path / "again").identity()
 
 
+def test_one_place_has_the_answer() -> None:
+    """In each block a fact is stated once, and asked for once behind that."""
+    module = script()
+    blocks = {256: 6, 2048: 12, 4096: 20}
+    tokens = module.make_single(module.Vocabulary(1024), np.random.default_rng(0), 4096, blocks)
+    for size, facts in blocks.items():
+        found = 0
+        for block in tokens.reshape(-1, size // 4, 4):
+            for key in set(block[np.isin(block[:, 0], (FACT, ASK)), 1]):
+                mentions = block[block[:, 1] == key]
+                found += len(mentions) == 2 and mentions[:, 0].tolist() == [FACT, ASK]
+                assert len(set(mentions[:, 3])) == 1
+        assert found >= facts * 4096 // size
+
+
 def test_the_model() -> None:
     spec = read_spec(PRESETS["needles-28m"])
     assert 20e6 < spec.parameters() < 40e6
