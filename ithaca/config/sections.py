@@ -8,7 +8,7 @@ from typing import Any
 
 from ithaca.base.errors import ConfigError, suggestion
 from ithaca.base.sizes import MOST_SECONDS, nearest_divisors, parse_tokens
-from ithaca.config.stages import MOST_TOKENS, Stage, read_stages
+from ithaca.config.stages import MOST_TOKENS, Stage, changed_stage, read_stages
 from ithaca.model.extend import parse_rope
 from ithaca.plans.plan import Plan
 
@@ -269,6 +269,8 @@ class Config:
         `record` is the configuration of its checkpoint. The data are compared by content, not by the file's name; a
         share that is held out decides what is trained on.
         """
+        if self.train.stages != record.train.stages:
+            return changed_stage(self.train.stages or (), record.train.stages or ())
         for name, (mine, theirs) in self.differences(record).items():
             section, _, option = name.partition(".")
             order = name in ("data.packing", "data.too_long")

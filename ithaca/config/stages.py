@@ -10,7 +10,7 @@ steps = 100
 rope = "theta, rope_theta=4e6"
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ithaca.base.errors import ConfigError
@@ -71,6 +71,24 @@ class Stage:
         if self.plan is not None:
             found["plan"] = {name: value for name, value in vars(self.plan).items() if value is not None}
         return found
+
+
+def changed_stage(mine: tuple[Stage, ...], theirs: tuple[Stage, ...]) -> str:
+    """Return how stages differ from those of a checkpoint, and what continues the run."""
+    if len(mine) != len(theirs):
+        return (
+            f"the run has {len(mine)} stages, and its checkpoints have {len(theirs)}: put [[train.stages]] back to "
+            "continue it"
+        )
+    for number, (one, other) in enumerate(zip(mine, theirs, strict=True), start=1):
+        for option in (item.name for item in fields(Stage) if item.compare):
+            now, before = getattr(one, option), getattr(other, option)
+            if now != before:
+                return (
+                    f"stage {number} has {option}={now!r}, and its checkpoints have {option}={before!r}: put it back "
+                    "in [[train.stages]] to continue it"
+                )
+    raise AssertionError("the stages are the same")
 
 
 def read_stages(tables: Any) -> tuple[Stage, ...]:

@@ -120,7 +120,7 @@ class TrainingRun:
         if manifest:
             self._check_resumed(manifest)
         elif origin:
-            self.past["origin"] = adopt(origin, self.checkpoints)
+            self.past["origin"] = adopt(origin, self.checkpoints, self.mesh.group)
             if text := warn_of_seen_documents(origin, config):
                 self.warn(text)
         came_from, described = self.past.get("origin"), model.source.unextended if config.train.stages else model.source

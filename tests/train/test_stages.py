@@ -123,6 +123,27 @@ def test_batches_that_do_not_divide(staged: Config) -> None:
     odd = replace(staged, train=replace(staged.train, batch=3, stages=(stages[0], replace(stages[1], batch=None))))
     with pytest.raises(ConfigError, match="has 96 tokens, which sequences of 64 do not divide: set batch in stage 2, "):
         resolve_stages(odd, None, lambda: 0.5)
+    uneven = (replace(stages[0], tokens=96, batch=1), replace(stages[1], batch=None))
+    with pytest.raises(ConfigError, match="as batch=2, or batch=2 in the first"):
+        resolve_stages(replace(staged, train=replace(staged.train, stages=uneven)), None, lambda: 0.5)
+
+
+def test_a_rope_of_a_later_stage_is_checked_at_the_start(nursery: Nursery, staged: Config, tmp_path: Path) -> None:
+    stages = staged.train.stages
+    assert stages is not None
+    wrong = (*stages[:2], replace(stages[2], rope="theta, rope_theta=100"))
+    (end,) = nursery.job(train, replace(staged, train=replace(staged.train, stages=wrong)), tmp_path / "run")
+    assert end.code != 0
+    assert "stage 3: " in end.err
+    assert not RunFolder(tmp_path / "run").read_metrics()
+
+
+def test_what_changes_between_two_stages_is_said(nursery: Nursery, staged: Config, tmp_path: Path) -> None:
+    (end,) = nursery.job(killed, staged, tmp_path / "run", 5)
+    assert end.code == -signal.SIGKILL
+    done(nursery.job(train, replace(staged, train=replace(staged.train, schedule="wsd")), tmp_path / "run"))
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "changed since the checkpoint of step 4: train.schedule cosine -> wsd" in log
 
 
 def test_without_a_batch_it_follows_from_the_ranks(nursery: Nursery, staged: Config, tmp_path: Path) -> None:
@@ -269,7 +290,12 @@ def test_other_stages_are_another_run(nursery: Nursery, staged: Config, whole: P
     longer = replace(staged, train=replace(staged.train, stages=(*stages[:2], replace(stages[2], steps=5))))
     (end,) = nursery.job(train, longer, tmp_path / "run")
     assert end.code != 0
-    assert "holds a different run: train.stages is" in end.err
+    said = "stage 3 has steps=5, and its checkpoints have steps=2: put it back in [[train.stages]] to continue it"
+    assert f"holds a different run: {said}" in end.err
+    (end,) = nursery.job(train, replace(staged, train=replace(staged.train, stages=stages[:2])), tmp_path / "run")
+    assert (
+        "holds a different run: the run has 2 stages, and its checkpoints have 3: put [[train.stages]] back" in end.err
+    )
     words = ("train", "--run", "run", "--set", "train.learning_rate=1")
     end = nursery.command(*words, "--ranks", "1", folder=tmp_path)
     assert end.code == 2
@@ -284,6 +310,49 @@ def test_another_run_starts_from_it(nursery: Nursery, whole: Path, tmp_path: Pat
     described = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert described["rope_parameters"]["rope_theta"] == 9e6
     assert len(RunFolder(tmp_path / "run").read_metrics()) == 1
+
+
+def test_stages_begin_with_the_rope_of_the_run_that_they_start_from(
+    nursery: Nursery, whole: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "b.toml").write_text(
+        "[train]\nbatch = 2\n[run]\ncheckpoint_every = 1\nkeep = 9\n"
+        "[[train.stages]]\ntokens = 32\nsteps = 2\n[[train.stages]]\ntokens = 64\nsteps = 2\n"
+    )
+    words = ("b.toml", "--from", str(whole), "--run", "run", "--ranks", "1", "--set", "train.device=cpu")
+    end = nursery.command("train", *words, folder=tmp_path)
+    assert end.code == 0, end.err
+    files = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    ropes = [(files.manifest(step) or {})["model"]["rope"]["theta"] for step in files.steps()]
+    assert ropes == [9e6] * 4
+    exported = outcome(nursery, tmp_path / "run", tmp_path / "out")[2]
+    assert exported["rope_parameters"]["rope_theta"] == 9e6
+
+
+def test_weights_of_one_stage_never_get_the_rope_of_another(nursery: Nursery, staged: Config, tmp_path: Path) -> None:
+    """The newest checkpoint is damaged, and the sound one is of the stage before."""
+    (end,) = nursery.job(killed, staged, tmp_path / "run", 7)
+    assert end.code == -signal.SIGKILL
+    files = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    assert files.steps() == [4, 6]
+    (part,) = files.path(6).glob("__0_*")
+    part.write_bytes(b"x" + part.read_bytes()[1:])
+    sets = ("--ranks", "1", "--set", "train.device=cpu")
+    said = (
+        "is damaged, and that of step 4 is of an earlier stage, with another rope: delete step-00000006 there to take"
+    )
+    steps = ("--set", "train.steps=1", "--set", "train.tokens=32")
+    end = nursery.command("train", "--from", "run", "--run", "new", *steps, *sets, folder=tmp_path)
+    assert end.code == 2, end
+    assert said in end.err
+    (tmp_path / "a.txt").write_text("tell me, muse " * 30)
+    assert nursery.command("data", "a.txt", "--out", "t.tokens", folder=tmp_path).code == 0
+    end = nursery.command("evaluate", "run", "t.tokens", "--tokens", "32", *sets, folder=tmp_path)
+    assert end.code == 2, end
+    assert said in end.err
+    shutil.rmtree(files.path(6))
+    end = nursery.command("evaluate", "run", "t.tokens", "--tokens", "32", *sets, folder=tmp_path)
+    assert end.code == 0, end
 
 
 def test_an_evaluation_has_the_rope_of_the_checkpoint(nursery: Nursery, whole: Path, tmp_path: Path) -> None:

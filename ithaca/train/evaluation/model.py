@@ -19,7 +19,7 @@ from ithaca.model.source import ModelSource, load_model
 from ithaca.parallel.agree import from_first, together
 from ithaca.parallel.mesh import Mesh, mesh
 from ithaca.train.folder.export import best_step
-from ithaca.train.folder.record import check_model
+from ithaca.train.folder.record import check_model, check_same_rope
 from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.setup.stages import checkpoint_model
 from ithaca.train.setup.start import CPU_TOKENS, GPU_TOKENS, choose_plan, free_memory
@@ -127,7 +127,9 @@ def load_checkpoint(model: Model, run: RunFolder, best: bool, only: int | None =
         return [step for step in files.steps() if only in (None, step)]
 
     group: Any = dist.new_group(list(range(grid.size)), backend="gloo")
+    newest = max(from_first(group, steps), default=0)  # whose rope the model has
     manifest, warnings = read_newest(files, weight_state(model), group, steps)
+    together(grid.group, lambda: check_same_rope(files, newest, manifest))
     together(grid.group, lambda: check_model(manifest, model.spec))
     for text in warnings if grid.rank == 0 else ():
         print(f"warning: {text}", file=sys.stderr)  # stdout may be JSON

@@ -12,6 +12,7 @@ import torch
 
 from ithaca.assemble import Model
 from ithaca.base.errors import ConfigError
+from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import Config, parse_config
 from ithaca.data.mixture import Data
 from ithaca.model.spec import Spec
@@ -39,7 +40,9 @@ def check_record(manifest: dict[str, Any], config: Config, data: Data, model: Mo
     if difference := config.conflict(record):
         raise ConfigError(f"the checkpoint of step {step} belongs to a different run: {difference}")
     if config.train.stages and step == span_of(config, step).first:
-        return []  # the checkpoint is of the stage before, which had another rope and another Plan
+        # The checkpoint is of the stage before, which had another rope and another Plan
+        changes = config.changes(record)
+        return [f"changed since the checkpoint of step {step}: {', '.join(changes)}"] if changes else []
     check_model(manifest, model.spec)
     if isinstance(manifest["data"], list):
         warnings.append(
@@ -86,6 +89,17 @@ def check_model(manifest: dict[str, Any], spec: Spec) -> None:
                 f"model/config.json in the run folder has changed since the checkpoint of step {manifest['step']}: "
                 f"{name} was {seen[name]}, and now it is {now[name]}; put it back"
             )
+
+
+def check_same_rope(files: CheckpointFolder, newest: int, read: dict[str, Any]) -> None:
+    """Raise an error if a model has the rope of the newest checkpoint and weights of a sound one from another stage."""
+    step, manifest = read["step"], files.manifest(newest)
+    if manifest is None or manifest.get("model", {}).get("rope") == read.get("model", {}).get("rope"):
+        return
+    raise ConfigError(
+        f"the checkpoint of step {newest} in '{files.folder}' is damaged, and that of step {step} is of an earlier "
+        f"stage, with another rope: delete {files.path(newest).name} there to take the one of step {step}"
+    )
 
 
 def _describe(spec: Spec) -> dict[str, Any]:

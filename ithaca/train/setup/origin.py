@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from ithaca.base.errors import ConfigError
 from ithaca.base.files import read_small
 from ithaca.base.shell import continue_command
@@ -19,7 +21,8 @@ from ithaca.checkpoint.checkpoints import Checkpoints
 from ithaca.checkpoint.files import CheckpointFolder, is_origin, total_updates
 from ithaca.config import Config, ModelSection
 from ithaca.optimizer.host_adamw import MOMENTS
-from ithaca.train.folder.record import check_model
+from ithaca.parallel.agree import from_first, together
+from ithaca.train.folder.record import check_model, check_same_rope
 from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.setup.stages import checkpoint_model
 from ithaca.train.setup.start import has_random_weights
@@ -147,9 +150,12 @@ def _check_model(path: Path, model: ModelSection, record: ModelSection) -> None:
         )
 
 
-def adopt(origin: Origin, checkpoints: Checkpoints) -> dict[str, Any]:
+def adopt(origin: Origin, checkpoints: Checkpoints, group: dist.ProcessGroup) -> dict[str, Any]:
     """Read the other run's newest sound checkpoint into model and optimizer. Return where it came from. Collective."""
-    manifest = checkpoints.load_other(CheckpointFolder(RunFolder(origin.path).checkpoints), origin.optimizer)
+    files = CheckpointFolder(RunFolder(origin.path).checkpoints)
+    newest = max(from_first(group, files.steps), default=0)  # whose rope the new run has
+    manifest = checkpoints.load_other(files, origin.optimizer)
+    together(group, lambda: check_same_rope(files, newest, manifest))
     check_model(manifest, checkpoint_model(origin.model, manifest).spec)  # the model may have got another rope since
     return {
         "run": os.path.realpath(origin.path),

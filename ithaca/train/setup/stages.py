@@ -8,6 +8,7 @@ The folder's model/config.json is that of the model before any stage; the rope o
 configuration that its manifest records (`checkpoint_model`).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -100,9 +101,10 @@ def _same_tokens(number: int, stage: Stage, first: Stage) -> int:
     tokens = first.batch * first.tokens
     if tokens % stage.tokens:
         needed = -(-tokens // stage.tokens)
+        fitting = stage.tokens // math.gcd(first.tokens, stage.tokens)
         raise ConfigError(
             f"a step of the first stage has {tokens} tokens, which sequences of {stage.tokens} do not divide: set "
-            f"batch in stage {number}, as batch={needed}, or batch={needed * stage.tokens // first.tokens} in the first"
+            f"batch in stage {number}, as batch={needed}, or batch={-(-first.batch // fitting) * fitting} in the first"
         )
     return tokens // stage.tokens
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ithaca.attention.kernels.choose import usable_kernels
-from ithaca.base.errors import DataError, PlanError, read_option
+from ithaca.base.errors import DataError, IthacaError, PlanError, read_option
 from ithaca.base.sizes import format_tokens
 from ithaca.checkpoint.files import CheckpointFolder
 from ithaca.config import AUTO, Config, DataSection, MeshSection, TrainSection
@@ -93,6 +93,7 @@ def settle(
     batch = config.train.batch or saved.batch
     config = replace(config, train=replace(config.train, tokens=tokens, batch=batch))
     source = load_source(config, described, resumed)
+    _check_ropes(config, source)
     spec = source.spec
     chosen = choose_plan(config, source, grid, tokens, memory, lambda: _documents(config, run))
     sharing = chosen[1].ring * chosen[1].ulysses * chosen[1].tensor
@@ -103,6 +104,16 @@ def settle(
     config = replace(config, train=_settle_rate(config.train, saved, steps, rate))
     run.check(config)
     return config, chosen
+
+
+def _check_ropes(config: Config, source: ModelSource) -> None:
+    """Raise an error if a later stage has a rope that this model cannot have: it would end the run there."""
+    for number, stage in enumerate(config.train.stages or (), start=1):
+        if stage.rope:
+            try:
+                extend_model(source.unextended, stage.rope, stage.tokens)
+            except IthacaError as problem:
+                raise type(problem)(f"stage {number}: {problem}") from None
 
 
 def _open_stage(config: Config, run: RunFolder, described: Path | None) -> Config:
@@ -146,6 +157,7 @@ def load_source(config: Config, described: Path | None = None, resumed: bool = F
     if described and not resumed:
         files = CheckpointFolder(RunFolder(described.parent).checkpoints)  # of the run that this one starts from
         source = checkpoint_model(described, files.manifest(max(files.steps(), default=0)) or {}, model.dtype)
+        source = replace(source, config_before=None)  # that rope is the new run's own, before its stages
     elif described:
         source = describe_model(described, model.dtype)
     else:
