@@ -36,6 +36,7 @@ from ithaca.attention.kernels.facts import KERNEL_FACTS
 ROOT = Path(__file__).parents[1]
 TOGETHER = 8  # test processes that share the GPU
 LAST_LINES = 15  # of a command that failed
+NOT_ENDED = "not at its end after"
 SHOWN = 5  # files that changed since a claim was seen
 
 
@@ -84,6 +85,11 @@ class Found:
     seconds: float
     figures: list[dict[str, Any]]
     error: str | None  # the end of what a command printed that failed
+
+    @property
+    def cut(self) -> bool:
+        """Whether the time of this call ended it, so that nothing was found."""
+        return self.error is not None and self.error.startswith(NOT_ENDED)
 
     @property
     def holds(self) -> bool:
@@ -176,7 +182,7 @@ def _run_in(out: Path, claim: Claim, at: str, code: str, machine: str, limit: fl
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         said, _ = process.communicate()
-        error = f"not at its end after {limit:.0f} s\n{_last(said)}"
+        error = f"{NOT_ENDED} {limit:.0f} s: run it again with more time\n{_last(said)}"
     seconds, figures = time.perf_counter() - began, []
     if error is None:
         try:
@@ -228,7 +234,8 @@ def run_claims(
             _say(f"{claim.name}: not run, it takes about {claim.seconds:.0f} s and {max(left, 0):.0f} s are left")
             return
         found = run_claim(claim, out, at, code, machine, left)
-        store.add(found)
+        if not found.cut:
+            store.add(found)
         _say("\n".join(lines(found)))
 
     shared = [claim for claim in claims if not claim.timed]
@@ -245,7 +252,7 @@ def _say(text: str) -> None:
 
 def lines(found: Found) -> list[str]:
     """What was found of a claim, a line for each figure."""
-    verdict = "holds" if found.holds else "DOES NOT HOLD"
+    verdict = "holds" if found.holds else "not stored" if found.cut else "DOES NOT HOLD"
     said = [f"{found.name}: {verdict} ({found.seconds:.0f} s, commit {found.commit})"]
     for each in found.figures:
         figure = Figure(**each)

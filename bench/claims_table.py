@@ -13,7 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from bench.claims import Claim, Figure
-from ithaca.bench.peer_names import ITHACA_PLANNED, LIGER
+from ithaca.bench.peer_names import ITHACA_PLANNED, LIGER, LIGER_ALONE
 
 Row = dict[str, Any]
 Read = Callable[[list[Row]], Sequence[Figure]]
@@ -237,23 +237,36 @@ def over_training(row: Row) -> float:
 
 
 def of_liger(model: str, layers: int) -> Claim:
-    """A claim that short contexts take no longer than with `transformers` and Liger, in the same run."""
+    """A claim that short contexts take no longer than with `transformers` and Liger, in the same run.
+
+    Theirs is the faster of Liger with checkpointing and without, where the memory suffices for that. The results have a
+    folder of their own: a user's are in a file of the same name.
+    """
     lengths = ("8K", "32K", "64K")
     words = f"{model} --layers {layers} --tokens {','.join(lengths)} --rounds 1"
-    sides = f"--only '{ITHACA_PLANNED}' --only '{LIGER}'"  # with host offload as well: it has this in its name
+    sides = f"--only '{ITHACA_PLANNED}' --only '{LIGER}'"  # all sides with Liger: they have this in their names
+    folder = f"liger-{model}"
 
     def read(out: Path) -> list[Figure]:
-        rows = json.loads((out / f"peers-{model}-{layers}-layers-best.json").read_text())["rows"]
-        seconds = {row["name"]: row["answer"]["seconds"] for row in rows if row["answer"] and row["answer"]["ran"]}
-        pairs = [[seconds[f"{tokens} round 1: {side}"] for side in (LIGER, ITHACA_PLANNED)] for tokens in lengths]
+        rows = json.loads((out / folder / f"peers-{model}-{layers}-layers-best.json").read_text())["rows"]
+        answers = {row["name"]: row["answer"] for row in rows}
+
+        def fastest(tokens: str, *sides: str) -> float:
+            found = [answers[f"{tokens} round 1: {side}"] for side in sides]
+            return min(answer["seconds"] for answer in found if answer["ran"])
+
         return [
-            Figure(f"{tokens}: seconds with Liger over Ithaca's", theirs / ours, least=1.0)
-            for tokens, (theirs, ours) in zip(lengths, pairs, strict=True)
+            Figure(
+                f"{tokens}: seconds with Liger over Ithaca's",
+                fastest(tokens, LIGER, LIGER_ALONE) / fastest(tokens, ITHACA_PLANNED),
+                least=1.0,
+            )
+            for tokens in lengths
         ]
 
-    command = f"python -m ithaca bench peers {words} {sides} --out {{out}} --commit $ITHACA_COMMIT"
+    command = f"python -m ithaca bench peers {words} {sides} --out {{out}}/{folder} --commit $ITHACA_COMMIT"
     name = f"short contexts beside Liger, {layers} layers of {model}"
-    return Claim(name, command, 200, read, ("gpu", "flash4", "liger"))
+    return Claim(name, command, 270, read, ("gpu", "flash4", "liger"))
 
 
 def tensor_rungs(out: Path) -> list[Figure]:

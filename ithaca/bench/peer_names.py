@@ -2,6 +2,7 @@
 
 PLAIN = "transformers + checkpointing"
 LIGER = "+ Liger"
+LIGER_ALONE = "transformers + Liger, nothing checkpointed"
 TILED = "+ Liger, tiled MLP, host offload"
 WITH_ALST = "DeepSpeed ALST pieces"
 ITHACA_SWEEP = "Ithaca, sweep"
@@ -10,6 +11,7 @@ ITHACA_PLANNED = "Ithaca, planned"
 PACKAGES: dict[str, tuple[str, ...]] = {
     PLAIN: ("transformers",),
     LIGER: ("transformers", "liger_kernel"),
+    LIGER_ALONE: ("transformers", "liger_kernel"),
     TILED: ("transformers", "liger_kernel"),
     WITH_ALST: ("transformers", "deepspeed"),
     ITHACA_SWEEP: (),

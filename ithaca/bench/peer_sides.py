@@ -2,7 +2,8 @@
 
 All sides have the same random weights and tokens, and train every weight. Theirs hold weights and gradients in bf16, as
 people run them; Ithaca holds them in fp32 and computes in bf16. No side has an optimizer: its time is small at these
-lengths, and its memory follows from the parameters. Memory counts what is allocated beside weights and gradients.
+lengths, and its memory follows from the parameters. Memory counts what is allocated beside weights and gradients, at
+the peak of a step that begins with the gradients of the step before: so every side has all its gradients at its peak.
 Packages are those that are installed, or those of a folder. If one is missing, its side does not run, and the reason
 has the line that installs it.
 """
@@ -12,7 +13,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from types import MethodType
 from typing import Any, Protocol
@@ -24,13 +26,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ithaca.assemble import apply
 from ithaca.base.allocator import use_expandable_segments
-from ithaca.bench.peer_names import BEST, INSTALL, ITHACA_PLANNED, ITHACA_SWEEP, PACKAGES, TILED, WITH_ALST
+from ithaca.base.errors import RunError
+from ithaca.bench.child import NO_MEMORY
+from ithaca.bench.peer_names import BEST, INSTALL, ITHACA_PLANNED, ITHACA_SWEEP, LIGER_ALONE, PACKAGES, TILED, WITH_ALST
 from ithaca.model.config_json import find_config
 from ithaca.model.families import read_spec
 from ithaca.model.source import ModelSource, RandomWeights
 from ithaca.model.spec import Spec
 from ithaca.parallel.mesh import alone
-from ithaca.planner.hardware import Cluster, causal_mfu
+from ithaca.planner.hardware import RUNTIME, Cluster, causal_mfu
 from ithaca.planner.search import search
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.kernel_bound import synchronize
@@ -44,6 +48,7 @@ CUDNN = "sdpa with cuDNN"
 TRIED = ("sdpa", CUDNN, "flash_attention_4")  # attention of transformers; the fastest on a shorter sequence counts
 SHORTER = 4  # times
 SHORT_STEP, REPEATS = 2.0, 3  # seconds: shorter steps are timed several times
+OTHERS = 2**30  # bytes of the GPU that other programs may hold when a side runs out of memory
 LOGITS = 2**30  # bytes of fp32 logits in a tile of ALST's loss, as its authors have it
 
 
@@ -75,13 +80,34 @@ def measure_side(request: Json) -> Json:
     if request["path"]:
         sys.path.insert(0, request["path"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    others = _held_by_others(device)
     try:
         _find_packages(request["side"], device)
         return {"ran": True, **_measure(request, device)}
     except NotRun as why:
         return {"ran": False, "why": str(why)}
-    except torch.OutOfMemoryError:
+    except RuntimeError as problem:
+        if not _no_memory(problem):
+            raise
+        others = max(others, _held_by_others(device))
+        if others > OTHERS:
+            raise RunError(
+                f"memory ran out, and other programs hold {others / 1e9:.1f} GB of this GPU, more than "
+                f"{OTHERS / 1e9:.1f} GB: stop them, and run the command again"
+            ) from problem
         return {"ran": False, "why": "out of memory", "final": True}
+
+
+def _no_memory(problem: Exception) -> bool:
+    """Whether memory ran out: libraries have errors of their own for that."""
+    return isinstance(problem, torch.OutOfMemoryError) or any(word in str(problem) for word in NO_MEMORY)
+
+
+def _held_by_others(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device) - RUNTIME
 
 
 def _find_packages(side: str, device: torch.device) -> None:
@@ -105,11 +131,9 @@ def _measure(request: Json, device: torch.device) -> Json:
     else:
         side = _best_theirs(config, spec, request, ids, device)
     first = _check_loss(side.step().item(), spec)
+    beside = _bytes_beside(side) if device.type == "cuda" else None
     side.clear()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     seconds = [_timed(side, device)]
-    beside = torch.cuda.max_memory_allocated() - side.held() if device.type == "cuda" else None
     while seconds[0] < SHORT_STEP and len(seconds) < REPEATS:
         side.clear()
         seconds.append(_timed(side, device))
@@ -123,6 +147,17 @@ def _measure(request: Json, device: torch.device) -> Json:
         "bytes_held": side.held(),
         "mfu_causal": _mfu(spec, tokens, middle, device),
     }
+
+
+def _bytes_beside(side: Side) -> int:
+    """Bytes beside weights and gradients at the peak of a step, after a step whose gradients were not dropped.
+
+    Without them, some gradients would not exist yet at the peak. To subtract them all would flatter the side with the
+    largest: Ithaca, whose gradients are fp32.
+    """
+    torch.cuda.reset_peak_memory_stats()
+    side.step()
+    return torch.cuda.max_memory_allocated() - side.held()
 
 
 def _timed(side: Side, device: torch.device) -> float:
@@ -195,7 +230,7 @@ def _best_theirs(config: Json, spec: Spec, request: Json, ids: Tensor, device: t
     tried = [asked] if asked != BEST else list(TRIED) if device.type == "cuda" else ["sdpa"]
     if len(tried) == 1:
         return Theirs(config, spec, request["side"], tried[0], ids, device)
-    seconds = {}
+    seconds, no_memory = {}, False
     for attention in tried:
         try:
             side = Theirs(config, spec, request["side"], attention, ids[:, : ids.shape[1] // SHORTER], device)
@@ -204,8 +239,11 @@ def _best_theirs(config: Json, spec: Spec, request: Json, ids: Tensor, device: t
             seconds[attention] = _timed(side, device)
         except (ImportError, ValueError, RuntimeError) as problem:  # this attention is not accepted here
             print(f"{request['side']}: {attention} cannot be used ({problem})", file=sys.stderr)
+            no_memory |= _no_memory(problem)
         side = None  # its memory is freed before the next side is made
         torch.cuda.empty_cache()
+    if not seconds and no_memory:
+        raise torch.OutOfMemoryError("out of memory with every attention of transformers that works here")
     if not seconds:
         raise NotRun("not run: no attention of transformers works here")
     return Theirs(config, spec, request["side"], min(seconds, key=lambda name: seconds[name]), ids, device)
@@ -223,7 +261,7 @@ def _patch_family(side: str, family: str) -> None:
 
 
 class Theirs:
-    """`transformers` with gradient checkpointing, and with what its side adds."""
+    """`transformers` with gradient checkpointing, unless its side has none, and with what its side adds."""
 
     def __init__(self, config: Json, spec: Spec, side: str, attention: str, ids: Tensor, device: torch.device):
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -236,11 +274,13 @@ class Theirs:
                 settings, dtype=dtype, attn_implementation=attention.removesuffix(" with cuDNN")
             )
         _fill(self._model, spec)
-        # Reentrant checkpoints save block inputs by autograd's own means, so that they can be moved to the host
-        self._offloads = side in (TILED, WITH_ALST)
-        self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": self._offloads})
+        if side != LIGER_ALONE:
+            offloads = side in (TILED, WITH_ALST)
+            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": offloads})
+            if offloads:
+                _offload_block_inputs(self._model, device)
         self._model.train()
-        self.attention, self._ids, self._gpu = attention, ids.to(device), device.type == "cuda"
+        self.attention, self._ids = attention, ids.to(device)
         self._loss: Callable[[], Tensor] = self._plain_loss
         if side == TILED:
             _tile_by_liger(self._model, settings)
@@ -252,13 +292,9 @@ class Theirs:
         cudnn = self.attention == CUDNN
         # Checkpointing runs attention again in backward, by the same kernel
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else nullcontext():
-            with self._offload():
-                loss = self._loss()
+            loss = self._loss()
             loss.backward()
         return loss.detach()
-
-    def _offload(self) -> AbstractContextManager[object]:
-        return torch.autograd.graph.save_on_cpu(pin_memory=self._gpu) if self._offloads else nullcontext()
 
     def _plain_loss(self) -> Tensor:
         return self._model(input_ids=self._ids, labels=self._ids, use_cache=False).loss
@@ -291,6 +327,18 @@ def _fill(model: Any, spec: Spec) -> None:
         if name not in names:
             raise AssertionError(f"transformers has a weight '{name}' that Ithaca's model has not")
         weights.read(name, range(parameter.shape[0]), parameter.data)
+
+
+def _offload_block_inputs(model: Any, device: torch.device) -> None:
+    """Let each block's checkpoint keep the block's input in host memory. Nothing else is moved there."""
+
+    def checkpointed(checkpoint: Callable[..., Any], *inputs: Any) -> Any:
+        # A reentrant checkpoint saves its inputs by autograd's own means, and runs the block without autograd
+        with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
+            return checkpoint(*inputs)
+
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = partial(checkpointed, layer._gradient_checkpointing_func)
 
 
 def _tile_by_liger(model: Any, settings: Any) -> None:

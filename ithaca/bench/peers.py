@@ -47,7 +47,7 @@ def run_peers(
         for number in range(rounds)
         for side in PACKAGES
     ]
-    run(tasks, Store(options.out, "peers", model, f"{count}-layers-{attention}"), here, options, peer_line)
+    run(tasks, Store(options.out, "peers", model, here.spec, f"{count}-layers-{attention}"), here, options, peer_line)
 
 
 def _task(question: Json, path: Path | None) -> Task:

@@ -60,14 +60,19 @@ class Here:
 
 def find_here(model: str, options: Options) -> Here:
     """Return the model, and the device that rows run on or are predicted for."""
-    if options.seconds is not None and options.seconds <= 0:
+    if options.seconds is not None and not options.seconds > 0:  # or not a number
         raise ConfigError(f"--seconds {options.seconds:g} is not a time: give 1 or more, as --seconds 500")
     spec, deadline = read_spec(find_config(model)[0]), Deadline(options.seconds)
     if options.predict:
         gpu = parse_gpus(PREDICTED_FOR, read_gpus())[1]
         machine: Json = {"predicted_for": gpu.name}
         return Here(model=model, spec=spec, place=Place(gpu=gpu), machine=machine, deadline=deadline)
-    machine = find_machine(model, deadline)
+    try:
+        machine = find_machine(model, deadline)
+    except TimeIsUp:
+        raise ConfigError(
+            f"--seconds {options.seconds:g} is too short even to look at the device: give more, as --seconds 500"
+        ) from None
     # The time of a GPU that no table describes is not predicted
     gpu = None if machine["on_cpu"] else find_gpu(machine["device"], machine["device_bytes"], read_gpus())
     place = Place(gpu=gpu, on_cpu=machine["on_cpu"], kernel=machine["kernel"])
@@ -76,6 +81,11 @@ def find_here(model: str, options: Options) -> Here:
 
 def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line: Callable[[Stored], str]) -> None:
     """Measure every row that has no result yet, and print a line of each row."""
+    with store.opened(here.machine.get("device")):
+        _run(tasks, store, here, options, line)
+
+
+def _run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line: Callable[[Stored], str]) -> None:
     chosen = _choose(tasks, options.only)
     origin = {"machine": here.machine, "commit": options.commit or commit(), "command": command()}
     if options.predict:
@@ -89,15 +99,14 @@ def run(tasks: Sequence[Task], store: Store, here: Here, options: Options, line:
             found.about = task.about
             print(line(found), flush=True)
             continue
-        row = store.row(task.name, task.question, None if options.predict else here.machine)
+        row = store.row(task.name, task.question)
         row.about = task.about
-        row.predicted = row.predicted if row.done else task.predict()
+        if not row.done:
+            row.predicted, row.origin = task.predict(), origin
         if not row.done and not options.predict:
             where = {"commit": origin["commit"], "device": here.machine["device"]}
             ask = Ask(row.measurements, lambda: store.save(order), here.deadline, where)
             left += not _measure(task, row, ask, origin)
-        elif not row.answer:
-            row.origin = origin
         store.save(order)
         print(f"{task.name}: {row.error}" if row.error else line(row), flush=True)
     print(f"Results in {store.path}; `ithaca bench report {quoted(store.path.parent)}` makes a page of them")
@@ -112,7 +121,7 @@ def _measure(task: Task, row: Stored, ask: Ask, origin: Json) -> bool:
     except TimeIsUp:
         return False
     except MeasureError as problem:
-        row.error, row.origin = str(problem), origin
+        row.error = str(problem)
         return False
     row.answer, row.error, row.origin = answer, None, origin | {"commit": row.commits or origin["commit"]}
     row.measurements = []

@@ -2,19 +2,25 @@
 
 A row is stored as soon as it is measured, and each of its measurements before that, so that a run that was killed goes
 on where it stopped. The file is replaced as a whole: a reader never sees half of it. A row belongs to its question. If
-the question changes, as with another cap, the row is measured again.
+the question changes, as with another cap, the row is measured again, and replaced by the first new measurement. A file
+is of one model and one device, and one command at a time writes it.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from ithaca.base.disk import same_file
 from ithaca.base.errors import ConfigError
 from ithaca.base.files import read_small
+from ithaca.model.spec import Spec
 
 Json = dict[str, Any]
 
@@ -40,7 +46,7 @@ class Stored:
     @property
     def devices(self) -> set[str]:
         """The devices that it was measured on, also if it is not done."""
-        found = [self.origin.get("machine", {}), *self.measurements]
+        found = [self.origin.get("machine", {}) if self.answer else {}, *self.measurements]
         return {each["device"] for each in found if "device" in each}
 
     @property
@@ -52,27 +58,75 @@ class Stored:
 class Store:
     """The results of one benchmark of one model."""
 
-    def __init__(self, folder: Path, bench: str, model: str, ending: str = ""):
+    def __init__(self, folder: Path, bench: str, model: str, spec: Spec, ending: str = ""):
         name = re.sub(r"[^\w.-]+", "-", Path(model).name) or "model"
         self.path = folder / f"{bench}-{name}{ending and '-'}{ending}.json"
-        self.bench, self.model = bench, model
+        self.bench, self.model, self._sizes = bench, model, _sizes(spec)
         self.rows: dict[str, Stored] = {}
-        if self.path.exists():
-            self.rows = {row.name: row for row in read_results(self.path)[1]}
+        self._replaced: dict[str, Stored] = {}  # rows that stay in the file until a new measurement takes their place
 
-    def row(self, name: str, question: Json, machine: Json | None) -> Stored:
-        """Return the row of a question: as it was stored, or a new one if it was another question or device then."""
+    @contextmanager
+    def opened(self, device: str | None) -> Iterator[None]:
+        """Read the file, and let no other command write it. `device`: on which rows will be measured."""
+        lock = self.path.with_suffix(".lock")
+        with self._locked(lock):
+            try:
+                self._read(device)
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+
+    def _locked(self, lock: Path) -> IO[str]:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = lock.open("a")
+        except OSError as problem:
+            raise self._no_folder(problem) from None
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if same_file(lock, file.fileno()):  # not deleted by the command that had it
+                return file
+        file.close()
+        raise ConfigError(
+            f"'{self.path}' is in use by another ithaca bench: wait until it has ended, or name another --out"
+        )
+
+    def _no_folder(self, problem: OSError) -> ConfigError:
+        return ConfigError(f"--out {self.path.parent} cannot be written ({problem.strerror}): name another")
+
+    def _read(self, device: str | None) -> None:
+        if not self.path.exists():
+            return
+        head, rows = read_results(self.path)
+        known = head.get("sizes")  # files of older releases have none
+        if known != self._sizes if known else head.get("model", self.model) != self.model:
+            raise ConfigError(f"'{self.path}' has results of another model, '{head['model']}': name another --out")
+        others = sorted({other for row in rows for other in row.devices} - {device})
+        if device and others:
+            raise ConfigError(
+                f"'{self.path}' has rows measured on {others[0]}, and this is {device}: name another --out"
+            )
+        self.rows = {row.name: row for row in rows}
+
+    def row(self, name: str, question: Json) -> Stored:
+        """Return the row of a question: as it was stored, or a new one if it was another question then."""
         question = json.loads(json.dumps(question))  # as the file has it
         found = self.rows.get(name)
-        moved = found and machine and found.devices - {machine["device"]}
-        if found is None or found.question != question or moved:
+        if found is None or found.question != question:
+            if found:
+                self._replaced[name] = found
             self.rows[name] = found = Stored(name, question)
         return found
+
+    def _as_stored(self, name: str) -> Stored:
+        row, old = self.rows[name], self._replaced.get(name)
+        return old if old and old.answer and not (row.answer or row.measurements) else row
 
     def save(self, order: Iterable[str] = ()) -> None:
         """Write all rows, those of `order` first, and replace the file."""
         names = dict.fromkeys([*(name for name in order if name in self.rows), *self.rows])
-        content = {"bench": self.bench, "model": self.model, "rows": [asdict(self.rows[name]) for name in names]}
+        rows = [asdict(self._as_stored(name)) for name in names]
+        content = {"bench": self.bench, "model": self.model, "sizes": self._sizes, "rows": rows}
         trial = self.path.with_suffix(".json.part")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,9 +136,12 @@ class Store:
                 os.fsync(file.fileno())
             os.replace(trial, self.path)
         except OSError as problem:
-            raise ConfigError(
-                f"--out {self.path.parent} cannot be written ({problem.strerror}): name another"
-            ) from None
+            raise self._no_folder(problem) from None
+
+
+def _sizes(spec: Spec) -> Json:
+    """What tells models of one name apart."""
+    return {"parameters": spec.parameters(), "layers": spec.layers, "hidden": spec.hidden, "heads": spec.heads}
 
 
 def read_results(path: Path) -> tuple[Json, list[Stored]]:

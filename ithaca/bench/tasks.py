@@ -117,7 +117,7 @@ def start(name: str, model: str, limits: Limits, options: Options, lengths: Sequ
     else:
         tasks, line = POINTS[name](lengths, here, limits), point_line
     size = f"{limits.cap / 1e9:g}GB" if limits.cap >= 1e9 else f"{limits.cap / 1e6:g}MB"
-    store = Store(options.out, name, model, f"{limits.ranks}x{size}")
+    store = Store(options.out, name, model, here.spec, f"{limits.ranks}x{size}")
     run(tasks, store, here, options, line)
 
 

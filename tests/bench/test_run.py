@@ -1,7 +1,11 @@
 """A benchmark stores what it has, goes on where it was, and measures nothing twice."""
 
+import contextlib
 import json
+import math
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,14 @@ from ithaca.bench import ask, run, tasks
 from ithaca.bench.rows import Limits
 from ithaca.bench.run import Options
 from ithaca.bench.store import Store, Stored, read_results
+from ithaca.model.families import read_spec
+from ithaca.model.presets import PRESETS
+from tests.models import make_model, save
 
 Json = dict[str, Any]
 GB = 10**9
+FILE = "ladder-llama3-8b-8x80GB.json"
+SPEC = read_spec(PRESETS["llama3-8b"])
 LIMITS = Limits(ranks=8, cap=80 * GB, most=2**24, timed=2**19)
 MACHINE = {"device": "NVIDIA H200", "on_cpu": False, "device_bytes": 141 * GB, "kernel": "cudnn+flash"}
 
@@ -67,7 +76,7 @@ def ladder(tmp_path: Path) -> Ladder:
     def start(limits: Limits = LIMITS, **more: Any) -> dict[str, Stored]:
         options = Options(**{"out": tmp_path, "only": ("ZeRO-3", "Sweep"), "commit": "c0ffee"} | more)
         tasks.start("ladder", "llama3-8b", limits, options, [])
-        return {row.name: row for row in read_results(tmp_path / "ladder-llama3-8b-8x80GB.json")[1]}
+        return {row.name: row for row in read_results(tmp_path / FILE)[1]}
 
     return start
 
@@ -78,7 +87,7 @@ def test_a_run_that_was_killed_goes_on_and_measures_nothing_twice(child: Child, 
     once = list(child.asked)
     assert len(once) == len(set(once)) > 6
     for after in range(1, len(once)):
-        (tmp_path / "ladder-llama3-8b-8x80GB.json").unlink()
+        (tmp_path / FILE).unlink()
         child.asked, child.ends_after = [], after
         with pytest.raises(KeyboardInterrupt):
             ladder(only=two)
@@ -121,31 +130,67 @@ def test_a_changed_question_is_measured_again(child: Child, ladder: Ladder) -> N
     assert found.question["limits"]["host"] == 500 * GB
 
 
-def test_another_device_is_measured_again(child: Child, ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
-    ladder(only=("Sweep, keep o",))
-    count = len(child.asked)
-    monkeypatch.setitem(MACHINE, "device", "NVIDIA A100-SXM4-80GB")
-    found = ladder(only=("Sweep, keep o",))["Sweep, keep o"]
-    assert len(child.asked) == 2 * count
-    assert found.origin["machine"]["device"] == "NVIDIA A100-SXM4-80GB"
-
-
-def test_a_row_that_was_begun_on_another_device_begins_anew(
-    child: Child, ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("measured", [1, 10**6])  # a part of a row, and a row
+def test_another_device_needs_another_folder(
+    child: Child, ladder: Ladder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measured: int
 ) -> None:
-    row = ("Sweep, keep o",)
-    child.ends_after = 1
-    with pytest.raises(KeyboardInterrupt):
-        ladder(only=row)
-    child.ends_after = 10**6
+    child.ends_after = measured
+    with contextlib.suppress(KeyboardInterrupt):
+        ladder(only=("Sweep, keep o",))
+    before, child.ends_after = (tmp_path / FILE).read_bytes(), 10**6
     monkeypatch.setitem(MACHINE, "device", "NVIDIA A100-SXM4-80GB")
-    ladder(only=row)
-    assert child.asked[0] == child.asked[1]  # not taken from the other device
+    with pytest.raises(ConfigError, match="has rows measured on NVIDIA H200, and this is NVIDIA A100-SXM4-80GB: name"):
+        ladder(only=("Sweep, disk",))
+    assert (tmp_path / FILE).read_bytes() == before
+    ladder(only=("Sweep, disk",), predict=True)  # a prediction belongs to no device
+
+
+def test_a_row_stays_until_a_measurement_replaces_it(child: Child, ladder: Ladder) -> None:
+    row = "Sweep, keep o"
+    first = ladder(only=(row,))
+    changed = Limits(ranks=8, cap=80 * GB, host=500 * GB)
+    child.fails_at = "tokens"
+    assert ladder(changed, only=(row,)) == first
+    child.fails_at, child.ends_after = "", len(child.asked) + 1
+    with pytest.raises(KeyboardInterrupt):
+        ladder(changed, only=(row,))
+    child.ends_after = 10**6
+    assert ladder(changed, only=(row,))[row].question["limits"]["host"] == 500 * GB
+
+
+def test_a_row_that_is_not_measured_names_where_its_prediction_was_made(child: Child, ladder: Ladder) -> None:
+    ladder(only=("Sweep, keep o",), predict=True, commit="first")
+    child.fails_at = "tokens"
+    row = ladder(only=("Sweep, keep o",), commit="second")["Sweep, keep o"]
+    assert (row.origin["machine"], row.origin["commit"]) == (MACHINE, "second")
+
+
+@pytest.mark.usefixtures("child")
+def test_models_of_one_name(tmp_path: Path) -> None:
+    for name, layers in (("a", 2), ("b", 3)):
+        save(make_model("llama3", num_hidden_layers=layers), tmp_path / name / "model")
+    options = Options(out=tmp_path, commit="c0ffee", predict=True, only=("2K sweep",))
+    start = partial(tasks.start, "recompute", limits=Limits(ranks=2, cap=GB), options=options, lengths=[2048])
+    start(model=str(tmp_path / "a" / "model"))
+    with pytest.raises(ConfigError, match="has results of another model"):
+        start(model=str(tmp_path / "b" / "model"))
+    shutil.move(tmp_path / "a", tmp_path / "c")  # the same model elsewhere
+    start(model=str(tmp_path / "c" / "model"))
+
+
+@pytest.mark.usefixtures("child")
+def test_one_command_at_a_time_writes_a_file(ladder: Ladder, tmp_path: Path) -> None:
+    ladder(only=("Sweep, keep o",))
+    store = Store(tmp_path, "ladder", "llama3-8b", SPEC, "8x80GB")
+    with store.opened(None), pytest.raises(ConfigError, match="is in use by another ithaca bench: wait until it has"):
+        ladder(only=("Sweep, disk",))
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+    ladder(only=("Sweep, disk",))
 
 
 def test_results_of_an_older_release_go_on(child: Child, ladder: Ladder, tmp_path: Path) -> None:
     """Their measurements name neither commit nor device."""
-    row, file = ("Sweep, keep o",), tmp_path / "ladder-llama3-8b-8x80GB.json"
+    row, file = ("Sweep, keep o",), tmp_path / FILE
     child.ends_after = 1
     with pytest.raises(KeyboardInterrupt):
         ladder(only=row)
@@ -232,6 +277,7 @@ def test_host_memory_is_counted_not_tried(child: Child, ladder: Ladder) -> None:
     [
         ({"only": ("Sweep", "nothing")}, "--only 'nothing' is in no row's name: the rows are Tensor parallel; "),
         ({"seconds": 0}, "--seconds 0 is not a time: give 1 or more"),
+        ({"seconds": math.nan}, "--seconds nan is not a time: give 1 or more"),
         ({"limits": Limits(ranks=64)}, "--ranks 64 cannot share a sequence of 'llama3-8b' by its 32 heads"),
         ({"limits": Limits(ranks=0)}, "--ranks 0 cannot be measured: give 1 or more"),
         ({"out": Path("/proc/none")}, "--out /proc/none cannot be written"),
@@ -245,16 +291,17 @@ def test_refused(ladder: Ladder, words: Json, sentence: str) -> None:
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ladder-tiny.json").write_text('{"rows": [{"colour": "red"}]}')
-    with pytest.raises(ConfigError, match="holds no results of ithaca bench: move it away"):
-        Store(tmp_path, "ladder", "tiny")
+    store = Store(tmp_path, "ladder", "tiny", SPEC)
+    with pytest.raises(ConfigError, match="holds no results of ithaca bench: move it away"), store.opened(None):
+        pass
 
 
 def test_the_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path, "ladder", "tiny")
-    store.row("one", {"a": 1}, None).answer = {"longest": 1}
+    store = Store(tmp_path, "ladder", "tiny", SPEC)
+    store.row("one", {"a": 1}).answer = {"longest": 1}
     store.save()
     before = store.path.read_bytes()
-    store.row("two", {"a": 2}, None)
+    store.row("two", {"a": 2})
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
