@@ -17,6 +17,7 @@ def commit() -> str:
         return done.stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", __file__)  # an installed Ithaca may lie in a repository of its user
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

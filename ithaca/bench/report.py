@@ -60,8 +60,9 @@ def write_report(folder: Path, page: Path, readme: Path | None = None) -> list[P
     written = []
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
+        before = page.read_text(encoding="utf-8") if page.exists() else ""
         for old in page.parent.glob(f"{page.stem}-*.svg"):
-            if old.name not in files:
+            if old.name not in files and f"]({old.name})" in before:
                 old.unlink()
         for name, content in files.items():
             path = page.parent / (page.name if name.endswith(".md") else name)
@@ -102,10 +103,12 @@ def _results(folder: Path) -> Iterable[tuple[Json, str, list[Stored]]]:
         try:
             content = json.loads(read_small(path))
         except (OSError, ValueError):
-            continue
-        if isinstance(content, dict) and content.get("bench") in ORDER:
-            head, rows = read_results(path)
-            yield head, path.stem, rows
+            content = None
+        ours = isinstance(content, dict) and content.get("bench") in ORDER
+        if ours or (content is None and path.name.startswith(tuple(f"{bench}-" for bench in ORDER))):
+            head, rows = read_results(path)  # raises an error about one of ours that cannot be read
+            if rows:
+                yield head, path.stem, rows
 
 
 def _origin(name: str, rows: Sequence[Stored]) -> list[str]:
@@ -123,7 +126,8 @@ def _origin_text(row: Stored) -> str:
 
 
 def _predicted_text(row: Stored) -> str:
-    target = row.origin["machine"].get("predicted_for", "this machine's GPU")
+    machine = row.origin["machine"]
+    target = machine.get("predicted_for") or machine["device"]
     return f"predicted for {target}, commit {row.origin['commit']}, `{row.origin['command']}`."
 
 

@@ -2,12 +2,13 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from ithaca.base.errors import ConfigError
-from ithaca.bench import tasks
+from ithaca.bench import origin, tasks
 from ithaca.bench.readme import BEGIN, END, with_block
 from ithaca.bench.report import make_report, write_report
 from ithaca.bench.rows import Limits
@@ -145,3 +146,37 @@ def test_our_readme_is_what_the_stored_results_give() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     if BEGIN in text:
         assert with_block(ROOT / "README.md", RESULTS, Path("docs/results.md")) == text
+
+
+def test_a_damaged_file_of_results_is_said(stored: Path) -> None:
+    stored.write_text("<<<<<<< ours\n" + stored.read_text())
+    with pytest.raises(ConfigError, match=f"'{stored}' holds no results of ithaca bench: move it away"):
+        make_report(stored.parent)
+
+
+def test_results_without_rows_are_left_out(stored: Path) -> None:
+    page = make_report(stored.parent)
+    (stored.parent / "dial-tiny-8x80GB.json").write_text('{"bench": "dial", "model": "tiny", "rows": []}')
+    assert make_report(stored.parent) == page
+
+
+def test_pictures_of_others_stay(stored: Path, tmp_path: Path) -> None:
+    """Only those that the old page shows are deleted."""
+    page, old, theirs = tmp_path / "notes.md", tmp_path / "notes-ladder-old.svg", tmp_path / "notes-diagram.svg"
+    page.write_text("![An old ladder](notes-ladder-old.svg)\n")
+    for picture in (old, theirs):
+        picture.write_text("<svg/>")
+    write_report(stored.parent, page)
+    assert theirs.exists()
+    assert not old.exists()
+
+
+def test_the_commit_of_another_repository_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Ithaca is installed in a virtual environment inside of its user's repository."""
+    monkeypatch.setattr(origin, "__file__", str(tmp_path / "lib" / "ithaca" / "bench" / "origin.py"))
+    (tmp_path / "lib" / "ithaca" / "bench").mkdir(parents=True)
+    (tmp_path / "lib" / "ithaca" / "bench" / "origin.py").touch()
+    user = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    for words in (("init", "-q"), (*user, "commit", "-q", "--allow-empty", "-m", "theirs")):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    assert origin.commit() == "unknown"
