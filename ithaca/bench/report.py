@@ -18,6 +18,7 @@ from ithaca.bench.picture import Bar, Line, bars, lines
 from ithaca.bench.readme import with_block
 from ithaca.bench.rows import plan_words
 from ithaca.bench.store import Stored, read_results
+from ithaca.bench.tables import ABLATION, LADDER
 
 Json = dict[str, Any]
 ORDER = ("ladder", "ablation", "context-parallel", "dial", "recompute", "peers")
@@ -158,19 +159,32 @@ def _speed(found: Json) -> list[str]:
 def _ladder(page: Page, model: str, name: str, rows: Sequence[Stored]) -> None:
     _longest_text(page, model, rows)
     header = ("", "longest", "× before", "peak", "limit", "timed at", "tokens/s/GPU", "causal MFU", "published")
-    table, before, like = [], None, ""
+    table = []
     for row in rows:
-        found, write, kind = _found(row)
-        longest = found.get("longest")
-        before = None if row.about.get("begins") else before
-        factor = f"{longest / before:.2f}" if longest and before and kind == like else "–"
-        cells = [_bounds(found), factor, _peak_words(found), found.get("limit") or "–"]
+        found, write, _ = _found(row)
+        cells = [_bounds(found), _factor(model, row, rows), _peak_words(found), found.get("limit") or "–"]
         cells += [_tokens(found.get("timed")), *_speed(found)]
         table.append([row.name, *map(write, cells), _published_words(row)])
-        before, like = (longest, kind) if found else (before, like)
     page.table(header, table)
     _notes(page, rows)
     _longest_picture(page, f"Longest context of {model} by technique", name, rows)
+
+
+def _factor(model: str, row: Stored, rows: Sequence[Stored]) -> str:
+    """'1.80': the longest context over that of the row before in the ladder, if they can be compared."""
+    names = [each.name for each in LADDER if each.plans or model in each.published]
+    number = names.index(row.name) if row.name in names else 0
+    before = next((each for each in rows if number and each.name == names[number - 1]), None)
+    if before is None or row.about.get("begins") or not _comparable(row, before):
+        return "–"
+    more = "≥ " if _found(row)[0].get("limit") == NO_FURTHER else ""
+    return f"{more}{_found(row)[0]['longest'] / _found(before)[0]['longest']:.2f}"
+
+
+def _comparable(one: Stored, other: Stored) -> bool:
+    """Whether two rows have a longest context, both measured or both predicted, under the same limits."""
+    alike = _found(one)[2] == _found(other)[2] and one.question["limits"] == other.question["limits"]
+    return alike and all(_found(row)[0].get("longest") for row in (one, other))
 
 
 def _peak_words(found: Json) -> str:
@@ -183,12 +197,13 @@ def _peak_words(found: Json) -> str:
 
 def _ablation(page: Page, model: str, name: str, rows: Sequence[Stored]) -> None:
     _longest_text(page, model, rows)
-    full, _, kind = _found(rows[0])
+    full = next((row for row in rows if row.name == ABLATION[0].name), None)
     table = []
     for row in rows:
         found, write, _ = _found(row)
-        both = found.get("longest") and full.get("longest") and _found(row)[2] == kind
-        share = f"{100 * found['longest'] / full['longest']:.0f} %" if both else "–"
+        share = "–"
+        if full and _comparable(row, full):
+            share = f"{100 * found['longest'] / _found(full)[0]['longest']:.0f} %"
         peak = format_bytes(found["peak_bytes"]) if found.get("peak_bytes") else "–"
         cells = [_bounds(found), share, peak, found.get("limit") or "–"]
         table.append([row.name, *map(write, cells), row.about["adds"]])
@@ -202,8 +217,9 @@ def _longest_text(page: Page, model: str, rows: Sequence[Stored]) -> None:
         "",
         f"{_heading(model, rows)}, {limits['host'] / 1e12:g} TB of host memory",
         "",
-        f"A measured longest context is written as (fits, does not fit): both were tried. No context above "
-        f"{format_tokens(limits['most'])} was looked for.",
+        f"A measured longest context is written as (fits, does not fit). Both were tried; but where host memory or the "
+        f"disk is the limit, what does not fit is counted. No context above {format_tokens(limits['most'])} was looked "
+        "for.",
     )
 
 

@@ -75,6 +75,29 @@ def test_factors_are_taken_between_rows_of_one_kind(stored: Path) -> None:
     assert lines["Ulysses + ZeRO-3"][2] == "–"  # the row before it is predicted
 
 
+def test_factors_need_the_row_before_and_its_limits(stored: Path) -> None:
+    page, content = make_report(stored.parent)["results.md"], json.loads(stored.read_text())
+    lines = {line.split(" | ")[0][2:]: line.split(" | ") for line in page.splitlines() if line.startswith("| ")}
+    assert lines["Sweep, keep o"][2] != "–"
+    names = [row["name"] for row in content["rows"]]
+    before = content["rows"][names.index("Sweep, keep o") - 1]
+    before["question"]["limits"]["host"] = 1
+    stored.write_text(json.dumps(content))
+    page = make_report(stored.parent)["results.md"]
+    assert next(line for line in page.splitlines() if line.startswith("| Sweep, keep o |")).split(" | ")[2] == "–"
+    content["rows"].remove(before)
+    stored.write_text(json.dumps(content))
+    page = make_report(stored.parent)["results.md"]
+    assert next(line for line in page.splitlines() if line.startswith("| Sweep, keep o |")).split(" | ")[2] == "–"
+
+
+def test_shares_are_of_the_full_stack(tmp_path: Path) -> None:
+    options = Options(out=tmp_path, predict=True, commit="c0ffee", only=("without chunks", "offloaded K"))
+    tasks.start("ablation", "llama3-8b", Limits(), options, [])
+    page = make_report(tmp_path)["results.md"]
+    assert next(line for line in page.splitlines() if line.startswith("| without chunks |")).split(" | ")[2] == "–"
+
+
 def test_a_length_that_was_not_bracketed_from_above(stored: Path) -> None:
     page = change(stored, "Sweep, disk", answer={**ANSWER, "fails": None, "limit": "not reached"}, origin=ORIGIN)
     assert "| Sweep, disk | ≥ 1M |" in page
