@@ -35,6 +35,7 @@ class Language(Protocol):
     name: str  # for the head of the table
     slack: int  # tokens that an answer may have beyond those expected
     begin: Ids  # what every prompt begins with
+    ids: int  # its tokens are below this
     kinds: dict[str, int]  # how many keys, values, words and random tokens a guess would choose from
 
     def keys(self, chance: np.random.Generator, count: int) -> list[Item]:
@@ -89,7 +90,7 @@ class Synthetic:
                 f"the model has a vocabulary of {vocab} ids and no tokenizer.json: tasks in synthetic tokens need "
                 f"{SMALLEST} ids or more"
             )
-        self.name, self.begin = f"synthetic tokens, {vocab} ids", list[int]()
+        self.name, self.begin, self.ids = f"synthetic tokens, {vocab} ids", list[int](), vocab
         words = Vocabulary(vocab)
         self._keys, self._values, self._noise = words.keys, words.values, words.noise
         values = len(self._values)
@@ -141,10 +142,12 @@ class English:
 
     slack = 4
 
-    def __init__(self, name: str, encode: Callable[[str], Ids], decode: Callable[[Ids], str], begin: Ids):
+    def __init__(
+        self, name: str, encode: Callable[[str], Ids], decode: Callable[[Ids], str], begin: Ids, ids: int = 256
+    ):
         pairs = len(FIRST) * len(SECOND)
         self.kinds = {"key": pairs, "value": 9_000_000, "word": len(WORDS), "random": pairs}
-        self.name, self.begin, self._encode, self._decode = name, begin, encode, decode
+        self.name, self.begin, self.ids, self._encode, self._decode = name, begin, ids, encode, decode
         self._sentences = [encode(f" {sentence}") for sentence in NOISE]
 
     def keys(self, chance: np.random.Generator, count: int) -> list[Item]:
@@ -234,4 +237,5 @@ def read_language(folder: Path | None, vocab: int) -> Language:
 
     (ids,) = outer.encode(["The"])
     begin, _ = added(ids[:0], ids, outer)
-    return English("English, by tokenizer.json", encode, inner.decode, begin.tolist())
+    largest = max(inner.get_vocab().values(), default=0)
+    return English("English, by tokenizer.json", encode, inner.decode, begin.tolist(), largest + 1)

@@ -5,6 +5,7 @@ answers have at least 85 % of what is asked for, there and at every shorter leng
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ithaca.base.errors import ConfigError
 from ithaca.base.sizes import format_count, format_tokens
 from ithaca.evaluate.language import Language
 from ithaca.evaluate.score import Scored, score
-from ithaca.evaluate.tasks import DEPTHS, HEAT, TASKS, Sample, chances, make_sample, shortest
+from ithaca.evaluate.tasks import DEPTHS, HEAT, TASKS, Sample, chances, least_tokens, make_sample
 
 PASSES = 0.85  # of a score
 HALVINGS = 4  # of the longest length, where the user names one length
@@ -51,19 +52,32 @@ class TaskOptions:
         for name, given in (("--count", self.count), ("--out", self.out)):
             if given is not None and not self.tasks:
                 raise ConfigError(f"{name} {given} is about tasks, and none is named: add --task needle (or all)")
+        if self.out:
+            _check_folder(self.out)
         if len(self.lengths) > 1 and not self.tasks:
             raise ConfigError(
                 f"--tokens has {len(self.lengths)} lengths, and a loss is measured at one: name one, or a --task"
             )
 
 
+def _check_folder(out: Path) -> None:
+    """Raise an error if something else is where a folder is to be."""
+    there = next(path for path in (out, *out.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise ConfigError(f"--out {out} cannot be a folder, because '{there}' is none: name another folder")
+
+
 def choose_lengths(options: TaskOptions, longest: int, words: Language) -> tuple[int, ...]:
     """Return the lengths to measure, the shortest first: those named, or the longest and halves with room for all."""
-    needed = max(shortest(task, words) for task in options.tasks)
     if len(options.lengths) > 1:
         return tuple(sorted({*options.lengths}))
     halves = [longest >> power for power in range(HALVINGS + 1)]
-    return tuple(sorted(length for length in halves if length == longest or length >= 2 * needed))
+    return tuple(sorted(half for half in halves if half == longest or half >= 2 * needed_tokens(options, words, half)))
+
+
+def needed_tokens(options: TaskOptions, words: Language, length: int) -> int:
+    """Return the tokens that samples of all tasks at this length need; beyond them is noise."""
+    return max(least_tokens(task, words, length, SEED, options.samples) for task in options.tasks)
 
 
 def measure_tasks(

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ithaca.base.errors import ConfigError
-from ithaca.base.sizes import format_tokens
 from ithaca.evaluate.language import Ids, Item, Language
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # where a needle is, as a share of the noise
@@ -79,12 +77,12 @@ def _values(words: Language, chance: np.random.Generator, depth: float) -> Parts
 def _tracking(words: Language, chance: np.random.Generator, depth: float) -> Parts:  # noqa: ARG001
     names, values = words.keys(chance, 2 * FACTS), words.values(chance, 2)
     chains = names[:FACTS], names[FACTS:]
-    facts = []
-    for number in range(FACTS):
-        for chain, value in zip(chains, values, strict=True):
-            facts.append(words.assign(chain[number], chain[number - 1] if number else value))
+    links = [zip(chain, [value, *chain], strict=False) for chain, value in zip(chains, values, strict=True)]
+    # The first chain is asked for. It mixes with the other at random, so no place in the text gives it away
+    order = chance.permutation([0, 1] * FACTS).tolist()
+    facts = tuple(words.assign(*next(links[number])) for number in order)
     wrong = _replaced(chance, tuple(chains[0]), [*chains[1], *chains[1]][: CANDIDATES - 1])
-    return Parts(tuple(facts), _depths(chance, 2 * FACTS), words.ask_names(values[0]), tuple(chains[0]), wrong)
+    return Parts(facts, _depths(chance, 2 * FACTS), words.ask_names(values[0]), tuple(chains[0]), wrong)
 
 
 def _copy(words: Language, chance: np.random.Generator, depth: float) -> Parts:  # noqa: ARG001
@@ -108,16 +106,12 @@ ASKED = {"needle": "value", "keys": "value", "values": "value", "tracking": "key
 
 def make_sample(task: str, words: Language, length: int, seed: int, number: int) -> Sample:
     """Return one sample of `length` tokens, prompt and answer together."""
-    chance = np.random.default_rng([seed, list(TASKS).index(task), length, number])
-    maker = TASKS[task]
-    if maker is None:
+    parts, chance = make_parts(task, words, length, seed, number)
+    room = length - _least(words, parts)
+    assert room >= 0, f"task {task} at {length} tokens: check.py refuses it first"
+    if parts is None:
         return _repeat(words, chance, length)
-    depth = DEPTHS[number % len(DEPTHS)]
-    parts = maker(words, chance, depth)
     right = words.answer(parts.items)
-    room = length - len(words.begin) - sum(map(len, parts.facts)) - len(parts.question) - len(right)
-    if room < 0:
-        raise _too_short(task, length, length - room)
     noise, cuts = words.noise(chance, room)
     places = [int(cuts[np.abs(cuts - depth * room).argmin()]) for depth in parts.depths]
     pieces = [np.array(words.begin, np.int64)]
@@ -126,7 +120,7 @@ def make_sample(task: str, words: Language, length: int, seed: int, number: int)
     answers = [words.answer(wrong) for wrong in parts.wrong]
     prompt = np.concatenate(pieces).astype(np.int64)
     assert len(prompt) + len(right) == length
-    shown = depth if task == HEAT else None
+    shown = parts.depths[0] if task == HEAT else None
 
     def share(tokens: Ids) -> float:
         return words.share_found(tokens, parts.items)
@@ -134,11 +128,33 @@ def make_sample(task: str, words: Language, length: int, seed: int, number: int)
     return _shuffled(chance, prompt, right, answers, parts.items, shown, share)
 
 
+def make_parts(
+    task: str, words: Language, length: int, seed: int, number: int
+) -> tuple[Parts | None, np.random.Generator]:
+    """Return what one sample has beside noise, None for a task without, and the generator for the rest of it.
+
+    It takes the same time at every length.
+    """
+    chance, maker = np.random.default_rng([seed, list(TASKS).index(task), length, number]), TASKS[task]
+    return maker(words, chance, DEPTHS[number % len(DEPTHS)]) if maker else None, chance
+
+
+def _least(words: Language, parts: Parts | None) -> int:
+    """Return the tokens of a sample without noise."""
+    if parts is None:
+        return len(words.begin) + 4 * PASSAGE_WORDS
+    said = len(parts.question) + len(words.answer(parts.items))
+    return len(words.begin) + sum(map(len, parts.facts)) + said
+
+
+def least_tokens(task: str, words: Language, length: int, seed: int, count: int) -> int:
+    """Return the tokens that the largest of a task's samples at a length has without noise."""
+    return max(_least(words, make_parts(task, words, length, seed, number)[0]) for number in range(count))
+
+
 def _repeat(words: Language, chance: np.random.Generator, length: int) -> Sample:
     """A sample that asks for the last tokens of a sequence that is written a second time."""
     half = (length - len(words.begin)) // 2
-    if half < 2 * PASSAGE_WORDS:
-        raise _too_short("repeat", length, len(words.begin) + 4 * PASSAGE_WORDS)
     left = length - len(words.begin) - 2 * half  # an odd token stands before both
     once = words.random(chance, half)
     right = once[-PASSAGE_WORDS:].tolist()
@@ -190,22 +206,3 @@ def _depths(chance: np.random.Generator, count: int) -> tuple[float, ...]:
 def chances(task: str, words: Language) -> tuple[float, float]:
     """The scores of a guess: among the candidates, and of items of the right kind."""
     return 1 / CANDIDATES, 1 / words.kinds[ASKED[task]]
-
-
-def shortest(task: str, words: Language) -> int:
-    """Tokens that every sample of a task has room for."""
-    if TASKS[task] is None:
-        return len(words.begin) + 4 * PASSAGE_WORDS
-    chance, most = np.random.default_rng(0), 0
-    for _ in range(20):
-        parts = TASKS[task](words, chance, 0.5)  # pyrefly: ignore
-        fixed = len(words.begin) + sum(map(len, parts.facts)) + len(parts.question) + len(words.answer(parts.items))
-        most = max(most, fixed)
-    return most
-
-
-def _too_short(task: str, length: int, needed: int) -> ConfigError:
-    return ConfigError(
-        f"--tokens {length} is too short for task '{task}', which needs {needed} tokens in this language: "
-        f"{format_tokens(2 ** (needed - 1).bit_length())} leaves room for noise"
-    )

@@ -17,10 +17,19 @@ from ithaca.base.disk import reason
 from ithaca.base.errors import ConfigError, PlanError
 from ithaca.base.shell import quoted
 from ithaca.base.sizes import format_count, format_tokens
-from ithaca.config import Config, EvaluateSection
-from ithaca.evaluate.language import Language, read_language
-from ithaca.evaluate.long_context import Found, TaskOptions, choose_lengths, measure_tasks, table, write_results
-from ithaca.evaluate.tasks import shortest
+from ithaca.config import Config, DataSection, EvaluateSection
+from ithaca.data.synthetic import PREFIX, SYNTHETIC, VOCAB
+from ithaca.evaluate.check import check_samples
+from ithaca.evaluate.language import Language, Synthetic, read_language
+from ithaca.evaluate.long_context import (
+    Found,
+    TaskOptions,
+    choose_lengths,
+    measure_tasks,
+    needed_tokens,
+    table,
+    write_results,
+)
 from ithaca.model.source import ModelSource
 from ithaca.train.folder.run_folder import TASKS
 
@@ -35,6 +44,7 @@ class Tasks:
     tokens: int  # of a sequence of this stage
     every: int  # steps; 0: at the end only
     left_out: str  # what this stage does not measure, and why
+    warning: str | None = None  # that the run does not learn what tasks ask for
     last: int = 0  # the last step that was evaluated
     asked: dict[str, Any] | None = None  # what that evaluation measured; None if a checkpoint does not say
 
@@ -84,12 +94,12 @@ class Tasks:
         return measure_tasks(model, self.words, self.options, self.lengths, watch, tell, stopped)
 
     def describe(self) -> str:
-        """Return what is measured and when, and what is left out."""
+        """Return what is measured and when, and what is left out; in a second line a warning, if there is one."""
         when = f"every {format_count(self.every, 'step')} and at the end" if self.every else "at the end"
         at = ", ".join(map(format_tokens, self.lengths))
         named, count = ", ".join(self.options.tasks), format_count(self.options.samples, "sample")
         what = f"{named} at {at} tokens, {count} each, {when}, in {self.words.name}" if at else "none in this stage"
-        return f"Tasks: {what}{self.left_out}"
+        return f"Tasks: {what}{self.left_out}" + (f"\nwarning: {self.warning}" if self.warning else "")
 
     def describe_stopped(self, step: int, folder: Path) -> str:
         """Return the warning if a user stops the tasks at the end of a stage: the next stage has other lengths."""
@@ -163,20 +173,22 @@ def open_tasks(config: Config, source: ModelSource) -> Tasks | None:
     words = read_language(source.folder, source.spec.vocab)
     options = TaskOptions(tasks=asked.tasks, lengths=asked.tokens or (), count=asked.count)
     stages = [stage.tokens for stage in config.train.stages or ()] or [tokens]
-    _check_lengths(asked, words, stages)
+    _check_lengths(asked, stages)
+    _check_samples(options, words, stages, source.spec.vocab)
     every = config.run.checkpoint_every if asked.every is None else asked.every
     wanted = asked.tokens or choose_lengths(options, tokens, words)
-    needed = max(shortest(task, words) for task in options.tasks)
-    lengths = tuple(sorted({length for length in wanted if needed <= length <= tokens}))
+    needed = needed_tokens(options, words, tokens)
+    fits = {length for length in wanted if needed_tokens(options, words, length) <= length}
+    lengths = tuple(sorted(length for length in fits if length <= tokens))
     longer = [format_tokens(length) for length in wanted if length > tokens]
     left = f"; {', '.join(longer)} wait for a longer stage than {format_tokens(tokens)}" if longer else ""
     short = f"; they need {needed} tokens, and the stage has {tokens}" if not lengths and not longer else ""
-    return Tasks(options, words, lengths, tokens, every, left + short)
+    warning = _warn_of_language(config.data, words, source.spec.vocab)
+    return Tasks(options, words, lengths, tokens, every, left + short, warning)
 
 
-def _check_lengths(asked: EvaluateSection, words: Language, stages: Sequence[int]) -> None:
-    """Raise an error for lengths that no stage can measure, or that a task does not fit into."""
-    assert asked.tasks
+def _check_lengths(asked: EvaluateSection, stages: Sequence[int]) -> None:
+    """Raise an error for lengths that no stage can measure."""
     longest, name = max(stages), "the longest stage" if len(stages) > 1 else "train.tokens"
     for length in asked.tokens or ():
         if length > longest:
@@ -184,12 +196,27 @@ def _check_lengths(asked: EvaluateSection, words: Language, stages: Sequence[int
                 f"evaluate.tokens has {length}, but {name} is {longest}: tasks run at up to the training length, and "
                 f"nothing is cut; leave it out, or write evaluate.tokens={format_tokens(longest)}"
             )
-    for task in asked.tasks:
-        needed = shortest(task, words)
-        shortest_length = min(asked.tokens or (longest,))
-        if shortest_length < needed:
-            option = "evaluate.tokens has" if asked.tokens else f"{name} is"
-            raise ConfigError(
-                f"{option} {shortest_length}, and task '{task}' needs {needed} tokens in this language: "
-                f"{format_tokens(2 ** (needed - 1).bit_length())} leaves room for noise"
-            )
+
+
+def _check_samples(options: TaskOptions, words: Language, stages: Sequence[int], vocab: int) -> None:
+    """Raise an error for samples that cannot be measured, of this stage and of all others."""
+    if options.lengths:
+        check_samples(options, words, options.lengths, vocab, "evaluate.tokens has")
+        return
+    # By default, a stage that is too short has no tasks; the longest one must have room
+    longest = max(stages)
+    lengths = {length for stage in stages for length in choose_lengths(options, stage, words)}
+    fits = {length for length in lengths if length == longest or needed_tokens(options, words, length) <= length}
+    name = "the longest stage is" if len(stages) > 1 else "train.tokens is"
+    check_samples(options, words, sorted(fits), vocab, name)
+
+
+def _warn_of_language(data: DataSection, words: Language, vocab: int) -> str | None:
+    """Return a warning if the data are synthetic documents, and the tasks are in other tokens."""
+    names = [name.removeprefix(PREFIX) for name in (data.source, *(data.mix or ()))]
+    if words.name == Synthetic(VOCAB).name or not any(name in SYNTHETIC for name in names):
+        return None
+    return (
+        f"the data are synthetic documents of {VOCAB} ids, but the model has a vocabulary of {vocab}, and its tasks "
+        f"are in {words.name}, so it does not learn to answer them: model.source=needles fits both"
+    )

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 
 import ithaca
 from ithaca.base.errors import ConfigError, ModelError
+from ithaca.evaluate.check import check_samples
 from ithaca.evaluate.language import ASK, FACT, IS, SET, English, Language, Synthetic, read_language
 from ithaca.evaluate.long_context import TaskOptions, choose_lengths, effective_length, measure_tasks, table
 from ithaca.evaluate.score import Scored, score
-from ithaca.evaluate.tasks import CANDIDATES, DEPTHS, TASKS, Sample, chances, make_sample, shortest
+from ithaca.evaluate.tasks import CANDIDATES, DEPTHS, TASKS, Sample, chances, least_tokens, make_sample
+from ithaca.train.evaluation import command
 from tests.models import make_model, save, save_tokenizer
 from tests.nursery import Nursery
 from tests.sampling import sampled
@@ -50,7 +52,7 @@ def languages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Language]:
 @pytest.mark.parametrize("task", TASKS)
 def test_samples(languages, name: str, task: str) -> None:
     words = languages[name]
-    least = shortest(task, words)
+    least = least_tokens(task, words, 1999, 0, 6)
     for length in (2 * least, 2 * least + 1, 1999):
         for number in range(6):
             sample = make_sample(task, words, length, 0, number)
@@ -97,26 +99,90 @@ def test_facts_of_a_synthetic_sample() -> None:
     assert facts[text.prompt[-2]] == text.answer[0]
     text = make_sample("values", words, 300, 0, 1)
     assert [text.prompt[at + 3] for at in range(296) if text.prompt[at] == FACT] == text.answer
-    text = make_sample("tracking", words, 300, 0, 1)
-    said = [(text.prompt[at + 1], text.prompt[at + 3]) for at in range(296) if text.prompt[at] == SET]
-    chain, value = [], text.prompt[-2]
-    for name, to in said:
-        if to == value or to in chain:
-            chain.append(name)
-    assert chain == text.answer
-    assert len(said) == 8
     text = make_sample("repeat", words, 301, 0, 1)
     whole = [*text.prompt.tolist(), *text.answer]
     assert whole[1:151] == whole[151:]
 
 
+def test_the_chain_that_tracking_asks_for() -> None:
+    """Where a chain begins and which places its variables have says nothing about which chain is asked for."""
+    words, first, places = Synthetic(VOCAB), 0, set[tuple[int, ...]]()
+    for number in range(100):
+        text = make_sample("tracking", words, 300, 0, number)
+        said = [(text.prompt[at + 1], text.prompt[at + 3]) for at in range(296) if text.prompt[at] == SET]
+        chain, value = [], text.prompt[-2]
+        for name, to in said:
+            if to == value or to in chain:
+                chain.append(name)
+        assert chain == text.answer
+        assert len(said) == 8
+        first += said[0][0] in chain
+        places.add(tuple(place for place, (name, _) in enumerate(said) if name in chain))
+    assert 35 < first < 65
+    assert len(places) > 40  # of the 70 that there are
+
+
 def test_what_is_too_short() -> None:
-    with pytest.raises(ConfigError, match=r"--tokens 300 is too short for task 'values', which needs \d+ tokens"):
-        make_sample("values", BYTES, 300, 0, 0)
-    with pytest.raises(ConfigError, match="--tokens 31 is too short for task 'repeat', which needs 32 tokens"):
-        make_sample("repeat", Synthetic(VOCAB), 31, 0, 0)
+    def check(task: str, words: Language, length: int, count: int = 1) -> None:
+        check_samples(TaskOptions(tasks=(task,), count=count), words, [length], 256, "--tokens has")
+
+    with pytest.raises(ConfigError, match=r"--tokens has 300, and task 'values' needs \d+ tokens"):
+        check("values", BYTES, 300)
+    check("repeat", Synthetic(VOCAB), 32)
+    with pytest.raises(ConfigError, match=r"--tokens has 31, and task 'repeat' needs 32 tokens .*: 32 leaves room"):
+        check("repeat", Synthetic(VOCAB), 31)
     with pytest.raises(ModelError, match=r"a vocabulary of 71 ids and no tokenizer\.json"):
         Synthetic(71)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_sample_has_room(task: str) -> None:
+    """At the shortest length that passes, all can be made, and one token less does not pass."""
+    options = TaskOptions(tasks=(task,), count=50)
+    for length in range(20, 700):
+        least = least_tokens(task, BYTES, length, 0, 50)
+        if least <= length:
+            check_samples(options, BYTES, [length], 256, "--tokens has")
+            assert all(make_sample(task, BYTES, length, 0, number).prompt.size for number in range(50))
+        elif least == length + 1:
+            with pytest.raises(ConfigError, match=f"evaluate.tokens has {length}, and task '{task}' needs {least} "):
+                check_samples(options, BYTES, [64000, length], 256, "evaluate.tokens has")
+
+
+def saved(folder: Path, inner: tokenizers.Tokenizer) -> Path:
+    folder.mkdir()
+    inner.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_tokens_that_the_model_does_not_know(languages) -> None:
+    """The 256 bytes of this tokenizer have more ids than the text has; a task may use fewer than another."""
+    words, tasks = languages["tokenizer"], TaskOptions(tasks=("needle", "repeat"), count=3)
+    check_samples(tasks, words, [2000], 256, "--tokens has")
+    largest = max(make_sample("needle", words, 2000, 0, number).prompt.max() for number in range(3))
+    check_samples(TaskOptions(tasks=("needle",), count=3), words, [2000], largest + 1, "--tokens has")
+    with pytest.raises(ModelError, match=f"task 'needle' has token {largest} .* a vocabulary of {largest} ids"):
+        check_samples(tasks, words, [2000], largest, "--tokens has")
+
+
+def test_answers_that_a_tokenizer_does_not_give_back(tmp_path: Path) -> None:
+    """One without a decoder of its bytes, and one that splits at hyphens and does not join them again."""
+    (tmp_path / "bytes").mkdir()
+    words = read_language(save_tokenizer(tmp_path / "bytes"), 256)
+    sentence = r"the right answer of task '{}' would score \d+%, not 100%, because tokenizer\.json does not decode"
+    for task in ("needle", "values", "tracking", "copy"):
+        with pytest.raises(ModelError, match=sentence.format(task)):
+            check_samples(TaskOptions(tasks=("repeat", task)), words, [4000], 256, "--tokens has")
+    letters = [chr(code) for code in range(33, 127)]
+    vocab = ["[UNK]", *letters, *(f"##{letter}" for letter in letters)]
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({word: number for number, word in enumerate(vocab)}, unk_token="[UNK]")
+    )
+    inner.pre_tokenizer, inner.decoder = tokenizers.pre_tokenizers.BertPreTokenizer(), tokenizers.decoders.WordPiece()
+    words = read_language(saved(tmp_path / "pieces", inner), 256)
+    check_samples(TaskOptions(tasks=("needle", "keys", "values", "copy")), words, [4000], 256, "--tokens has")
+    with pytest.raises(ModelError, match=sentence.format("tracking")):
+        check_samples(TaskOptions(tasks=("tracking",)), words, [4000], 256, "--tokens has")
 
 
 def test_the_language_of_a_model(tmp_path: Path) -> None:
@@ -281,10 +347,37 @@ def test_the_command(nursery: Nursery, folder: Path, tmp_path: Path) -> None:
     assert "loss" not in found
 
 
+def unwritten(options: command.Options, how: str) -> None:
+    """Evaluate while the disk is full; `how`: of a model with a folder that the user named, or of a run."""
+
+    def full(folder: Path, *_: Any) -> list[Path]:
+        raise OSError(28, "No space left on device", str(folder))
+
+    command.write_results = full
+    if how == "run":
+        command._results_folder = lambda *_: Path("evaluation")
+    command.evaluate_ranks(options)
+
+
+@pytest.mark.parametrize("how", ["named", "run"])
+def test_scores_outlive_a_folder_that_cannot_be_written(nursery: Nursery, folder: Path, tmp_path: Path, how: str):
+    """They are printed before. A folder that the user named is an error."""
+    out = tmp_path / "found" if how == "named" else None
+    tasks = TaskOptions(tasks=("needle",), lengths=(64, 128), count=2, out=out)
+    options = command.Options(model=folder, tokens=128, tasks=tasks, overrides=("train.device=cpu",))
+    (end,) = nursery.job(unwritten, options, how)
+    assert "Tasks in synthetic tokens, 97 ids, 2 samples each" in end.out
+    assert "Written" not in end.out
+    said = f"'{out or 'evaluation'}' could not be written (No space left on device"
+    assert said in end.err
+    assert (end.code == 0) == (how == "run"), end.err
+    assert (f"warning: {said}" in end.err) == (how == "run")
+
+
 WRONG = {
     "no data": ([], "nothing says what to evaluate on"),
     "no such task": (["--task", "needles"], "'needles' is not a task: needle, keys"),
-    "too short": (["--task", "needle", "--tokens", "7"], "--tokens 7 is too short for task 'needle'"),
+    "too short": (["--task", "needle", "--tokens", "7"], "--tokens has 7, and task 'needle' needs 8 tokens"),
     "no length": (["--task", "needle", "--tokens", "64,1MB"], "--tokens: '1MB' is not a number of tokens"),
     "no limit": (["t.tokens", "--limit", "some"], "--limit: 'some' is not a number of tokens"),
     "no samples": (["--task", "needle", "--count", "0"], "--count is 0: 1 or more samples"),
@@ -292,8 +385,9 @@ WRONG = {
     "a limit of nothing": (["--task", "needle", "--limit", "9"], "--limit is about a token file"),
     "a folder that is a file": (
         ["--task", "needle", "--tokens", "64", "--count", "1", "--out", "file"],
-        "'file' cannot be written",
+        "--out file cannot be a folder, because 'file' is none",
     ),
+    "a folder in a file": (["--task", "needle", "--out", "file/a/b"], "--out file/a/b cannot be a folder, because '"),
 }
 
 
@@ -304,7 +398,7 @@ def test_wrong_inputs(nursery: Nursery, folder: Path, tmp_path: Path, name: str)
     end = nursery.command("evaluate", str(folder), *words, "--ranks", "1", "--set", "train.device=cpu", folder=tmp_path)
     assert end.code in (1, 2)
     assert said in end.err
-    assert "Traceback" not in end.err
+    assert end.err.count("\n") == 1
 
 
 EDGES = (0, 1024, 2048, 3500)

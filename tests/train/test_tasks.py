@@ -8,6 +8,7 @@ import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ import ithaca
 from ithaca.base.errors import ConfigError
 from ithaca.base.owners import HOST, KEYS, TAPES
 from ithaca.config import Config, EvaluateSection, Stage, parse_config, read_config
-from ithaca.evaluate.language import Synthetic
-from ithaca.evaluate.long_context import TaskOptions, measure_tasks
+from ithaca.evaluate.language import English, Synthetic
+from ithaca.evaluate.long_context import SEED, TaskOptions, measure_tasks
 from ithaca.evaluate.score import score
+from ithaca.evaluate.tasks import least_tokens, make_sample
 from ithaca.plans.plan import Plan
 from ithaca.rehearsal.memory_meter import Meter, mark_gradients
 from ithaca.schedule import memory_check
@@ -267,10 +269,40 @@ def test_refused(nursery: Nursery, config: Config, tmp_path: Path, name: str) ->
     assert not (tmp_path / "run").exists()
 
 
+def open_with(*words: str, vocab: int = 256, folder: Path | None = None) -> run_tasks.Tasks:
+    """The tasks of a run by these options, of a model with so many ids."""
+    source = SimpleNamespace(folder=folder, spec=SimpleNamespace(vocab=vocab))
+    found = run_tasks.open_tasks(read_config(None, [*words]), source)  # pyrefly: ignore
+    assert found
+    return found
+
+
 def test_a_length_that_is_too_short_for_a_run() -> None:
-    asked = EvaluateSection(tasks=("repeat",))
     with pytest.raises(ConfigError, match=r"train\.tokens is 16, and task 'repeat' needs 32 tokens in this language"):
-        run_tasks._check_lengths(asked, Synthetic(VOCAB), [16])
+        open_with("evaluate.tasks=repeat", "train.tokens=16")
+
+
+def test_each_sample_is_checked_before_the_run_starts() -> None:
+    """Samples differ in length, and the longest one failed after all steps, before the last checkpoint."""
+    words = English("bytes", lambda text: [*text.encode()], lambda ids: bytes(ids).decode(errors="replace"), [])
+    needed = least_tokens("needle", words, 230, SEED, 50)
+    assert needed > 230 >= least_tokens("needle", words, 230, SEED, 1)
+    asked = "evaluate.tasks=needle", "evaluate.tokens=230", "train.tokens=512"
+    open_with(*asked, "evaluate.count=1")
+    with pytest.raises(ConfigError, match=f"evaluate.tokens has 230, and task 'needle' needs {needed} tokens"):
+        open_with(*asked)
+
+
+def test_the_data_and_the_tasks_have_other_tokens() -> None:
+    asked = "evaluate.tasks=needle", "train.tokens=1024"
+    for source in ("data.source=needles", "data.source=synthetic:needles", 'data.mix={"needles" = 1.0}'):
+        assert "warning" not in open_with(*asked, source, vocab=128).describe()
+        for vocab, language in ((300, "synthetic tokens, 300 ids"), (256, "English, byte by byte")):
+            line, warning = open_with(*asked, source, vocab=vocab).describe().split("\n")
+            assert line.startswith("Tasks: needle at ")
+            assert warning.startswith("warning: the data are synthetic documents of 128 ids, but the model has a voc")
+            assert f"a vocabulary of {vocab}, and its tasks are in {language}, so" in warning
+    assert "warning" not in open_with(*asked, vocab=300).describe()
 
 
 def without_memory(config: Config, path: Path) -> None:
@@ -337,8 +369,6 @@ def test_it_takes_no_more_memory_than_training(ranks, model: Path, name: str, wo
 def test_a_stop_ends_scores() -> None:
     class Empty:
         mesh = ithaca.mesh()
-
-    from ithaca.evaluate.tasks import make_sample
 
     samples = [make_sample("needle", Synthetic(VOCAB), 30, 0, 0)]
     assert score(Empty(), samples, 30, 0, stopped=lambda: True) is None  # pyrefly: ignore

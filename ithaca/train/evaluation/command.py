@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 from ithaca.assemble import save_model
+from ithaca.base.disk import reason
 from ithaca.base.errors import ConfigError, RunError
 from ithaca.base.sizes import format_count, format_tokens
 from ithaca.data.misfit import byte_tokens
 from ithaca.data.reader import TokenFile, open_tokens
 from ithaca.data.windows import Windows
+from ithaca.evaluate.check import check_samples as check_task_samples
 from ithaca.evaluate.language import read_language
 from ithaca.evaluate.long_context import TaskOptions, choose_lengths, measure_tasks, table, write_results
 from ithaca.model.extend import beyond_context, context_length
@@ -36,7 +38,7 @@ from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.ranks.elastic import leave
 from ithaca.train.ranks.launch import run_once
 from ithaca.train.setup.stages import trained_length
-from ithaca.train.setup.start import check_data, check_vocabulary, open_file
+from ithaca.train.setup.start import CPU_TOKENS, GPU_TOKENS, check_data, check_vocabulary, open_file
 from ithaca.train.validation import Losses, measure
 
 Found = dict[str, Any]
@@ -74,8 +76,18 @@ def start(options: Options, ranks: int | None) -> None:
             spec = read_spec(read_json(folder, "config.json"))
             check_samples(options.samples, spec, folder, data.tokenizer)
     if options.tasks.tasks:
-        read_language(folder, read_spec(read_json(folder, "config.json")).vocab)
+        _check_tasks(options, folder, config.train.tokens)
     run_once(partial(evaluate_ranks, options), config, ranks, "the evaluation")
+
+
+def _check_tasks(options: Options, folder: Path, trained: int | None) -> None:
+    """Raise an error for samples that cannot be measured. `trained`: the length of a run, if this is one."""
+    vocab = read_spec(read_json(folder, "config.json")).vocab
+    words = read_language(folder, vocab)
+    named = options.tokens or (trained if RunFolder(options.model).begun() else None)
+    for longest in (named,) if named else (CPU_TOKENS, GPU_TOKENS):  # ranks take one of these two by their device
+        lengths = choose_lengths(options.tasks, longest, words)
+        check_task_samples(options.tasks, words, lengths, vocab, "--tokens has")
 
 
 def _check_without_data(options: Options) -> None:
@@ -114,9 +126,9 @@ def evaluate_ranks(options: Options) -> None:
         said = lines(found) if data else []
         if options.tasks.tasks:
             said += [*([""] if said else [_title(found)]), *found.pop("table")]
-            if folder := _results_folder(options, opened):
-                said += ["", f"Written: {', '.join(map(str, _write(folder, found, said)))}"]
         print(json.dumps(found, indent=2) if options.as_json else "\n".join(said), flush=True)
+        if options.tasks.tasks and (folder := _results_folder(options, opened)):
+            _write(options, folder, found, said)
 
 
 def limit_passes(opened: Opened, longest: float | None, roll: Roll) -> Callable[[], AbstractContextManager[None]]:
@@ -174,11 +186,18 @@ def _tasks(
     }
 
 
-def _write(folder: Path, found: Found, said: list[str]) -> list[Path]:
+def _write(options: Options, folder: Path, found: Found, said: list[str]) -> None:
+    """Write tables and pictures of scores that have been printed. A failure is an error if the user named `folder`."""
     try:
-        return write_results(folder, found, said)
+        files = write_results(folder, found, said)
     except OSError as problem:
-        raise ConfigError(f"'{folder}' cannot be written ({problem.strerror}): name another folder by --out") from None
+        text = f"'{folder}' could not be written ({reason(problem, folder)}); the scores are printed above"
+        if options.tasks.out:
+            raise RunError(text) from None
+        print(f"warning: {text}", file=sys.stderr, flush=True)  # stdout may be JSON
+        return
+    if not options.as_json:
+        print(f"\nWritten: {', '.join(map(str, files))}", flush=True)
 
 
 def _results_folder(options: Options, opened: Opened) -> Path | None:
