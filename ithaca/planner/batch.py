@@ -29,6 +29,7 @@ MOST = 2**20  # sequences in a step
 AT_ONCE = 2**10  # sequences of a group of GPUs in a pass: more would hardly be faster
 DOCUMENTS = 2**16  # documents of a group of GPUs in a pass
 TRIED = 8  # numbers of sequences in a pass
+LATER_PASSES = "from the second pass on, gradients take memory beside a pass"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Batch:
     answer: Answer
     one: Answer | None  # one sequence in a step; None if it does not fit
     most: int | None = None  # the most sequences that fit at once, if that was asked
+    more: bool = False  # whether twice as many fit in several passes
     faster: Answer | None = None  # fewer sequences with a higher rate
     capped: bool = False  # more may fit than are planned for
 
@@ -54,7 +56,8 @@ class Batch:
             found.append(f"  {self.over_one:.3g} × the rate of one sequence a step: {rates}")
         if self.most:
             known = "planned for" if self.capped else "that fit"
-            more = f"more take several passes (--batch {2 * self.most})"
+            option = f"(--batch {2 * self.most})"
+            more = f"more take several passes {option}" if self.more else f"more {option} do not fit: {LATER_PASSES}"
             found.append(f"  {self.most} are the most {known} at once; {more}")
         if self.faster:
             gain = self.faster.rate / self.answer.rate
@@ -152,12 +155,18 @@ def plan_batch(
     fewer = [other for count in powers[-TRIED:] if (other := planned(count))]
     fastest = max(fewer, key=lambda other: other.worth, default=answer)
     faster = fastest if fastest.worth > HARDLY * answer.worth else None
-    return Batch(answer, one, most, faster, answer.rows >= _at_once(tokens, documents))
+    more = any(planned(count, 2 * most // count) for count in _pass_sizes(2 * most, most))
+    return Batch(answer, one, most, more, faster, answer.rows >= _at_once(tokens, documents))
+
+
+def _pass_sizes(sequences: int, most: int) -> list[int]:
+    """Numbers of sequences in a pass that are tried, the largest first."""
+    return [count for count in range(min(most, sequences), 0, -1) if sequences % count == 0][:TRIED]
 
 
 def _in_passes(planned: Callable[[int, int], Answer | None], sequences: int, most: int) -> Answer | None:
     """The answer with the most sequences in a pass that is hardly slower than the fastest. `most`: of these."""
-    numbers = [count for count in range(min(most, sequences), 0, -1) if sequences % count == 0][:TRIED]
+    numbers = _pass_sizes(sequences, most)
     found = [answer for count in numbers if (answer := planned(count, sequences // count))]
     fastest = max((answer.worth for answer in found), default=0.0)
     return next((answer for answer in found if answer.worth * HARDLY >= fastest), None)

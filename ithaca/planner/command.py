@@ -10,7 +10,7 @@ from typing import NoReturn
 from ithaca.attention.kernels.facts import KERNEL_FACTS
 from ithaca.base.errors import ModelError, PlanError, read_option, suggestion
 from ithaca.base.misuse import check_type
-from ithaca.base.sizes import format_tokens, parse_tokens, read_memory
+from ithaca.base.sizes import format_count, format_tokens, parse_tokens, read_memory
 from ithaca.model.config_json import find_config
 from ithaca.model.extend import beyond_context
 from ithaca.model.families import read_spec
@@ -21,12 +21,12 @@ from ithaca.planner.answer.mesh_table import compare_meshes, mesh_lines, mesh_ob
 from ithaca.planner.answer.picture import check_kind, draw
 from ithaca.planner.answer.refusal import refusal
 from ithaca.planner.answer.report import Beside, Question, explain, train_line
-from ithaca.planner.batch import most_sequences, plan_batch, read_batch
+from ithaca.planner.batch import LATER_PASSES, most_sequences, plan_batch, read_batch
 from ithaca.planner.documents import read_documents
 from ithaca.planner.hardware import MOST_ON_A_NODE, NODE, Cluster, Gpu, Machine, parse_gpus, read_gpus
 from ithaca.planner.lean import leanest
 from ithaca.planner.meshes import impossible
-from ithaca.planner.search import LONGEST, Answer, binding, longest, search
+from ithaca.planner.search import LEAST_MEMORY, LONGEST, Answer, binding, longest, search, widest_meshes
 from ithaca.plans.plan import Plan
 from ithaca.schedule.variants import SHORTEST
 
@@ -88,11 +88,7 @@ def run(
         answer = search(spec, cluster, wanted, recipe, documents=packed)
     answer = beside.answer if beside else answer
     if answer is None and sequences and most >= wanted:
-        at_once = most_sequences(spec, cluster, wanted, recipe)
-        raise PlanError(
-            f"{sequences} sequences of {tokens} tokens of {model} on {question.gpus} do not fit: from the second "
-            f"pass on, gradients take memory beside a pass; --batch {at_once} fits in one pass"
-        )
+        _refuse_batch(question, sequences, wanted)
     if answer is None:
         _refuse(question, most, output.as_json)
     _warn_beyond(question, answer, trains=not output.meshes)
@@ -130,6 +126,22 @@ def _warn_beyond(question: Question, answer: Answer, trains: bool) -> None:
     remedy = "the command below extends it" if follows else "ithaca train extends it with --set model.rope=auto"
     if warning := beyond_context(question.spec, reached, tokens, remedy):
         print(f"Warning: {warning}", file=sys.stderr)
+
+
+def _refuse_batch(question: Question, sequences: int, tokens: int) -> NoReturn:
+    """Raise the error for a batch that does not fit, though one sequence of each group of GPUs does."""
+    spec, cluster, recipe = question.spec, question.cluster, question.recipe
+    batch = f"{format_count(sequences, 'sequence')} of {format_tokens(tokens)} tokens of {question.model}"
+    ulysses, ring = widest_meshes(spec, cluster, recipe or LEAST_MEMORY, tokens)[0]
+    sharing = ulysses * ring
+    if recipe and sequences < (fewest := cluster.count // sharing):
+        shares = f"shares one among at most {sharing}" if sharing > 1 else "cannot share one among"
+        raise PlanError(
+            f"a step of {batch} is too small for {question.gpus}: recipe '{recipe}' {shares} GPUs, so a step needs at "
+            f"least {fewest} sequences; --batch {fewest} fits"
+        )
+    at_once = most_sequences(spec, cluster, tokens, recipe)
+    raise PlanError(f"{batch} on {question.gpus} do not fit: {LATER_PASSES}; --batch {at_once} fits in one pass")
 
 
 def _refuse(question: Question, most: int, as_json: bool) -> NoReturn:

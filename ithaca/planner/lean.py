@@ -60,8 +60,8 @@ def leanest(
     name = recipe or LEAST_MEMORY  # others may fit as well, but would recompute attention
     least = _least_memory(spec, cluster, tokens, name, fastest.memory.total)
     found = search(spec, cluster.limited(int(ROOM * least)), tokens, name, documents=documents)
-    answers = [answer for answer in (found, fastest) if answer]
-    return Lean(min(answers, key=lambda answer: answer.memory.total), fastest, least)
+    leaner = min((answer for answer in (found, fastest) if answer), key=lambda answer: answer.memory.total)
+    return Lean(leaner, fastest, min(least, leaner.memory.total))  # the search for the least is not exact
 
 
 def _least_memory(spec: Spec, cluster: Cluster, tokens: int, recipe: str, enough: int) -> int:

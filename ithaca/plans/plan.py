@@ -311,4 +311,5 @@ class Plan:
                 "(in Python disk='/scratch'), or use 'host'"
             )
         if self.disk is not None and not using:
-            raise PlanError(f"disk='{self.disk}' does nothing without x='disk' or o='disk': use one, or leave it out")
+            uses = " or ".join(f"{name}='disk'" for name in PLACED if name in self.entry.options)
+            raise PlanError(f"disk='{self.disk}' does nothing without {uses}: use one, or leave it out")

@@ -2,7 +2,9 @@
 the tapes in words."""
 
 import os
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -10,13 +12,16 @@ import torch
 
 from ithaca.base.errors import PlanError
 from ithaca.base.sizes import format_bytes, format_count, format_tokens
+from ithaca.base.tiles import Tiles
 from ithaca.plans.places import KEPT, REBUILD, RECOMPUTE, spell
 from ithaca.schedule.job import Job
 from ithaca.schedule.sweep.rebuild import LONGEST_PASSING, layers_to_keep, passing_layers, rebuild_passes, rebuilds_of
 from ithaca.tape.budget import host_budget
 from ithaca.tape.devices import by_file_system, count_devices, is_memory
-from ithaca.tape.file import free_space
-from ithaca.tape.spec import TapeSpec, device_bytes, slot_bytes, staging_bytes
+from ithaca.tape.file import free_space, shares
+from ithaca.tape.spec import TapeSpec, device_bytes, disk_bytes, host_bytes, slot_bytes, staging_bytes
+
+NodeRanks = list[tuple[int, list[TapeSpec]]]  # the ranks of a node: how many have these tapes, which heads decide
 
 
 @dataclass(frozen=True)
@@ -30,24 +35,31 @@ class NodeTapes:
 
 def check_memory(job: Job, tapes: Sequence[TapeSpec], device: torch.device, node: NodeTapes) -> None:
     """Raise an error if tapes do not fit this device or, all ranks together, this node or its disk."""
-    tiles, tokens = job.tiles, job.layout.padded
-    gpu = device.type == "cuda"
+    tiles, gpu = job.tiles, device.type == "cuda"
+    ranks = _node_ranks(job, tapes, node.ranks)
     if gpu:
         free = free_device_memory(device)
         # A pass without gradients has no tape of x and rebuilds none
         weights = job.costs.passing_bytes(job) if any(tape.training for tape in tapes) else 0
         needed, fixed = device_bytes(tapes, tiles) + weights, slot_bytes(tapes, tiles) + weights
-        advice = _advise_moving(job, tapes, "device", "host", 1)
-        _refuse_over(needed, fixed, free, "the GPU's free memory", advice, tokens)
+        advice = _advise_moving(job, [(1, [*tapes])], "device", "host")
+        _refuse_over(
+            job, needed, fixed, free, "the GPU's free memory", advice, lambda cut: device_bytes(tapes, cut) + weights
+        )
     budget, reason = _host_budget(job)
-    fixed = node.ranks * staging_bytes(tapes, tiles)
-    fixed += 0 if gpu else node.ranks * slot_bytes(tapes, tiles)
+    fixed = sum(
+        times * (staging_bytes(theirs, tiles) + (0 if gpu else slot_bytes(theirs, tiles))) for times, theirs in ranks
+    )
     advice = _advise_fewer_x(job, tapes, node.ranks)
-    advice += _advise_moving(job, tapes, "host", "device", node.ranks) if gpu else []
+    advice += _advise_moving(job, ranks, "host", "device") if gpu else []
     advice += _advise_disk(job, tapes, node.ranks)
-    _refuse_over(node.bytes, fixed, budget, reason, advice, tokens, node.ranks)
+
+    def hosted(cut: Tiles) -> int:
+        return sum(times * host_bytes(theirs, cut, gpu) for times, theirs in ranks)
+
+    _refuse_over(job, node.bytes, fixed, budget, reason, advice, hosted, node.ranks)
     if any(node.disk):
-        _check_disks(job, tapes, node)
+        _check_disks(job, ranks, node)
 
 
 def check_cache(job: Job, tapes: Sequence[TapeSpec], device: torch.device, node: NodeTapes) -> None:
@@ -72,6 +84,15 @@ def free_device_memory(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def _node_ranks(job: Job, tapes: Sequence[TapeSpec], ranks: int) -> NodeRanks:
+    """The tapes of all ranks of this node, of which this is one. Ulysses ranks of a sequence follow each other."""
+    heads, training = job.axes.by_heads, any(tape.training for tape in tapes)
+    first = job.head_rank // ranks * ranks if ranks < heads else 0
+    counts = Counter((first + number) % heads for number in range(ranks))
+    every = ((times, replace(job, rank=rank).tapes) for rank, times in counts.items())
+    return [(times, [tape for tape in theirs if training or not tape.training]) for times, theirs in every]
+
+
 def _host_budget(job: Job) -> tuple[int, str]:
     """Bytes of this node's memory that tapes may take, and the reason."""
     budget, reason = host_budget()
@@ -80,9 +101,9 @@ def _host_budget(job: Job) -> tuple[int, str]:
     return budget, reason
 
 
-def _check_disks(job: Job, tapes: Sequence[TapeSpec], node: NodeTapes) -> None:
+def _check_disks(job: Job, ranks: NodeRanks, node: NodeTapes) -> None:
     """Raise an error if a folder cannot be used or its file system is too full. Folders may share a file system."""
-    folders, advice = job.plan.folders, _advise_moving(job, tapes, "disk", "host", node.ranks)
+    folders, advice = job.plan.folders, _advise_moving(job, ranks, "disk", "host")
     free = [free_space(folder) for folder in folders]
     for one, other in combinations(folders, 2):
         if os.path.samefile(one, other):
@@ -95,28 +116,57 @@ def _check_disks(job: Job, tapes: Sequence[TapeSpec], node: NodeTapes) -> None:
         together = " (one file system)" if len(numbers) > 1 else ""
         reason, needed = f"the free space of plan.disk='{named}'{together}", sum(node.disk[n] for n in numbers)
         there = f" in '{named}'" if len(numbers) < len(folders) else ""
-        _refuse_over(needed, 0, free[numbers[0]], reason, advice, job.layout.padded, node.ranks, there)
+
+        def stored(cut: Tiles, numbers: Sequence[int] = numbers) -> int:
+            parts = [(times, shares(disk_bytes(theirs, cut), len(folders))) for times, theirs in ranks]
+            return sum(times * part[number] for times, part in parts for number in numbers)
+
+        _refuse_over(job, needed, 0, free[numbers[0]], reason, advice, stored, node.ranks, there)
 
 
 def _refuse_over(
-    needed: int, fixed: int, free: int, reason: str, advice: list[str], tokens: int, ranks: int = 1, there: str = ""
+    job: Job,
+    needed: int,
+    fixed: int,
+    free: int,
+    reason: str,
+    advice: list[str],
+    size: Callable[[Tiles], int],
+    ranks: int = 1,
+    there: str = "",
 ) -> None:
-    """Raise an error if more is needed than free. `fixed` bytes do not depend on the length of the sequence."""
+    """Raise an error if more is needed than free.
+
+    `fixed` bytes do not depend on the length of the sequence. `size`: what is needed for tokens that are cut so.
+    """
     if needed <= free:
         return
-    text = f"tapes for {tokens} tokens need {format_bytes(needed)}{there}"
+    text = f"tapes for {job.layout.padded} tokens need {format_bytes(needed)}{there}"
     text += f" for the {ranks} ranks of this node" if ranks > 1 else ""
     text += f", and {reason} is {format_bytes(free)}: {format_bytes(needed - free)} are missing"
-    fitting = tokens * (free - fixed) // (needed - fixed) if needed > fixed else 0
-    last = f"{fitting} tokens would fit" if fitting > 0 else "a smaller plan.chunk or plan.tile may help"
-    raise PlanError(f"{text}; {', or '.join([*advice, last])}")
+    raise PlanError(f"{text}; {', or '.join([*advice, _advise_length(job, size, free, fixed)])}")
 
 
-def _advise_moving(job: Job, tapes: Sequence[TapeSpec], place: str, other: str, ranks: int) -> list[str]:
-    """What moving the largest tapes of a place to the other place would free, in words."""
-    options: dict[str, int] = {}
-    for tape in (tape for tape in tapes if tape.place == place and tape.layers):
-        options[tape.option] = options.get(tape.option, 0) + ranks * tape.bytes_of(job.tiles.length)
+def _advise_length(job: Job, size: Callable[[Tiles], int], free: int, fixed: int) -> str:
+    """The most tokens that fit, in words; smaller pieces of the sequence if what they take has no room by itself."""
+
+    def too_many(tokens: int) -> bool:
+        return size(replace(job, tokens=tokens).tiles) > free
+
+    fitting = bisect_left(range(1, job.tokens), True, key=too_many) if fixed < free else 0
+    cut = next((name for name in ("chunk", "chunks") if (getattr(job.plan, name) or 0) > fitting), None)
+    if fitting:
+        return f"{fitting} tokens would fit" + (f" with plan.{cut}={fitting}" if cut else "")
+    smaller = "a larger plan.chunks" if job.plan.chunks is not None else "a smaller plan.chunk or plan.tile"
+    return f"{smaller} may help"
+
+
+def _advise_moving(job: Job, ranks: NodeRanks, place: str, other: str) -> list[str]:
+    """What moving the largest tapes of a place to the other place would free of these ranks, in words."""
+    options: Counter[str] = Counter()
+    for times, tapes in ranks:
+        for tape in (tape for tape in tapes if tape.place == place and tape.layers):
+            options[tape.option] += times * tape.bytes_of(job.tiles.length)
     if not options:
         return []
     largest = max(options, key=lambda option: options[option])

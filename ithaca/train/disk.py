@@ -1,8 +1,9 @@
 """The disks of a run's tapes: measured before the first step, and a warning if a step needs more than they give.
 
-Measuring takes a second at most, and 256 MiB of each node's disks, which are free again at once. It happens only in the
-folders that the Plan names. A short measurement may be faster than a long step is: some disks have a fast cache in
-front. A file system without direct access is not measured, because the page cache would answer.
+Measuring takes a second at most, and as many bytes as the tapes do, up to 256 MiB of each node's disks. They are free
+again at once. It happens only in the folders that the Plan names. A short measurement may be faster than a long step
+is: some disks have a fast cache in front. A file system without direct access is not measured, because the page cache
+would answer; neither is one that has hardly any free space.
 """
 
 import math
@@ -20,9 +21,9 @@ from ithaca.planner.hardware import Machine
 from ithaca.rehearsal.this_gpu import known_gpu
 from ithaca.schedule.job import Job
 from ithaca.tape.devices import count_devices
-from ithaca.tape.file import TapeFile
+from ithaca.tape.file import PART, TapeFile, free_space
 from ithaca.tape.rate import write_and_read
-from ithaca.tape.spec import BLOCK
+from ithaca.tape.spec import BLOCK, disk_bytes
 
 MOST = 256 * 2**20  # bytes that are written and read on each node
 SECONDS = 0.4  # for either
@@ -36,19 +37,36 @@ class DiskRates:
     write: float
 
 
-def measure_disks(grid: Mesh, folders: tuple[str, ...]) -> DiskRates | None:
-    """Measure the disks of some folders, all ranks of a node at once; None without direct access. Collective."""
+def measure_disks(grid: Mesh, folders: tuple[str, ...], needed: int) -> DiskRates | None:
+    """Measure the disks of some folders, all ranks of a node at once. Collective.
+
+    `needed`: bytes of a rank's tapes. None if a rank has no direct access or no free space to measure in.
+    """
     ranks = on_this_node(grid.group, 1)[1]
-    found = together(grid.group, lambda: _measure(folders, MOST // ranks // BLOCK * BLOCK))
+    found = together(grid.group, lambda: _measure(folders, measured_bytes(folders, needed, ranks)))
     node = {way: on_this_node(grid.group, int(rate))[0] for way, rate in found.items()}
-    read, write = least(grid.group, node["read"], node["write"])
-    return DiskRates(read, write) if read and write else None
+    read, write, *own = least(grid.group, node["read"], node["write"], *map(int, found.values()))
+    return DiskRates(read, write) if all(own) else None
+
+
+def measured_bytes(folders: tuple[str, ...], needed: int, ranks: int) -> int:
+    """Bytes that a rank measures with: those of its tapes, at least a stripe for each folder; 0 without space."""
+    most = MOST // ranks
+    fewest = min(PART * len(folders), most)
+    size = min(max(needed, fewest), most, min(map(free_space, folders)) // ranks)
+    return size // BLOCK * BLOCK if size >= fewest else 0
 
 
 def _measure(folders: tuple[str, ...], size: int) -> dict[str, float]:
-    file = TapeFile(folders, size)
+    unknown = {"read": 0.0, "write": 0.0}
+    if not size:
+        return unknown
     try:
-        return write_and_read(file, size, SECONDS) if file.direct else {"read": 0.0, "write": 0.0}
+        file = TapeFile(folders, size)
+    except PlanError:  # other programs take space as well
+        return unknown
+    try:
+        return write_and_read(file, size, SECONDS) if file.direct else unknown
     finally:
         file.close()
 
@@ -59,11 +77,13 @@ def check_disks(model: Model, config: Config, data: Data) -> tuple[float, list[s
     Without tapes on disk nothing is measured. Collective.
     """
     plan, grid = model.plan, model.mesh
-    rates = measure_disks(grid, plan.folders) if plan.on_disk else None
-    if rates is None:
+    if not plan.on_disk:
         return 0.0, []
     rows, passes = _passes(config)
     job = _pass_job(model, rows, config, data)
+    rates = measure_disks(grid, plan.folders, disk_bytes(job.tapes, job.tiles))
+    if rates is None:
+        return 0.0, []
     copied = job.costs.work(job).disk
     seconds = _node_ranks(grid) * (copied.into / rates.read + copied.out / rates.write)
     warning = warn_of_slow_disks(job, grid, rates, passes)

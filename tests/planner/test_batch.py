@@ -167,3 +167,20 @@ def test_the_arithmetic_and_the_command(sequences: int) -> None:
     assert (told["sequences"], told["tokens"]) == (sequences, sequences * 128 * K)
     assert told["passes"] * told["sequences_per_pass"] == sequences
     assert told["rate_over_one"] == found.over_one
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "tokens"), [("qwen3-8b", "1xH100-80GB", 5000), ("llama3.2-1b", "2xH100-80GB", 64 * K)]
+)
+def test_more_than_fit_at_once(model: str, gpus: str, tokens: int) -> None:
+    """Several passes are offered where they fit. For 8B parameters on one GPU, gradients leave no room for a pass."""
+    spec, there = spec_of(model), cluster(gpus)
+    found = plan_batch(spec, there, tokens, None)
+    assert found is not None
+    assert found.most
+    fits_in_passes = plan_batch(spec, there, tokens, 2 * found.most) is not None
+    assert fits_in_passes == (model == "llama3.2-1b")
+    (line,) = (line for line in found.lines() if "at once" in line and "the most" in line)
+    option = f"(--batch {2 * found.most})"
+    assert (f"more take several passes {option}" in line) == fits_in_passes
+    assert (f"more {option} do not fit: from the second pass on" in line) != fits_in_passes

@@ -41,7 +41,7 @@ def test_never_more_than_the_fastest(model: str, there: Cluster, tokens: int) ->
     spec = spec_of(model)
     found = leanest(spec, there, tokens)
     assert found is not None
-    assert found.answer.memory.total <= found.fastest.memory.total
+    assert found.least <= found.answer.memory.total <= found.fastest.memory.total
     assert found.answer.recomputed(spec) <= found.fastest.recomputed(spec)
     check(found.answer, spec, there, tokens)
 
@@ -74,3 +74,11 @@ def test_where_nothing_fits() -> None:
 def test_a_limit_in_bytes() -> None:
     for size in (10**9, 11_999_999_999, 70 * GiB):
         assert 0 <= cluster().limited(size).capacity - size <= 2
+
+
+@pytest.mark.parametrize(("model", "tokens"), [("llama3-8b", 8 * K), ("llama3.2-1b", 8 * K)])
+def test_the_least_is_never_more_than_the_answer(model: str, tokens: int) -> None:
+    """The search for the least is exact to 64 MiB alone, and a recipe may need no more than that."""
+    found = leanest(spec_of(model), cluster(), tokens, "dense")
+    assert found is not None
+    assert found.least <= found.answer.memory.total

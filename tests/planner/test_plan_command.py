@@ -421,6 +421,20 @@ def refused(end: Ended) -> str:
             ["tiny", "--tokens", "8K", "--batch", "xtokens"],
             "--batch xtokens is not a number of tokens: write 4M-tokens",
         ),
+        (
+            ["llama3-8b", "--tokens", "8K", "--batch", "1", "--recipe", "dense"],
+            "a step of 1 sequence of 8K tokens of llama3-8b is too small for 8xH100-80GB: recipe 'dense' cannot share "
+            "one among GPUs, so a step needs at least 8 sequences; --batch 8 fits",
+        ),
+        (
+            ["llama3-8b", "--gpus", "64xH100-80GB", "--tokens", "8K", "--batch", "1", "--recipe", "ulysses"],
+            "recipe 'ulysses' shares one among at most 32 GPUs, so a step needs at least 2 sequences; --batch 2 fits",
+        ),
+        (
+            ["qwen3-8b", "--gpus", "1xH100-80GB", "--tokens", "5000", "--batch", "216"],
+            "216 sequences of 5000 tokens of qwen3-8b on 1xH100-80GB do not fit: from the second pass on, gradients "
+            "take memory beside a pass; --batch 108 fits in one pass",
+        ),
         (["tiny", "--tokens", "3K", "--batch", "8K-tokens"], "sequences of 3K tokens: 9K-tokens (3 of them) works"),
         (["tiny", "--tokens", "8K", "--batch", "2000000"], "out of range for sequences of 8K tokens: give at most"),
         (

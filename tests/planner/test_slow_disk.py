@@ -1,5 +1,6 @@
 """A disk that is slower than a step needs, with made-up speeds: when it is said, and what."""
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,24 @@ def test_both_numbers() -> None:
     assert found(1.01 * slow.needed) is None
     assert found(1.01 * slow.needed / slow.enough, disks=slow.enough) is None
     assert found(0.9 * slow.needed / slow.enough, disks=slow.enough) is not None
+
+
+@pytest.mark.parametrize("recipe", ["fpdt", "sweep"])
+@pytest.mark.parametrize("o", ["host", "disk"])
+def test_as_many_disks_as_are_named_are_enough(recipe: str, o: str) -> None:
+    """K and V hide behind attention alone, which is far less than the step computes."""
+    said = 0
+    for rate, tokens in itertools.product((0.5e9, 3e9, 8e9, 20e9), (M // 4, M // 2 + 1000, 2 * M)):
+        gpu = replace(GPU, disk_read=rate, disk_write=0.7 * rate)
+        plan = Plan(recipe=recipe, kv="disk", o=o, disk="/scratch")
+        asked = Job(spec=SPEC, plan=plan, tokens=tokens, axes=Axes(ulysses=8))
+        slow = slow_disk(asked, gpu, NODE)
+        if slow is None:
+            continue
+        said += 1
+        assert slow.needed > slow.given
+        assert slow_disk(asked, gpu, NODE, slow.enough) is None
+    assert said > 3
 
 
 def test_a_step_of_several_passes() -> None:

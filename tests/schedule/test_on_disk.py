@@ -174,7 +174,7 @@ def test_free_space_is_counted_once_for_a_file_system(folders, tmp_path: Path, m
     monkeypatch.setattr("ithaca.schedule.memory_check.by_file_system", lambda _: [[0], [1]])
     assert refusal(folders, plan).startswith(
         f"tapes for 64 tokens need 32 KiB in '{tmp_path}/two', and the free space of plan.disk='{tmp_path}/two' is "
-        "20 KiB: 12 KiB are missing; plan.kv=host frees 64 KiB, or 40 tokens would fit"
+        "20 KiB: 12 KiB are missing; plan.kv=host frees 64 KiB, or 32 tokens would fit"
     )
 
 

@@ -310,7 +310,11 @@ REFUSED = [
         "o='disk' needs a folder on a disk: name it, as --set plan.disk=/scratch .in Python disk=",
     ),
     ({"x": "host, disk"}, "x='host, disk' needs a folder on a disk"),
-    ({"disk": "/tmp"}, "disk='/tmp' does nothing without x='disk' or o='disk': use one, or leave it out"),
+    (
+        {"disk": "/tmp"},
+        "without x='disk' or o='disk' or lse='disk' or residual='disk' or kv='disk': use one, or leave it out",
+    ),
+    ({"recipe": "alst", "disk": "/tmp"}, "disk='/tmp' does nothing without x='disk': use one, or leave it out"),
     ({"o": "disk", "disk": ""}, "disk must name a folder, e.g. '/scratch'; it is ''"),
     ({"o": "disk", "disk": "/nowhere"}, "plan.disk='/nowhere' is not a folder that a file can be made in .No such"),
     (
@@ -359,5 +363,5 @@ def test_ranks_of_a_node_share_its_disk(ranks, folders, tmp_path: Path) -> None:
     text, _ = ranks(2).run(with_little_disk, folders["untied"], tmp_path, 2)
     assert text == (
         f"tapes for 64 tokens need 288 KiB for the 2 ranks of this node, and the free space of plan.disk='{tmp_path}' "
-        "is 200 KiB: 88 KiB are missing; plan.o=host frees 288 KiB, or 44 tokens would fit"
+        "is 200 KiB: 88 KiB are missing; plan.o=host frees 288 KiB, or 42 tokens would fit"
     )

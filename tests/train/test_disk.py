@@ -15,6 +15,7 @@ from ithaca.train.folder.run_folder import RunFolder
 from ithaca.train.loop import TrainingRun
 from ithaca.train.run import train
 from tests.nursery import Nursery
+from tests.small_disk import mount_small_disk, skip_without_mount
 
 
 @pytest.fixture
@@ -77,6 +78,43 @@ def test_a_run_measures_its_own_folders(nursery: Nursery, small_config: Config, 
     log = RunFolder(tmp_path / "run0").log.read_text(encoding="utf-8")
     assert f"Tapes on disk are striped over 2 folders, {folders[0]}, {folders[1]}" in log
     assert [os.listdir(folder) for folder in folders] == [[], []]
+
+
+def test_measuring_takes_what_the_tapes_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stripe in each folder at least, 256 MiB of a node at most, and never more than is free."""
+    free = {"one": 10**15, "two": 10**15}
+    monkeypatch.setattr(disk, "free_space", free.__getitem__)
+    both, stripe = ("one", "two"), 8 * 2**20
+    assert disk.measured_bytes(both, 1, 2) == 2 * stripe
+    assert disk.measured_bytes(both, 3 * stripe + 4095, 2) == 3 * stripe
+    assert disk.measured_bytes(both, 10**12, 2) == 128 * 2**20
+    assert disk.measured_bytes(both, 10**12, 64) == 4 * 2**20
+    free["two"] = 6 * stripe
+    assert disk.measured_bytes(both, 10**12, 2) == 3 * stripe
+    free["two"] = 4 * stripe - 1
+    assert disk.measured_bytes(both, 10**12, 2) == 0
+
+
+def train_on_a_small_disk(config: Config, folder: Path, path: Path, size: int) -> None:
+    mount_small_disk(folder, size)
+    train(config, path)
+
+
+@pytest.mark.parametrize("size", [2, 40])
+def test_a_disk_with_room_for_the_tapes_alone(
+    nursery: Nursery, small_config: Config, tmp_path: Path, size: int
+) -> None:
+    """MiB that are free: too few to measure in, and fewer than measuring takes at most. The tapes take far less."""
+    config = on_disk(small_config, [tmp_path / "disk"])
+    (end,) = nursery.job(train_on_a_small_disk, config, tmp_path / "disk", tmp_path / "run", size * 2**20)
+    skip_without_mount(end)
+    assert end.code == 0, end.err
+    assert len(RunFolder(tmp_path / "run").read_metrics()) == 2
+
+
+def test_space_that_others_took_meanwhile(tmp_path: Path) -> None:
+    """Nothing is measured; the tapes themselves are checked elsewhere."""
+    assert disk._measure((str(tmp_path),), 2**60) == {"read": 0.0, "write": 0.0}
 
 
 def die_in_the_second_step(config: Config, path: Path) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from ithaca.base.sizes import format_number, format_seconds
 from ithaca.planner.hardware import ASSUMED_DISK, DISK_NUMBERS, Gpu, Machine
-from ithaca.planner.seconds import predict_seconds
+from ithaca.planner.seconds import copy_seconds, predict_seconds
+from ithaca.schedule.costs import Copies
 from ithaca.schedule.job import Job
 
 SLOWER = 1.02  # no warning if a step takes at most this many times as long as with a fast disk
@@ -45,10 +46,16 @@ def slow_disk(job: Job, gpu: Gpu, machine: Machine, disks: int = 1, passes: int 
     free = predict_seconds(job, replace(gpu, disk_read=math.inf, disk_write=math.inf), machine)
     if found.step <= SLOWER * free.step:
         return None
-    work = job.costs.work(job).disk
-    waits = [each.disk / max(each.computing, each.host) for each in found.passes]
+    work = job.costs.work(job)
+    kv = (work.kv.forward, work.kv.backward) if job.plan.kv == "disk" else (Copies(), Copies())
+    waits = []  # how many times as fast the disks would have to be
+    for each, fetched in zip(found.passes, kv, strict=True):
+        # The disk's own time for K and V, which only attention hides
+        fetching = copy_seconds(fetched, "disk", replace(gpu, host=math.inf), machine, disks)
+        hidden = max(each.attending, copy_seconds(fetched, "host", gpu, machine))
+        waits.append(max(each.disk / max(each.computing, each.host), fetching / hidden))
     longest = waits.index(max(waits))
-    copied = (work.forward, work.backward)[longest]
+    copied = (work.disk.forward, work.disk.backward)[longest]
     given = machine.gpus * (copied.into + copied.out) / found.passes[longest].disk
     step, without = ((each.step - each.optimizer) * passes + each.optimizer for each in (found, free))
     return SlowDisk(("forward", "backward")[longest], waits[longest] * given, given, disks, step, without)

@@ -78,7 +78,8 @@ def place(
             return fill(plan, spec, axes, count, free, least, folder, ITEMSIZES[dtype]) is None
 
         most = bisect_left(range(1, tokens), True, key=too_many)
-        other = f"{most} tokens have" if most else "give more of either"
+        cut = f" with chunk={most}" if most < (plan.chunk or 0) else ""
+        other = f"{most} tokens{cut} have" if most else "give more of either"
         places = [f"device={format_bytes(free.device)}", f"host={format_bytes(free.host)}"]
         places += [f"disk={format_bytes(free.disk)}"] if free.disk else []
         raise PlanError(
@@ -264,6 +265,8 @@ def _movable(plan: Plan, words: Words) -> Words:
 def _spill(job: Job, words: Words, left: int) -> None:
     """Move tapes from the host to the disk until the host has room. `left`: its room, below zero."""
     tapes = [tape for tape in job.tapes if tape.name in words]
+    if not tapes:
+        return
     left -= STAGED * max(staged_bytes(tape.tiles(job.tiles), tape.row) for tape in tapes)
     sizes = _sizes(job)
     for name, places in words.items():

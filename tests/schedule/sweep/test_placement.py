@@ -1,5 +1,7 @@
 """Placement from budgets: within them, the cheapest work first, and what fits nowhere is said."""
 
+import contextlib
+import re
 from dataclasses import replace
 
 import pytest
@@ -134,3 +136,26 @@ def test_place_refuses_what_fits_nowhere() -> None:
             ithaca.place(plan, SPEC, **({"tokens": TOKENS, "device": 0, "host": 0} | wrong))
     with pytest.raises(PlanError, match="recipe 'dense' saves no o"):
         ithaca.place(ithaca.Plan(), SPEC, TOKENS, device="5GiB", host="9GiB")
+
+
+def test_a_model_of_one_layer() -> None:
+    """Its only x is looked up and its o made again, so that no tape can move to the disk."""
+    spec = replace(SPEC, layers=1)
+    plan = ithaca.Plan(recipe="sweep", chunk=2**10, lse="host", residual="host")
+    for size in (2**20, 2**22, 2**24, 2**26, 2**28, 2**30):
+        with contextlib.suppress(PlanError):
+            ithaca.place(plan, spec, 2**14, device=2**30, host=size, disk=2**30, folder="/d")
+
+
+@pytest.mark.parametrize("device", [2**25, 2**26, 2**28, 2**30])
+def test_tokens_that_are_named_have_room(device: int) -> None:
+    plan, spec = ithaca.Plan(recipe="sweep", chunk=2**14), replace(SPEC, layers=2)
+
+    def place(plan: ithaca.Plan, tokens: int) -> ithaca.Plan:
+        return ithaca.place(plan, spec, tokens, device=device, host="64MiB")
+
+    with pytest.raises(PlanError, match=r" tokens( with chunk=[0-9]+)? have$") as refused:
+        place(plan, 2**20)
+    found = re.search(r"(\d+) tokens(?: with chunk=(\d+))? have$", str(refused.value))
+    assert found
+    place(replace(plan, chunk=int(found[2])) if found[2] else plan, int(found[1]))
