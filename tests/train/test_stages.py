@@ -300,6 +300,10 @@ def test_other_stages_are_another_run(nursery: Nursery, staged: Config, whole: P
     end = nursery.command(*words, "--ranks", "1", folder=tmp_path)
     assert end.code == 2
     assert "train.learning_rate=1 is set, but the run has stages" in end.err
+    for option, said in (("plan.recipe=dense", "its own Plan: write plan"), ("model.rope=linear", "a rope that stays")):
+        end = nursery.command("train", "--run", "run", "--set", option, "--ranks", "1", folder=tmp_path)
+        assert end.code == 2
+        assert f"{option} is set, but the run has stages, each with {said}" in end.err
 
 
 def test_another_run_starts_from_it(nursery: Nursery, whole: Path, tmp_path: Path) -> None:

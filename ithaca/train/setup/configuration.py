@@ -39,9 +39,25 @@ def read_run_config(file: Path | None, overrides: list[str], run: Path | None, o
         # The other run's model has its extended rope already, and would be extended twice. The same holds for stages
         another = saved not in (None, own)
         before = ['model.rope=""'] if another else []
-        return read_config(saved, before + overrides, tell_once, saved=saved is not None, anew=another)
+        found = read_config(saved, before + overrides, tell_once, saved=saved is not None, anew=another)
+        if found.train.stages:
+            _check_stage_options(overrides)
+        return found
     model = read_config(saved, [], tell_once, saved=True).model if origin else None
     return read_config(file, overrides, tell_once, model=replace(model, rope="") if model else None)
+
+
+def _check_stage_options(overrides: list[str]) -> None:
+    """Raise an error if a Plan or a rope is set for a run whose stages have their own."""
+    for override in overrides:
+        name = override.partition("=")[0].strip()
+        if name == "model.rope":
+            raise ConfigError(f"{override} is set, but the run has stages, each with a rope that stays: leave it out")
+        if name.partition(".")[0] == "plan":
+            raise ConfigError(
+                f"{override} is set, but the run has stages, each with its own Plan: write plan = {{…}} into a stage "
+                "of the file that has [[train.stages]], and continue with ithaca train FILE --run DIR"
+            )
 
 
 def read_again(run: Path, overrides: list[str]) -> Config:
