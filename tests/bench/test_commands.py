@@ -165,11 +165,12 @@ def test_a_cap_below_what_libraries_take(nursery: Nursery, tmp_path: Path) -> No
     assert "| nothing fits |" in make_report(tmp_path / "out")["results.md"].replace("*", "")
 
 
-def test_report_writes_its_files_and_removes_old_pictures(nursery: Nursery, tmp_path: Path) -> None:
+def test_report_writes_its_files_and_removes_the_old_pictures_of_its_page(nursery: Nursery, tmp_path: Path) -> None:
     words = ["ladder", "--predict", "--commit", "c0ffee", "--out", "my out", "--only", "Sweep"]
     first = ended(nursery, tmp_path, *words)
     assert first.code == 0, first.err
     (tmp_path / "page-old.svg").touch()
+    (tmp_path / "page.md").write_text("![Of an older release](page-old.svg)\n")
     printed = re.findall(r"`ithaca bench (report .*)`", first.out)[0]
     end = ended(nursery, tmp_path, *shlex.split(printed), "--out", "page.md")
     assert end.code == 0, end.err
